@@ -1,0 +1,1 @@
+"""narrowgauge: train Transformers on narrow numbers."""

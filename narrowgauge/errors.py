@@ -1,0 +1,79 @@
+"""The errors that users meet, and the exit code that each one gives the command line.
+
+An error is a complete sentence with the values in it, and ends in the next step:
+
+    ConfigError: convert: pattern 'layers.*.up' matched no Linear. Closest: 'layers.0.mlp.up_proj'.
+
+Exit codes (also 130 for Ctrl-C and 75 for SIGTERM, both after a checkpoint was saved): 0 ok, 2 configuration,
+3 data or tokenizer, 4 checkpoint, 5 numerics, 7 output folder busy, 8 storage, 9 memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_INTERRUPTED = 130  # Ctrl-C: the step was finished and a checkpoint saved
+EXIT_PREEMPTED = 75  # SIGTERM: likewise; EX_TEMPFAIL, "try again later"
+
+
+class NarrowgaugeError(Exception):
+    """Base of every error that narrowgauge raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(NarrowgaugeError):
+    """A setting, name or combination that cannot work."""
+
+    exit_code = 2
+
+
+class ShapeError(ConfigError):
+    """Shapes that do not fit each other or their tiles."""
+
+
+class BackendError(ConfigError):
+    """A kernel that was asked for by name refuses the call."""
+
+
+class DataError(NarrowgaugeError):
+    """Missing, empty or malformed data, or a tokenizer that does not fit it."""
+
+    exit_code = 3
+
+
+class CheckpointError(NarrowgaugeError):
+    """No valid checkpoint, or one that belongs to another run."""
+
+    exit_code = 4
+
+
+class NumericsError(NarrowgaugeError):
+    """A non-finite loss, gradient or weight."""
+
+    exit_code = 5
+
+
+class BusyError(NarrowgaugeError):
+    """Another run holds the output folder."""
+
+    exit_code = 7
+
+
+class StorageError(NarrowgaugeError):
+    """The file system refused: full, read-only, not permitted."""
+
+    exit_code = 8
+
+
+class OutOfMemoryError(NarrowgaugeError):
+    """Host or device memory does not suffice."""
+
+    exit_code = 9
+
+
+def closest(name: str, candidates: Iterable[str], limit: int = 3) -> str:
+    """The candidates most like `name`, quoted and comma-separated, ready for an error message; '' if none is near."""
+    near = difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.5)
+    return ", ".join(repr(candidate) for candidate in near)
