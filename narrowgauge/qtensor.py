@@ -1,0 +1,122 @@
+"""A quantized tensor: codes, scales, and the cast that made them.
+
+    x ~= decode(data) * spread(scale) * global_scale
+
+A plain container, not a Tensor subclass: autograd and the compiler see ordinary tensors only. Always two-dimensional, the
+contracted axis last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ShapeError
+from narrowgauge.recipe import WHOLE, Cast
+
+
+def tile_sizes(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile with -1 replaced by the length of its axis (at least 1)."""
+    outer, inner = (max(length, 1) if size == WHOLE else size for size, length in zip(tile, shape, strict=True))
+    return outer, inner
+
+
+def scale_shape(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
+    """Scales per axis: ceil(length / tile)."""
+    outer, inner = tile_sizes(shape, tile)
+    return -(-shape[0] // outer), -(-shape[1] // inner)
+
+
+def spread(scale: Tensor, shape: tuple[int, ...], tile: tuple[int, int]) -> Tensor:
+    """One scale per element, or a tensor that broadcasts to that.
+
+    scale [ceil(outer / tile[0]), ceil(inner / tile[1])] -> a shape that broadcasts against `shape`.
+    """
+    for axis, size in enumerate(tile_sizes(shape, tile)):
+        if scale.shape[axis] > 1 and size > 1:
+            scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, shape[axis])
+    return scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class QTensor:
+    """See the module. Invariants are checked at construction.
+
+    data          codes of `cast.format`: [outer, inner] of its storage dtype, or [outer, ceil(inner / 2)] uint8 when two
+                  codes share a byte, or [outer, inner] float32 or bfloat16 holding the decoded values themselves
+                  ("expanded": what a GEMM without narrow units wants)
+    scale         float32 [ceil(outer / tile[0]), ceil(inner / tile[1])]
+    cast          the Cast that made it
+    inner         length of the contracted axis in elements
+    global_scale  0-d float32 for two-level rules, else None
+    """
+
+    data: Tensor
+    scale: Tensor
+    cast: Cast
+    inner: int
+    global_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.data.ndim != 2 or self.scale.ndim != 2:
+            raise ShapeError(
+                f"QTensor: data {list(self.data.shape)} and scale {list(self.scale.shape)} must both be two-dimensional. "
+                "Flatten the leading axes first."
+            )
+        columns = self.inner if not self.is_packed else -(-self.inner // self.cast.format.codes_per_byte)
+        expected = scale_shape(self.shape, self.cast.tile)
+        if self.data.shape[1] != columns or tuple(self.scale.shape) != expected:
+            raise ShapeError(
+                f"QTensor: data {list(self.data.shape)} with scale {list(self.scale.shape)} does not fit "
+                f"{self.inner} {self.cast.format} elements per row in tiles of {self.cast.tile}; "
+                f"expected {columns} columns and scale {list(expected)}."
+            )
+        if (self.global_scale is not None) != self.cast.scale.two_level:
+            raise ShapeError(
+                f"QTensor: scale rule {self.cast.scale} {'needs' if self.cast.scale.two_level else 'takes no'} "
+                "global_scale. Build the tensor with quantize()."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.inner
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def is_expanded(self) -> bool:
+        return self.data.dtype in (torch.float32, torch.bfloat16)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.cast.format.codes_per_byte > 1 and not self.is_expanded
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        extra = 0 if self.global_scale is None else self.global_scale.nbytes
+        return self.data.nbytes + self.scale.nbytes + extra
+
+    def values(self) -> Tensor:
+        """[outer, inner] float32 (or the expanded dtype): the decoded elements, not yet multiplied by their scale."""
+        if self.is_expanded:
+            return self.data
+        codes = self.cast.format.unpack(self.data, self.inner) if self.is_packed else self.data
+        return self.cast.format.decode(codes)
+
+    def full_scale(self) -> Tensor:
+        """The scales, [outer tiles, inner tiles] float32, with the per-tensor scale multiplied in."""
+        return self.scale if self.global_scale is None else self.scale * self.global_scale
+
+    def transposed(self) -> QTensor:
+        """The same numbers with the axes exchanged, without copying; the cast's tiles must be symmetric."""
+        if self.cast.tile[0] != self.cast.tile[1] or self.is_packed:
+            raise ShapeError(
+                f"transposed: {self.cast} has tiles that do not transpose, or packed codes. "
+                "Quantize the transposed tensor instead."
+            )
+        return replace(self, data=self.data.T, scale=self.scale.T, inner=self.data.shape[0])

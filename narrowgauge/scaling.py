@@ -1,0 +1,100 @@
+"""Scale rules: from the largest magnitude of a tile to the number that its codes are multiplied by.
+
+One direction everywhere: x ~= decode(codes) * scale. What is stored is exactly what was divided by.
+
+    FP32             amax / max
+    POW2             the smallest power of two >= amax / max: nothing saturates
+    E8M0_CEIL        the same, kept within what an 8-bit exponent holds ("RCEIL" in the MX literature)
+    E8M0_FLOOR       2 ** (floor(log2 amax) - floor(log2 max)), OCP MX v1.0 section 6.3: the top of a tile may saturate
+    E4M3_TWO_LEVEL   an e4m3 number per tile times one float32 per tensor, as in NVFP4
+
+    amax             FP32                POW2, E8M0_CEIL     E8M0_FLOOR          E4M3_TWO_LEVEL
+    0                1                   1                   1                   0 (codes are zero)
+    NaN or infinity  NaN                 NaN                 NaN                 NaN
+    tiny             at least 2**-126    at least 2**-126    at least 2**-126    0 when below e4m3's smallest
+    huge             finite              at most 2**127      at most 2**127      finite
+
+A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers.
+Powers of two are computed on the bits, never as exp2(floor(log2 x)), which is wrong next to exact powers. 2**-126 is the
+smallest scale (not 2**-127, which E8M0 could hold) because it is the smallest float32 that survives flush-to-zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import E4M3, Format
+
+SMALLEST_SCALE = 2.0**-126
+LARGEST_POWER = 2.0**127
+_EXPONENT_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """A named rule. `function(amax, format)` takes float32 amax >= 0 of any shape and returns scales of that shape.
+
+    power_of_two  whether every scale is a power of two, so that multiplying by it loses nothing
+    two_level     whether a second, per-tensor scale multiplies the scales of the tiles
+    """
+
+    name: str
+    function: Callable[[Tensor, Format], Tensor]
+    power_of_two: bool = False
+    two_level: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, amax: Tensor, format: Format) -> Tensor:
+        return self.function(amax.to(torch.float32), format)
+
+
+def _guard(scale: Tensor, amax: Tensor, when_zero: float = 1.0) -> Tensor:
+    scale = torch.where(amax == 0, when_zero, scale)
+    return torch.where(amax.isfinite(), scale, float("nan"))
+
+
+def _fp32(amax: Tensor, format: Format) -> Tensor:
+    return _guard((amax / format.max).clamp(min=SMALLEST_SCALE), amax)
+
+
+def _power_of_two_ceil(amax: Tensor, format: Format) -> Tensor:
+    exact = (amax / format.max).clamp(min=SMALLEST_SCALE)
+    bits = (exact.view(torch.int32) + _MANTISSA_BITS) & _EXPONENT_BITS
+    return _guard(bits.view(torch.float32).clamp(max=LARGEST_POWER), amax)
+
+
+def _power_of_two_floor(amax: Tensor, format: Format) -> Tensor:
+    power = (amax.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    largest_power = 2.0 ** _floor_log2(format.max)
+    return _guard((power / largest_power).clamp(SMALLEST_SCALE, LARGEST_POWER), amax)
+
+
+def _e4m3_relative(amax: Tensor, format: Format) -> Tensor:
+    """amax here is relative to the tensor's own scale (see `two_level_global`); NaN passes through e4m3."""
+    return _guard(E4M3.round(amax / format.max), amax, when_zero=0.0)
+
+
+def two_level_global(amax: Tensor, format: Format) -> Tensor:
+    """The per-tensor scale of a two-level rule: the largest tile lands on e4m3's largest number. A 0-d tensor."""
+    return _guard((amax.amax() / (E4M3.max * format.max)).clamp(min=SMALLEST_SCALE), amax.amax())
+
+
+def _floor_log2(value: float) -> int:
+    mantissa, exponent = torch.frexp(torch.tensor(value, dtype=torch.float64))
+    return int(exponent) - 1
+
+
+FP32 = ScaleRule("fp32", _fp32)
+POW2 = ScaleRule("pow2", _power_of_two_ceil, power_of_two=True)
+E8M0_CEIL = ScaleRule("e8m0-ceil", _power_of_two_ceil, power_of_two=True)
+E8M0_FLOOR = ScaleRule("e8m0-floor", _power_of_two_floor, power_of_two=True)
+E4M3_TWO_LEVEL = ScaleRule("e4m3-two-level", _e4m3_relative, two_level=True)
+
+ALL: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL)
