@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.formats import E4M3, E5M2, INT8
-from narrowgauge.recipe import CURRENT, WHOLE, Cast, Current, Gemm, Recipe, Window
+from narrowgauge.recipe import CURRENT, Cast, Current, Gemm, Recipe, Window
 from narrowgauge.scaling import E8M0_CEIL, FP32, POW2
+from narrowgauge.tiles import WHOLE
 
 SUMMARIES: dict[str, str] = {
     "bf16": "every operand in bfloat16: the reference that the others are compared with",

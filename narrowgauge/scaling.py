@@ -21,6 +21,7 @@ smallest scale (not 2**-127, which E8M0 could hold) because it is the smallest f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,8 +88,7 @@ def two_level_global(amax: Tensor, format: Format) -> Tensor:
 
 
 def _floor_log2(value: float) -> int:
-    mantissa, exponent = torch.frexp(torch.tensor(value, dtype=torch.float64))
-    return int(exponent) - 1
+    return math.frexp(value)[1] - 1
 
 
 FP32 = ScaleRule("fp32", _fp32)

@@ -19,8 +19,9 @@ from torch import Tensor
 from narrowgauge.formats import TableFormat
 from narrowgauge.ops.quantize.reference import dequantize
 from narrowgauge.ops.registry import Device
-from narrowgauge.qtensor import QTensor, scale_shape, spread
-from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
 
 
 def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:
@@ -68,9 +69,9 @@ def _scaled_values(operand: QTensor | Tensor) -> Tensor:
     """Values times scales, in the dtype of expanded values if they are expanded (exact, see `compute_dtype`)."""
     if not isinstance(operand, QTensor):
         return operand
-    if not operand.is_expanded or operand.data.dtype == torch.float32:
-        return dequantize(operand)
-    return operand.data * spread(operand.full_scale(), operand.shape, operand.cast.tile).to(operand.data.dtype)
+    if operand.is_expanded:
+        return times_scale(operand.data, operand.full_scale(), operand.cast.tile)
+    return dequantize(operand)
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
@@ -94,23 +95,21 @@ def _cpu_is_fast_at(dtype: torch.dtype) -> bool:
 
 def _times_scales(out: Tensor, lhs: QTensor | Tensor, rhs: QTensor | Tensor) -> Tensor:
     """out [M, N] times s_lhs [M or 1, 1] and s_rhs [1, N or 1]; two scalars are multiplied first, which saves a pass."""
-    factors = [
-        factor
-        for factor in (_row_scale(lhs), _row_scale(rhs))
-        if factor is not None
-    ]  # fmt: skip
-    if len(factors) == 2 and factors[0].numel() == factors[1].numel() == 1:
-        return out * (factors[0] * factors[1])
-    for operand, factor in ((lhs, _row_scale(lhs)), (rhs, _row_scale(rhs))):
-        if factor is not None:
-            out = out * (factor if operand is lhs else factor.T)
-    return out
+    left, right = _row_scale(lhs), _row_scale(rhs)
+    if left is not None and right is not None and left.numel() == right.numel() == 1:
+        return out * (left * right)
+    out = out if left is None else out * left
+    return out if right is None else out * right.T
 
 
 def _row_scale(operand: QTensor | Tensor) -> Tensor | None:
     """[outer, 1] or [1, 1], or None for a plain tensor."""
     if not isinstance(operand, QTensor):
         return None
-    if operand.scale.numel() == 0 or 0 in scale_shape(operand.shape, operand.cast.tile):
-        return operand.scale.new_ones(1, 1)
-    return spread(operand.full_scale(), operand.shape, (operand.cast.tile[0], WHOLE))
+    rows = tile_sizes(operand.shape, operand.cast.tile)[0]
+    scale = operand.full_scale()
+    if scale.shape[1] == 0:  # nothing is contracted, the sum is zero
+        return scale.new_ones(1, 1)
+    if rows == 1 or scale.shape[0] == 1:
+        return scale
+    return scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]
