@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from narrowgauge import formats, optim, recipes
     from narrowgauge.conversion import advance, convert, describe, suspended
-    from narrowgauge.qlinear import QLinear, linear
     from narrowgauge.ops import dequantize, mm, quantize
+    from narrowgauge.qlinear import QLinear, linear
     from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast, Gemm, Recipe
 

@@ -24,9 +24,9 @@ from torch import nn
 from narrowgauge import recipes
 from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.qlinear import QLinear
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
+from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
 
 # Last part of a layer's name -> why it is kept in its own precision.
