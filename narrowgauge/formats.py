@@ -72,6 +72,11 @@ class Format:
         raise TypeError(f"{type(self).__name__} does not define its codes; use one of {', '.join(NAMES)}.")
 
     @property
+    def smallest(self) -> float:
+        """The smallest magnitude above zero."""
+        raise TypeError(f"{type(self).__name__} does not define smallest; use one of {', '.join(NAMES)}.")
+
+    @property
     def codes_per_byte(self) -> int:
         """2 for 4-bit formats, 1 for all others: 6-bit codes are kept one per byte."""
         return 2 if self.bits == 4 else 1
@@ -120,7 +125,7 @@ class FloatFormat(Format):
         return 2.0 ** (1 - self.bias)
 
     @property
-    def smallest_subnormal(self) -> float:
+    def smallest(self) -> float:
         return 2.0 ** (1 - self.bias - self.mantissa)
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -145,7 +150,7 @@ class FloatFormat(Format):
             return y.to(self.storage)
         bits = y.abs().view(torch.int32)
         normal = (bits >> (FLOAT32_MANTISSA - self.mantissa)) - ((127 - self.bias) << self.mantissa)
-        subnormal = (y.abs() * (1 / self.smallest_subnormal)).to(torch.int32)
+        subnormal = (y.abs() * (1 / self.smallest)).to(torch.int32)
         magnitude = torch.where(y.abs() < self.smallest_normal, subnormal, normal)
         sign = y.signbit().to(torch.int32) << (self.bits - 1)
         return (magnitude | sign).to(torch.uint8)
@@ -169,6 +174,10 @@ class FloatFormat(Format):
 @dataclass(frozen=True, kw_only=True)
 class IntFormat(Format):
     """Symmetric integers -max ... max; the most negative two's complement code is never produced."""
+
+    @property
+    def smallest(self) -> float:
+        return 1.0
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         y = x.to(torch.float32).clamp(-self.max, self.max)
@@ -194,6 +203,10 @@ class ExponentFormat(Format):
 
     encode takes the nearest power of two, ties to the even code; zero becomes the smallest one, a negative number NaN.
     """
+
+    @property
+    def smallest(self) -> float:
+        return 2.0**-127
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         return self.decode(self.encode(x, noise))
@@ -226,6 +239,10 @@ class TableFormat(Format):
                 f"{self.name}: {len(self.levels)} levels given; a {self.bits}-bit table needs {2**self.bits} "
                 "distinct levels in ascending order."
             )
+
+    @property
+    def smallest(self) -> float:
+        return min(abs(level) for level in self.levels if level != 0)
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         return self.decode(self.encode(x, noise))
