@@ -182,7 +182,7 @@ class IntFormat(Format):
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         y = x.to(torch.float32).clamp(-self.max, self.max)
         y = y.round_() if noise is None else _round_stochastically(y, noise)
-        return torch.where(y.isnan(), 0.0, y)
+        return torch.where(y.abs() > 0, y, 0.0)  # NaN and -0 have no code
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         return self.round(x, noise).to(self.storage)
