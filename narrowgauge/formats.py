@@ -219,12 +219,12 @@ class ExponentFormat(Format):
         normal = (bits + 0x3FFFFF + ((bits >> FLOAT32_MANTISSA) & 1)) >> FLOAT32_MANTISSA
         # Below 2**-126 float32 is subnormal: codes 0 and 1 meet at 1.5 * 2**-127.
         code = torch.where(bits < 0x00800000, (bits > 0x00600000).to(torch.int32), normal).clamp_(max=254)
-        negative = (x < 0) & (bits > 0)
+        negative = x.signbit() & (bits > 0)  # on the bits: under flush-to-zero a subnormal is not below zero
         return torch.where(x.isnan() | negative, 255, code).to(torch.uint8)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
-        powers = torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes - 127).float()
-        return torch.where(codes == 255, float("nan"), powers)
+        bits = torch.where(codes == 0, 0x00400000, codes << FLOAT32_MANTISSA)  # 2**-127 is subnormal in float32
+        return torch.where(codes == 255, float("nan"), bits.to(torch.int32).view(torch.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
