@@ -249,7 +249,7 @@ class TableFormat(Format):
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         levels, boundaries = _table(self, x.device), _boundaries(self, x.device)
-        y = torch.where(x.isnan(), 0.0, x.to(torch.float32)).clamp_(levels[0], levels[-1])
+        y = torch.where(x.isnan(), 0.0, x.to(torch.float32)).clamp_(levels[0], levels[-1]).contiguous()
         if noise is None:
             return torch.bucketize(y, boundaries).to(torch.uint8)
         below = (torch.bucketize(y, levels, right=True) - 1).clamp_(0, len(levels) - 2)
