@@ -1,10 +1,10 @@
 """The definition of mm: decode, multiply in a float type that holds the operands exactly, sum in float32.
 
-When each operand has one scale per row (or one in all), the scales leave the sum:
+Where an operand has one scale per row (or one in all), its scales leave the sum:
 
     out[m, n] = s_lhs[m] * s_rhs[n] * sum over k of v_lhs[m, k] * v_rhs[n, k]
 
-and the GEMM runs on the bare values v. Otherwise the scales are multiplied in first; powers of two lose nothing by it.
+and the GEMM runs on its bare values v. Otherwise its scales are multiplied in first; powers of two lose nothing by it.
 
 The GEMM's type is bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
 of two, are exact there. On a CPU without bfloat16 instructions float32 is several times faster, and holds the same values.
@@ -19,7 +19,7 @@ from torch import Tensor
 from narrowgauge.formats import TableFormat
 from narrowgauge.ops.quantize.reference import dequantize
 from narrowgauge.ops.registry import Device
-from narrowgauge.qtensor import QTensor, scale_shape, spread
+from narrowgauge.qtensor import QTensor, spread
 from narrowgauge.recipe import WHOLE, Cast
 
 
@@ -45,32 +45,27 @@ def run(
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
     with torch.autocast(lhs.device.type, enabled=False):
-        if _scales_leave_the_sum(lhs) and _scales_leave_the_sum(rhs):
-            out = _float_mm(_values(lhs), _values(rhs))
-            out = _times_scales(out, lhs, rhs)
-        else:
-            out = _float_mm(_scaled_values(lhs), _scaled_values(rhs))
+        (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
+        out = _times_scales(_float_mm(left, right), left_scale, right_scale)
         if bias is not None:
             # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
             out = out + bias.to(torch.float32)
         return out.to(out_dtype)
 
 
-def _scales_leave_the_sum(operand: QTensor | Tensor) -> bool:
-    return not isinstance(operand, QTensor) or operand.scale.shape[1] <= 1
+def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
+    """The matrix that enters the GEMM, and the scales that its rows of the result are multiplied by: [outer or 1, 1] or None.
 
-
-def _values(operand: QTensor | Tensor) -> Tensor:
-    return operand.values() if isinstance(operand, QTensor) else operand
-
-
-def _scaled_values(operand: QTensor | Tensor) -> Tensor:
-    """Values times scales, in the dtype of expanded values if they are expanded (exact, see `compute_dtype`)."""
+    Expanded values keep their dtype, in which their product with a scale that stays in the sum is exact (`compute_dtype`).
+    """
     if not isinstance(operand, QTensor):
-        return operand
+        return operand, None
+    if operand.scale.shape[1] <= 1:
+        return operand.values(), _row_scale(operand)
     if not operand.is_expanded or operand.data.dtype == torch.float32:
-        return dequantize(operand)
-    return operand.data * spread(operand.full_scale(), operand.shape, operand.cast.tile).to(operand.data.dtype)
+        return dequantize(operand), None
+    scale = spread(operand.full_scale(), operand.shape, operand.cast.tile)
+    return operand.data * scale.to(operand.data.dtype), None
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
@@ -92,25 +87,17 @@ def _cpu_is_fast_at(dtype: torch.dtype) -> bool:
     )
 
 
-def _times_scales(out: Tensor, lhs: QTensor | Tensor, rhs: QTensor | Tensor) -> Tensor:
-    """out [M, N] times s_lhs [M or 1, 1] and s_rhs [1, N or 1]; two scalars are multiplied first, which saves a pass."""
-    factors = [
-        factor
-        for factor in (_row_scale(lhs), _row_scale(rhs))
-        if factor is not None
-    ]  # fmt: skip
-    if len(factors) == 2 and factors[0].numel() == factors[1].numel() == 1:
-        return out * (factors[0] * factors[1])
-    for operand, factor in ((lhs, _row_scale(lhs)), (rhs, _row_scale(rhs))):
-        if factor is not None:
-            out = out * (factor if operand is lhs else factor.T)
-    return out
+def _times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
+    """out [M, N] times lhs [M or 1, 1] and rhs [N or 1, 1]; two scalars are multiplied first, which saves a pass."""
+    if lhs is not None and rhs is not None and lhs.numel() == rhs.numel() == 1:
+        return out * (lhs * rhs)
+    if lhs is not None:
+        out = out * lhs
+    return out if rhs is None else out * rhs.T
 
 
-def _row_scale(operand: QTensor | Tensor) -> Tensor | None:
-    """[outer, 1] or [1, 1], or None for a plain tensor."""
-    if not isinstance(operand, QTensor):
-        return None
-    if operand.scale.numel() == 0 or 0 in scale_shape(operand.shape, operand.cast.tile):
+def _row_scale(operand: QTensor) -> Tensor:
+    """[outer, 1] or [1, 1]."""
+    if operand.scale.numel() == 0:
         return operand.scale.new_ones(1, 1)
     return spread(operand.full_scale(), operand.shape, (operand.cast.tile[0], WHOLE))
