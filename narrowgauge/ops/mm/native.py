@@ -17,6 +17,7 @@ from narrowgauge.recipe import WHOLE
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
+LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 _ROW_OR_TENSOR = ((WHOLE, WHOLE), (1, WHOLE))
 
 
@@ -77,13 +78,15 @@ def refuse_int8(spec: MmSpec) -> str | None:
 
 
 def run_int8(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """torch._int_mm: exact int32 sums, then scales and bias in float32."""
+    """torch._int_mm: exact int32 sums of up to 2**17 products; their sum, scales and bias in float32."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
         return _empty_product(m, n, lhs.device, bias, out_dtype)
     rows = SMALLEST_INT8_ROWS if m <= ALIGNMENT else ALIGNMENT
     a, b = _aligned(lhs.data, rows, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
-    out = torch._int_mm(a, b.T)[:m, :n].to(torch.float32) * lhs.scale * rhs.scale.T
+    parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
+    sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
+    out = sum(sums[1:], start=sums[0]) * lhs.scale * rhs.scale.T
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)
