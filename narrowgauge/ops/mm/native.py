@@ -42,12 +42,12 @@ def refuse_scaled(spec: MmSpec) -> str | None:
 def run_scaled(
     lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
-    """torch._scaled_mm. Row scales and 16-bit results come out of it rounded to bfloat16; a bias is added in float32."""
+    """torch._scaled_mm. With row scales its result comes rounded to bfloat16; a bias is added in float32."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
         return _empty_product(m, n, lhs.device, bias, out_dtype)
     row_wise = WHOLE not in (lhs.cast.tile[0], rhs.cast.tile[0]) or lhs.cast.tile != rhs.cast.tile
-    gemm_dtype = torch.bfloat16 if row_wise or (bias is None and out_dtype != torch.float32) else torch.float32
+    gemm_dtype = torch.bfloat16 if row_wise or (bias is None and out_dtype == torch.bfloat16) else torch.float32
     a, b = _aligned(lhs.data, ALIGNMENT, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
     scale_a, scale_b = lhs.scale, rhs.scale
     if row_wise:
