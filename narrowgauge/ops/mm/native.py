@@ -19,6 +19,7 @@ ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 _ROW_OR_TENSOR = ((WHOLE, WHOLE), (1, WHOLE))
+_EXPANDED = "takes codes, but an operand is expanded to floats"
 
 
 def refuse_scaled(spec: MmSpec) -> str | None:
@@ -28,6 +29,8 @@ def refuse_scaled(spec: MmSpec) -> str | None:
         return "needs two FP8 operands"
     if all(cast is not None and cast.format == E5M2 for cast in casts):
         return "e5m2 x e5m2 does not exist in hardware"
+    if spec.expanded:
+        return _EXPANDED
     if spec.device.type != "cuda":
         return f"{spec.device.type} has no FP8 units"
     if spec.device.capability < (8, 9):
@@ -68,6 +71,8 @@ def refuse_int8(spec: MmSpec) -> str | None:
     casts = (spec.lhs, spec.rhs)
     if any(cast is None or cast.format != INT8 or cast.tile not in _ROW_OR_TENSOR for cast in casts):
         return "needs two INT8 operands with one scale per tensor or row"
+    if spec.expanded:
+        return _EXPANDED
     if spec.device.type == "cpu" and not spec.device.int8_gemm:
         return "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
     if spec.device.type not in ("cpu", "cuda"):
