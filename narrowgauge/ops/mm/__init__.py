@@ -68,6 +68,7 @@ def mm(
 ) -> Tensor:
     """lhs [M, K] @ rhs [N, K].T + bias [N] -> [M, N]; see the module. `backend` forces a kernel by name."""
     _check(lhs, rhs, bias)
+    lhs, rhs = (x if isinstance(x, QTensor) else high_precision(x, out_dtype) for x in (lhs, rhs))
     gemm = Gemm(lhs=_cast(lhs), rhs=_cast(rhs), fast_accumulate=fast_accumulate)
     expanded = any(isinstance(operand, QTensor) and operand.is_expanded for operand in (lhs, rhs))
     choice = plan(gemm, lhs.device, backend, expanded).choice
