@@ -72,6 +72,11 @@ class Format:
         raise TypeError(f"{type(self).__name__} does not define its codes; use one of {', '.join(NAMES)}.")
 
     @property
+    def smallest(self) -> float:
+        """The smallest magnitude above zero."""
+        raise TypeError(f"{type(self).__name__} does not define smallest; use one of {', '.join(NAMES)}.")
+
+    @property
     def codes_per_byte(self) -> int:
         """2 for 4-bit formats, 1 for all others: 6-bit codes are kept one per byte."""
         return 2 if self.bits == 4 else 1
@@ -120,7 +125,7 @@ class FloatFormat(Format):
         return 2.0 ** (1 - self.bias)
 
     @property
-    def smallest_subnormal(self) -> float:
+    def smallest(self) -> float:
         return 2.0 ** (1 - self.bias - self.mantissa)
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -145,7 +150,7 @@ class FloatFormat(Format):
             return y.to(self.storage)
         bits = y.abs().view(torch.int32)
         normal = (bits >> (FLOAT32_MANTISSA - self.mantissa)) - ((127 - self.bias) << self.mantissa)
-        subnormal = (y.abs() * (1 / self.smallest_subnormal)).to(torch.int32)
+        subnormal = (y.abs() * (1 / self.smallest)).to(torch.int32)
         magnitude = torch.where(y.abs() < self.smallest_normal, subnormal, normal)
         sign = y.signbit().to(torch.int32) << (self.bits - 1)
         return (magnitude | sign).to(torch.uint8)
@@ -170,10 +175,14 @@ class FloatFormat(Format):
 class IntFormat(Format):
     """Symmetric integers -max ... max; the most negative two's complement code is never produced."""
 
+    @property
+    def smallest(self) -> float:
+        return 1.0
+
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         y = x.to(torch.float32).clamp(-self.max, self.max)
         y = y.round_() if noise is None else _round_stochastically(y, noise)
-        return torch.where(y.isnan(), 0.0, y)
+        return torch.where(y.abs() > 0, y, 0.0)  # NaN and -0 have no code
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         return self.round(x, noise).to(self.storage)
@@ -195,6 +204,10 @@ class ExponentFormat(Format):
     encode takes the nearest power of two, ties to the even code; zero becomes the smallest one, a negative number NaN.
     """
 
+    @property
+    def smallest(self) -> float:
+        return 2.0**-127
+
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         return self.decode(self.encode(x, noise))
 
@@ -206,12 +219,12 @@ class ExponentFormat(Format):
         normal = (bits + 0x3FFFFF + ((bits >> FLOAT32_MANTISSA) & 1)) >> FLOAT32_MANTISSA
         # Below 2**-126 float32 is subnormal: codes 0 and 1 meet at 1.5 * 2**-127.
         code = torch.where(bits < 0x00800000, (bits > 0x00600000).to(torch.int32), normal).clamp_(max=254)
-        negative = (x < 0) & (bits > 0)
+        negative = x.signbit() & (bits > 0)  # on the bits: under flush-to-zero a subnormal is not below zero
         return torch.where(x.isnan() | negative, 255, code).to(torch.uint8)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
-        powers = torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes - 127).float()
-        return torch.where(codes == 255, float("nan"), powers)
+        bits = torch.where(codes == 0, 0x00400000, codes << FLOAT32_MANTISSA)  # 2**-127 is subnormal in float32
+        return torch.where(codes == 255, float("nan"), bits.to(torch.int32).view(torch.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,12 +240,16 @@ class TableFormat(Format):
                 "distinct levels in ascending order."
             )
 
+    @property
+    def smallest(self) -> float:
+        return min(abs(level) for level in self.levels if level != 0)
+
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         return self.decode(self.encode(x, noise))
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         levels, boundaries = _table(self, x.device), _boundaries(self, x.device)
-        y = torch.where(x.isnan(), 0.0, x.to(torch.float32)).clamp_(levels[0], levels[-1])
+        y = torch.where(x.isnan(), 0.0, x.to(torch.float32)).clamp_(levels[0], levels[-1]).contiguous()
         if noise is None:
             return torch.bucketize(y, boundaries).to(torch.uint8)
         below = (torch.bucketize(y, levels, right=True) - 1).clamp_(0, len(levels) - 2)

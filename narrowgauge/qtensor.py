@@ -38,6 +38,12 @@ class QTensor:
     global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
+        held = (torch.float32, torch.bfloat16, torch.uint8 if self.is_packed else self.cast.format.storage)
+        if self.data.dtype not in held or self.scale.dtype != torch.float32:
+            raise ShapeError(
+                f"QTensor: data is {self.data.dtype} and scale {self.scale.dtype}; {self.cast.format} needs codes in "
+                f"{held[-1]}, or values in float32 or bfloat16, and a float32 scale. Build the tensor with quantize()."
+            )
         if self.data.ndim != 2 or self.scale.ndim != 2:
             raise ShapeError(
                 f"QTensor: data {list(self.data.shape)} and scale {list(self.scale.shape)} must both be two-dimensional. "
@@ -55,6 +61,11 @@ class QTensor:
             raise ShapeError(
                 f"QTensor: scale rule {self.cast.scale} {'needs' if self.cast.scale.two_level else 'takes no'} "
                 "global_scale. Build the tensor with quantize()."
+            )
+        if self.global_scale is not None and (self.global_scale.ndim != 0 or self.global_scale.dtype != torch.float32):
+            raise ShapeError(
+                f"QTensor: global_scale is {list(self.global_scale.shape)} {self.global_scale.dtype}; it must be a single "
+                "float32 without axes. Build the tensor with quantize()."
             )
 
     @property

@@ -45,10 +45,13 @@ class Plan:
     expand: torch.dtype | None
 
 
-def plan(gemm: Gemm, device: torch.device, backend: str | None = None) -> Plan:
-    """Which kernel computes `gemm` on `device`, and in which form it wants its operands."""
+def plan(gemm: Gemm, device: torch.device, backend: str | None = None, expanded: bool = False) -> Plan:
+    """Which kernel computes `gemm` on `device`, and in which form it wants its operands.
+
+    expanded  the operands hold decoded values already, which only the reference takes
+    """
     facts = device_facts(device.type, device.index)
-    choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts), backend)
+    choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
     if choice.kernel.name != "reference":
         return Plan(choice, None)
     return Plan(choice, reference.compute_dtype((gemm.lhs, gemm.rhs), facts))
@@ -65,8 +68,10 @@ def mm(
 ) -> Tensor:
     """lhs [M, K] @ rhs [N, K].T + bias [N] -> [M, N]; see the module. `backend` forces a kernel by name."""
     _check(lhs, rhs, bias)
+    lhs, rhs = (x if isinstance(x, QTensor) else high_precision(x, out_dtype) for x in (lhs, rhs))
     gemm = Gemm(lhs=_cast(lhs), rhs=_cast(rhs), fast_accumulate=fast_accumulate)
-    choice = plan(gemm, lhs.device, backend).choice
+    expanded = any(isinstance(operand, QTensor) and operand.is_expanded for operand in (lhs, rhs))
+    choice = plan(gemm, lhs.device, backend, expanded).choice
     return choice.kernel.run(lhs, rhs, bias, out_dtype, fast_accumulate)
 
 

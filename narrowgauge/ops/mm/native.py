@@ -17,7 +17,9 @@ from narrowgauge.recipe import WHOLE
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
+LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 _ROW_OR_TENSOR = ((WHOLE, WHOLE), (1, WHOLE))
+_EXPANDED = "takes codes, but an operand is expanded to floats"
 
 
 def refuse_scaled(spec: MmSpec) -> str | None:
@@ -27,6 +29,8 @@ def refuse_scaled(spec: MmSpec) -> str | None:
         return "needs two FP8 operands"
     if all(cast is not None and cast.format == E5M2 for cast in casts):
         return "e5m2 x e5m2 does not exist in hardware"
+    if spec.expanded:
+        return _EXPANDED
     if spec.device.type != "cuda":
         return f"{spec.device.type} has no FP8 units"
     if spec.device.capability < (8, 9):
@@ -41,12 +45,12 @@ def refuse_scaled(spec: MmSpec) -> str | None:
 def run_scaled(
     lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
-    """torch._scaled_mm. Row scales and 16-bit results come out of it rounded to bfloat16; a bias is added in float32."""
+    """torch._scaled_mm. With row scales its result comes rounded to bfloat16; a bias is added in float32."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
         return _empty_product(m, n, lhs.device, bias, out_dtype)
     row_wise = WHOLE not in (lhs.cast.tile[0], rhs.cast.tile[0]) or lhs.cast.tile != rhs.cast.tile
-    gemm_dtype = torch.bfloat16 if row_wise or (bias is None and out_dtype != torch.float32) else torch.float32
+    gemm_dtype = torch.bfloat16 if row_wise or (bias is None and out_dtype == torch.bfloat16) else torch.float32
     a, b = _aligned(lhs.data, ALIGNMENT, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
     scale_a, scale_b = lhs.scale, rhs.scale
     if row_wise:
@@ -67,6 +71,8 @@ def refuse_int8(spec: MmSpec) -> str | None:
     casts = (spec.lhs, spec.rhs)
     if any(cast is None or cast.format != INT8 or cast.tile not in _ROW_OR_TENSOR for cast in casts):
         return "needs two INT8 operands with one scale per tensor or row"
+    if spec.expanded:
+        return _EXPANDED
     if spec.device.type == "cpu" and not spec.device.int8_gemm:
         return "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
     if spec.device.type not in ("cpu", "cuda"):
@@ -77,13 +83,15 @@ def refuse_int8(spec: MmSpec) -> str | None:
 
 
 def run_int8(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """torch._int_mm: exact int32 sums, then scales and bias in float32."""
+    """torch._int_mm: exact int32 sums of up to 2**17 products; their sum, scales and bias in float32."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
         return _empty_product(m, n, lhs.device, bias, out_dtype)
     rows = SMALLEST_INT8_ROWS if m <= ALIGNMENT else ALIGNMENT
     a, b = _aligned(lhs.data, rows, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
-    out = torch._int_mm(a, b.T)[:m, :n].to(torch.float32) * lhs.scale * rhs.scale.T
+    parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
+    sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
+    out = sum(sums[1:], start=sums[0]) * lhs.scale * rhs.scale.T
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)

@@ -1,10 +1,10 @@
 """The definition of mm: decode, multiply in a float type that holds the operands exactly, sum in float32.
 
-When each operand has one scale per row (or one in all), the scales leave the sum:
+Where an operand has one scale per row (or one in all), its scales leave the sum:
 
     out[m, n] = s_lhs[m] * s_rhs[n] * sum over k of v_lhs[m, k] * v_rhs[n, k]
 
-and the GEMM runs on the bare values v. Otherwise the scales are multiplied in first; powers of two lose nothing by it.
+and the GEMM runs on its bare values v. Otherwise its scales are multiplied in first; powers of two lose nothing by it.
 
 The GEMM's type is bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
 of two, are exact there. On a CPU without bfloat16 instructions float32 is several times faster, and holds the same values.
@@ -46,32 +46,26 @@ def run(
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
     with torch.autocast(lhs.device.type, enabled=False):
-        if _scales_leave_the_sum(lhs) and _scales_leave_the_sum(rhs):
-            out = _float_mm(_values(lhs), _values(rhs))
-            out = _times_scales(out, lhs, rhs)
-        else:
-            out = _float_mm(_scaled_values(lhs), _scaled_values(rhs))
+        (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
+        out = _times_scales(_float_mm(left, right), left_scale, right_scale)
         if bias is not None:
             # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
             out = out + bias.to(torch.float32)
         return out.to(out_dtype)
 
 
-def _scales_leave_the_sum(operand: QTensor | Tensor) -> bool:
-    return not isinstance(operand, QTensor) or operand.scale.shape[1] <= 1
+def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
+    """The matrix that enters the GEMM, and the scales that its rows of the result are multiplied by: [outer or 1, 1] or None.
 
-
-def _values(operand: QTensor | Tensor) -> Tensor:
-    return operand.values() if isinstance(operand, QTensor) else operand
-
-
-def _scaled_values(operand: QTensor | Tensor) -> Tensor:
-    """Values times scales, in the dtype of expanded values if they are expanded (exact, see `compute_dtype`)."""
+    Expanded values keep their dtype, in which their product with a scale that stays in the sum is exact (`compute_dtype`).
+    """
     if not isinstance(operand, QTensor):
-        return operand
+        return operand, None
+    if operand.scale.shape[1] <= 1:
+        return operand.values(), _row_scale(operand)
     if operand.is_expanded:
-        return times_scale(operand.data, operand.full_scale(), operand.cast.tile)
-    return dequantize(operand)
+        return times_scale(operand.data, operand.full_scale(), operand.cast.tile), None
+    return dequantize(operand), None
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
@@ -93,22 +87,20 @@ def _cpu_is_fast_at(dtype: torch.dtype) -> bool:
     )
 
 
-def _times_scales(out: Tensor, lhs: QTensor | Tensor, rhs: QTensor | Tensor) -> Tensor:
-    """out [M, N] times s_lhs [M or 1, 1] and s_rhs [1, N or 1]; two scalars are multiplied first, which saves a pass."""
-    left, right = _row_scale(lhs), _row_scale(rhs)
-    if left is not None and right is not None and left.numel() == right.numel() == 1:
-        return out * (left * right)
-    out = out if left is None else out * left
-    return out if right is None else out * right.T
+def _times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
+    """out [M, N] times lhs [M or 1, 1] and rhs [N or 1, 1]; two scalars are multiplied first, which saves a pass."""
+    if lhs is not None and rhs is not None and lhs.numel() == rhs.numel() == 1:
+        return out * (lhs * rhs)
+    if lhs is not None:
+        out = out * lhs
+    return out if rhs is None else out * rhs.T
 
 
-def _row_scale(operand: QTensor | Tensor) -> Tensor | None:
-    """[outer, 1] or [1, 1], or None for a plain tensor."""
-    if not isinstance(operand, QTensor):
-        return None
+def _row_scale(operand: QTensor) -> Tensor:
+    """[outer, 1] or [1, 1]."""
     rows = tile_sizes(operand.shape, operand.cast.tile)[0]
     scale = operand.full_scale()
-    if scale.shape[1] == 0:  # nothing is contracted, the sum is zero
+    if scale.numel() == 0:  # nothing is contracted or nothing comes out
         return scale.new_ones(1, 1)
     if rows == 1 or scale.shape[0] == 1:
         return scale

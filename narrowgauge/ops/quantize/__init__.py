@@ -9,8 +9,8 @@ Contract of `quantize(x, cast)`
     x       [outer, inner], any float dtype, any strides. Empty, ragged (a last tile may be short) and zero tensors are fine.
     amax    [1, 1] or the shape of the scales, float32: used instead of the tensor's own; larger elements saturate
     noise   [outer, inner] in [0, 1), needed when cast.rounding is "stochastic"
-    expand  a float dtype: keep the decoded values in it instead of codes, for a GEMM that computes in it. The numbers are
-            the same: every value of every format is exact in bfloat16, except in tables, which need float32.
+    expand  float32 or bfloat16: keep the decoded values in it instead of codes, for a GEMM that computes in it. The numbers
+            are the same: every value of every format is exact in bfloat16, except in tables, which need float32.
     ->      QTensor. NaN or infinity in a tile makes its scale NaN, and with it the whole tile.
 
 Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them.
@@ -58,7 +58,9 @@ def quantize(
         )
     if noise is not None and noise.shape != x.shape:
         raise ShapeError(f"quantize: noise is {list(noise.shape)}, x {list(x.shape)}; both must have the same shape.")
-    if expand is not None and (isinstance(cast.format, TableFormat) and expand != torch.float32):
+    if expand not in (None, torch.float32, torch.bfloat16):
+        raise ConfigError(f"quantize: expand is {expand}; values are kept in torch.float32 or torch.bfloat16.")
+    if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
         raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
     return reference.quantize(x, cast, amax, noise, expand)
 
