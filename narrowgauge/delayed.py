@@ -52,17 +52,18 @@ class AmaxWindow(nn.Module):
         return str(self.window)
 
 
-def observe(live: Tensor, amax: Tensor) -> Tensor:
-    """Notes this tensor's amax [1, 1] in `live` and returns the amax [1, 1] to scale by.
+def observe(live: Tensor, amax: Tensor, *, records: bool = True) -> Tensor:
+    """Notes this tensor's amax [1, 1] in `live` (if it records) and returns the amax [1, 1] to scale by.
 
     That is the window's, or the tensor's own before the first step and when it is not finite.
     """
     amax = amax.reshape(1)
     finite = amax.isfinite()
     in_use, seen, poisoned = live.unbind()
-    now = torch.where(finite, torch.maximum(seen, amax), seen)
-    bad = torch.maximum(poisoned, (~finite).to(poisoned.dtype))
-    live.copy_(torch.cat((in_use.reshape(1), now, bad)))
+    if records:
+        now = torch.where(finite, torch.maximum(seen, amax), seen)
+        bad = torch.maximum(poisoned, (~finite).to(poisoned.dtype))
+        live.copy_(torch.cat((in_use.reshape(1), now, bad)))
     return torch.where(finite & (in_use > 0), in_use, amax).reshape(1, 1)
 
 

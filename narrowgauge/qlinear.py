@@ -58,10 +58,14 @@ class WeightCache:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the products need besides tensors."""
+    """What the products need besides tensors.
+
+    records  whether delayed scaling notes what it sees: in training, not in evaluation
+    """
 
     recipe: Recipe
     out_dtype: torch.dtype
+    records: bool = True
     cache: WeightCache | None = None
     observer: Observer | None = None
 
@@ -149,6 +153,7 @@ class QLinear(nn.Linear):
         settings = Settings(
             self._recipe,
             _out_dtype(x),
+            self.training,
             None if compiling else self._cache,
             None if compiling else self.observer,
         )
@@ -196,7 +201,7 @@ class _Products(torch.autograd.Function):
         gy_live: Tensor | None,
     ) -> Tensor:
         recipe, how = settings.recipe, settings.plan("output", x.device)
-        lhs = _operand(x, recipe.output.lhs, how.expand, x_live, settings.out_dtype)
+        lhs = _operand(x, recipe.output.lhs, how.expand, x_live, settings)
         rhs = _weight_operand("output", weight, settings, how, w_live)
         _show(settings, "output", ("x", x, lhs), ("w", weight, rhs))
         y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
@@ -219,7 +224,7 @@ class _Products(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = lhs = None
         how = settings.plan("grad_input", gy.device)
         if ctx.needs_input_grad[0]:
-            lhs = _operand(gy, recipe.grad_input.lhs, how.expand, gy_live, settings.out_dtype)
+            lhs = _operand(gy, recipe.grad_input.lhs, how.expand, gy_live, settings)
             rhs = _weight_operand("grad_input", weight, settings, how, w_live)
             _show(settings, "grad_input", ("gy", gy, lhs), ("w", weight, rhs))
             grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
@@ -229,7 +234,7 @@ class _Products(torch.autograd.Function):
             if lhs is not None and how.expand == earlier.expand and _serves_both(recipe.grad_input.lhs, cast):
                 lhs = _turned(lhs)
             else:
-                lhs = _operand(gy.T, cast, how.expand, gy_live, settings.out_dtype)
+                lhs = _operand(gy.T, cast, how.expand, gy_live, settings)
             rhs = _kept_operand(kept, ctx.kept_cast, gy.shape[0], settings, how.expand, x_live)
             x = kept[0] if ctx.kept_cast is None or settings.observer is None else dequantize(rhs).T
             _show(settings, "grad_weight", ("gy", gy, lhs), ("x", x, rhs))
@@ -240,12 +245,14 @@ class _Products(torch.autograd.Function):
 
 
 def _operand(
-    x: Tensor, cast: Cast | None, expand: torch.dtype | None, live: Tensor | None, out_dtype: torch.dtype
+    x: Tensor, cast: Cast | None, expand: torch.dtype | None, live: Tensor | None, settings: Settings
 ) -> QTensor | Tensor:
     """x [outer, inner] as it enters a GEMM: 16 bits, or quantized with its own or its window's amax."""
     if cast is None:
-        return high_precision(x, out_dtype)
-    amax = observe(live, tile_amax(x, cast.tile)) if live is not None and isinstance(cast.calibrate, Window) else None
+        return high_precision(x, settings.out_dtype)
+    amax = None
+    if live is not None and isinstance(cast.calibrate, Window):
+        amax = observe(live, tile_amax(x, cast.tile), records=settings.records)
     noise = torch.rand(x.shape, device=x.device) if cast.rounding == "stochastic" else None
     return quantize(x, cast, amax=amax, noise=noise, expand=expand)
 
@@ -256,12 +263,12 @@ def _weight_operand(gemm: str, weight: Tensor, settings: Settings, how: Plan, li
 
     def build() -> QTensor | Tensor:
         if gemm == "output":
-            return _operand(weight, recipe.output.rhs, how.expand, live, settings.out_dtype)
+            return _operand(weight, recipe.output.rhs, how.expand, live, settings)
         same_form = settings.plan("output", weight.device).expand == how.expand
         if cache is not None and same_form and _serves_both(recipe.output.rhs, recipe.grad_input.rhs):
             turned = _turned(_weight_operand("output", weight, settings, how, live))
             return turned if how.expand is not None else _row_major(turned)
-        return _operand(weight.T, recipe.grad_input.rhs, how.expand, live, settings.out_dtype)
+        return _operand(weight.T, recipe.grad_input.rhs, how.expand, live, settings)
 
     return build() if cache is None else cache.get(gemm, weight, recipe, build)
 
@@ -291,7 +298,7 @@ def _keep(
     if isinstance(lhs, QTensor) and _serves_both(recipe.output.lhs, cast):
         turned = lhs.compact().transposed()
     else:
-        turned = _operand(x.T, cast, None, live, settings.out_dtype)
+        turned = _operand(x.T, cast, None, live, settings)
     return (turned.data, turned.scale, turned.global_scale), cast
 
 
@@ -305,7 +312,7 @@ def _kept_operand(
 ) -> QTensor | Tensor:
     """x.T [K, T] for grad_weight, from what `_keep` left."""
     if kept_cast is None:
-        return _operand(kept[0].T, settings.recipe.grad_weight.rhs, expand, live, settings.out_dtype)
+        return _operand(kept[0].T, settings.recipe.grad_weight.rhs, expand, live, settings)
     data, scale, global_scale = kept
     q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
     return q if expand is None else q.expanded(expand)
