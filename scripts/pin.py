@@ -57,7 +57,7 @@ def pins() -> dict[str, str]:
 
 if __name__ == "__main__":
     print(
-        "# What `make` installs. Written by scripts/pin.py; change pyproject.toml or the environment, then run it again."
+        "# Exact versions of what the extras need. Written by scripts/pin.py; change pyproject.toml or the environment, then run it again."
     )
     try:
         for name, version in sorted(pins().items()):
