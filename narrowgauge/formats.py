@@ -1,0 +1,332 @@
+"""Number formats: what one element of a narrow tensor can be.
+
+A format knows its finite set of values and three maps:
+
+    round   float32 -> float32   the nearest representable value, ties to even, saturating at +-max
+    encode  float32 -> codes     the same choice, as stored bits
+    decode  codes   -> float32   exact
+
+`encode(x) == encode(round(x))` always, and `decode(encode(x)) == round(x)`. NaN stays NaN where the format has one and becomes
+zero where it has none (the scale of its tile carries the NaN, see `scaling`). Infinity saturates like any other large number.
+
+With `noise`, a tensor of numbers in [0, 1) of x's shape, rounding is stochastic: the neighbour above is taken with probability
+equal to the distance from the neighbour below, in units of their gap, so that the mean is x itself. Representable x never move.
+
+The rounding is our own, in float32 arithmetic that every PyTorch release and device computes alike. PyTorch's cast to
+float8_e4m3fn is not: up to 2.11 it gave NaN above the maximum, 2.13 saturates and turns infinity into 448. Our values are
+representable when they reach that cast, and there all releases agree.
+
+float64 input goes through float32 first (two roundings). Formats are data: a new one is a constant at the end of this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ConfigError, closest
+
+FLOAT32_MANTISSA = 23
+FLOAT32_EXPONENT_BITS = 0x7F800000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A set of representable numbers.
+
+    name     how recipes and reports call it
+    bits     bits of one code
+    max      the largest finite magnitude
+    storage  dtype of codes as `encode` returns them, one code per element
+    """
+
+    name: str
+    bits: int
+    max: float
+    storage: torch.dtype
+
+    def __str__(self) -> str:
+        return self.name
+
+    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """x, any float dtype -> float32 of the same shape: the representable value chosen for each element."""
+        raise TypeError(f"{type(self).__name__} does not define round; use one of {', '.join(NAMES)}.")
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """x, any float dtype -> codes of dtype `storage` and the same shape."""
+        raise TypeError(f"{type(self).__name__} does not define encode; use one of {', '.join(NAMES)}.")
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes -> float32 of the same shape, exact."""
+        return _table(self, codes.device)[codes.to(torch.int64)]
+
+    def values(self) -> Tensor:
+        """The value of each code 0 ... 2**bits - 1, float32; NaN for codes that mean NaN."""
+        codes = torch.arange(2**self.bits, dtype=torch.int32)
+        return self._decode_bits(codes)
+
+    def _decode_bits(self, codes: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not define its codes; use one of {', '.join(NAMES)}.")
+
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude above zero."""
+        raise TypeError(f"{type(self).__name__} does not define smallest; use one of {', '.join(NAMES)}.")
+
+    @property
+    def codes_per_byte(self) -> int:
+        """2 for 4-bit formats, 1 for all others: 6-bit codes are kept one per byte."""
+        return 2 if self.bits == 4 else 1
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes [..., n] -> uint8 [..., ceil(n / codes_per_byte)]; of two 4-bit codes the first is the low nibble.
+
+        An odd last axis is filled with a zero nibble. Formats of more than 4 bits are only viewed as bytes.
+        """
+        if self.codes_per_byte == 1:
+            return codes.view(torch.uint8)
+        nibbles = codes.to(torch.uint8) & 0xF
+        if nibbles.shape[-1] % 2:
+            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+        return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+    def unpack(self, packed: Tensor, length: int) -> Tensor:
+        """The inverse of `pack`: bytes [..., m] -> codes [..., length] of dtype `storage`."""
+        if self.codes_per_byte == 1:
+            return packed.view(self.storage)
+        nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :length]
+        return self._from_nibble(nibbles)
+
+    def _from_nibble(self, nibbles: Tensor) -> Tensor:
+        return nibbles
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatFormat(Format):
+    """Sign, exponent and mantissa bits, with subnormals: value = (-1)**s * 2**(e - bias) * (1 + m / 2**mantissa).
+
+    exponent, mantissa  bits of each field; bias is 2**(exponent - 1) - 1
+    has_nan             whether the format has a NaN (e4m3 has one per sign and no infinity; e2m1 has neither)
+    """
+
+    exponent: int
+    mantissa: int
+    has_nan: bool = False
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        return 2.0 ** (1 - self.bias - self.mantissa)
+
+    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        x = x.to(torch.float32)
+        y = x.clamp(-self.max, self.max)
+        # 2 ** floor(log2 |y|), no smaller than the smallest normal; infinity where y is NaN.
+        power = (y.view(torch.int32) & FLOAT32_EXPONENT_BITS).view(torch.float32).clamp_(min=self.smallest_normal)
+        if noise is None:
+            # y + 1.5 * 2**23 * gap has no bits below the gap: float32's own addition rounds to nearest even.
+            power.mul_(1.5 * 2.0 ** (FLOAT32_MANTISSA - self.mantissa))
+            y.add_(power).sub_(power)
+        else:
+            gap = power.mul_(2.0**-self.mantissa)
+            y = _round_stochastically(y / gap, noise) * gap
+        if not self.has_nan:
+            y = torch.where(x.isnan(), 0.0, y)
+        return torch.copysign(y, x)  # the addition above turns -0 into +0
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        y = self.round(x, noise)
+        if self.storage != torch.uint8:
+            return y.to(self.storage)
+        bits = y.abs().view(torch.int32)
+        normal = (bits >> (FLOAT32_MANTISSA - self.mantissa)) - ((127 - self.bias) << self.mantissa)
+        subnormal = (y.abs() * (1 / self.smallest)).to(torch.int32)
+        magnitude = torch.where(y.abs() < self.smallest_normal, subnormal, normal)
+        sign = y.signbit().to(torch.int32) << (self.bits - 1)
+        return (magnitude | sign).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        if codes.dtype == self.storage != torch.uint8:
+            return codes.to(torch.float32)
+        return super().decode(codes)
+
+    def _decode_bits(self, codes: Tensor) -> Tensor:
+        if self.storage != torch.uint8:
+            return codes.to(torch.uint8).view(self.storage).to(torch.float32)
+        fraction = (codes & (2**self.mantissa - 1)).double() * 2.0**-self.mantissa
+        exponent = (codes >> self.mantissa) & (2**self.exponent - 1)
+        normal = torch.ldexp(1 + fraction, exponent - self.bias)
+        magnitude = torch.where(exponent > 0, normal, fraction * self.smallest_normal)
+        sign = 1 - 2 * (codes >> (self.bits - 1)).double()
+        return (sign * magnitude).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntFormat(Format):
+    """Symmetric integers -max ... max; the most negative two's complement code is never produced."""
+
+    @property
+    def smallest(self) -> float:
+        return 1.0
+
+    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        y = x.to(torch.float32).clamp(-self.max, self.max)
+        y = y.round_() if noise is None else _round_stochastically(y, noise)
+        return torch.where(y.abs() > 0, y, 0.0)  # NaN and -0 have no code
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        return self.round(x, noise).to(self.storage)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return codes.to(torch.float32)
+
+    def _decode_bits(self, codes: Tensor) -> Tensor:
+        return self._from_nibble(codes).float() if self.bits == 4 else codes.to(torch.int8).float()
+
+    def _from_nibble(self, nibbles: Tensor) -> Tensor:
+        return (((nibbles & 0xF) ^ 8).to(torch.int8) - 8).to(self.storage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentFormat(Format):
+    """E8M0: powers of two 2**(code - 127), code 255 is NaN. A format of scales: no sign and no zero.
+
+    encode takes the nearest power of two, ties to the even code; zero becomes the smallest one, a negative number NaN.
+    """
+
+    @property
+    def smallest(self) -> float:
+        return 2.0**-127
+
+    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        return self.decode(self.encode(x, noise))
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        if noise is not None:
+            raise ConfigError(f"encode: {self.name} holds scales and has no stochastic rounding. Leave out noise.")
+        x = x.to(torch.float32)
+        bits = x.abs().view(torch.int32)
+        normal = (bits + 0x3FFFFF + ((bits >> FLOAT32_MANTISSA) & 1)) >> FLOAT32_MANTISSA
+        # Below 2**-126 float32 is subnormal: codes 0 and 1 meet at 1.5 * 2**-127.
+        code = torch.where(bits < 0x00800000, (bits > 0x00600000).to(torch.int32), normal).clamp_(max=254)
+        negative = x.signbit() & (bits > 0)  # on the bits: under flush-to-zero a subnormal is not below zero
+        return torch.where(x.isnan() | negative, 255, code).to(torch.uint8)
+
+    def _decode_bits(self, codes: Tensor) -> Tensor:
+        bits = torch.where(codes == 0, 0x00400000, codes << FLOAT32_MANTISSA)  # 2**-127 is subnormal in float32
+        return torch.where(codes == 255, float("nan"), bits.to(torch.int32).view(torch.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFormat(Format):
+    """Any sorted list of levels; code i means levels[i]. The nearest level is taken, the lower one at a tie."""
+
+    levels: tuple[float, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.levels) != 2**self.bits or list(self.levels) != sorted(set(self.levels)):
+            raise ConfigError(
+                f"{self.name}: {len(self.levels)} levels given; a {self.bits}-bit table needs {2**self.bits} "
+                "distinct levels in ascending order."
+            )
+
+    @property
+    def smallest(self) -> float:
+        return min(abs(level) for level in self.levels if level != 0)
+
+    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        return self.decode(self.encode(x, noise))
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        levels, boundaries = _table(self, x.device), _boundaries(self, x.device)
+        y = torch.where(x.isnan(), 0.0, x.to(torch.float32)).clamp_(levels[0], levels[-1]).contiguous()
+        if noise is None:
+            return torch.bucketize(y, boundaries).to(torch.uint8)
+        below = (torch.bucketize(y, levels, right=True) - 1).clamp_(0, len(levels) - 2)
+        low, high = levels[below], levels[below + 1]
+        up = noise * (high - low) < y - low
+        return (below + up).to(torch.uint8)
+
+    def _decode_bits(self, codes: Tensor) -> Tensor:
+        return torch.tensor(self.levels, dtype=torch.float32)[codes]
+
+
+def _round_stochastically(y: Tensor, noise: Tensor) -> Tensor:
+    """floor(y) or floor(y) + 1, the latter where noise is below y's fraction; whole numbers stay."""
+    floor = y.floor()
+    return floor + (noise < y - floor)
+
+
+@cache
+def _table(format: Format, device: torch.device) -> Tensor:
+    return format.values().to(device)
+
+
+@cache
+def _boundaries(format: TableFormat, device: torch.device) -> Tensor:
+    """Midpoints between levels, rounded down to float32: x <= boundary says exactly that x is not nearer to the upper."""
+    levels = format.values().double()
+    exact = (levels[:-1] + levels[1:]) / 2
+    nearest = exact.float()
+    lower = torch.nextafter(nearest, torch.tensor(-torch.inf))
+    return torch.where(nearest.double() > exact, lower, nearest).to(device)
+
+
+def _dynamic_levels(signed: bool) -> tuple[float, ...]:
+    """The 8-bit dynamic exponent map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2.2.
+
+    Seven decades from 1 down to 1e-6; decade i holds 2**i (signed) or 2**(i + 1) levels, the centres of equal steps of
+    [0.1, 1], on each side of zero if signed; with 0 and 1 that makes 256.
+    """
+    levels = [0.0, 1.0]
+    for i in range(7):
+        steps = 2**i if signed else 2 ** (i + 1)
+        decade = 10.0 ** (i - 6)
+        centres = [decade * (0.1 + 0.9 * (step + 0.5) / steps) for step in range(steps)]
+        levels += centres + ([-centre for centre in centres] if signed else [])
+    return tuple(sorted(levels))
+
+
+# The 4-bit NormalFloat of QLoRA (arXiv 2305.14314), appendix E: equal-mass quantiles of a normal distribution in [-1, 1].
+_NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+E4M3 = FloatFormat(name="e4m3", bits=8, exponent=4, mantissa=3, max=448, storage=torch.float8_e4m3fn, has_nan=True)
+E5M2 = FloatFormat(name="e5m2", bits=8, exponent=5, mantissa=2, max=57344, storage=torch.float8_e5m2, has_nan=True)
+E3M2 = FloatFormat(name="e3m2", bits=6, exponent=3, mantissa=2, max=28, storage=torch.uint8)
+E2M3 = FloatFormat(name="e2m3", bits=6, exponent=2, mantissa=3, max=7.5, storage=torch.uint8)
+E2M1 = FloatFormat(name="e2m1", bits=4, exponent=2, mantissa=1, max=6, storage=torch.uint8)
+E8M0 = ExponentFormat(name="e8m0", bits=8, max=2.0**127, storage=torch.uint8)
+INT8 = IntFormat(name="int8", bits=8, max=127, storage=torch.int8)
+INT4 = IntFormat(name="int4", bits=4, max=7, storage=torch.int8)
+NF4 = TableFormat(name="nf4", bits=4, max=1, storage=torch.uint8, levels=_NF4_LEVELS)
+DYNAMIC_SIGNED = TableFormat(
+    name="dynamic-signed", bits=8, max=1, storage=torch.uint8, levels=_dynamic_levels(signed=True)
+)
+DYNAMIC_UNSIGNED = TableFormat(
+    name="dynamic-unsigned", bits=8, max=1, storage=torch.uint8, levels=_dynamic_levels(signed=False)
+)
+
+ALL: tuple[Format, ...] = (E4M3, E5M2, E3M2, E2M3, E2M1, E8M0, INT8, INT4, NF4, DYNAMIC_SIGNED, DYNAMIC_UNSIGNED)
+NAMES: tuple[str, ...] = tuple(format.name for format in ALL)
+
+
+def get(name: str) -> Format:
+    """The format called `name`. Raises ConfigError with the closest names."""
+    for format in ALL:
+        if format.name == name:
+            return format
+    raise ConfigError(f"formats.get: no format {name!r}. Closest: {closest(name, NAMES) or ', '.join(NAMES)}.")

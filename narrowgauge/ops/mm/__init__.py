@@ -1,0 +1,106 @@
+"""mm: the canonical product of two quantized matrices, lhs @ rhs.T, contracted axis last in both.
+
+    out[m, n] = sum over k of x_lhs[m, k] * x_rhs[n, k] + bias[n],    x = decode(data) * scale
+
+Contract of `mm(lhs, rhs)`
+
+    lhs        [M, K], rhs [N, K]: QTensors, or plain tensors, which are rounded to 16 bits (see `high_precision`)
+    bias       [N] or None; added in float32, before the only rounding to out_dtype
+    out_dtype  dtype of the result
+    ->         [M, N]
+
+Products of decoded elements are exact; they are summed in float32 (FP8 tensor cores with fast_accumulate: about 14 bits).
+Where no narrow unit exists the operands are decoded to a float type that holds them exactly, so an emulated product differs
+from a native one by the order of summation only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ShapeError
+from narrowgauge.ops.mm import native, reference
+from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, Gemm
+
+KERNELS: Registry[MmSpec] = Registry("mm")
+KERNELS.register(Kernel("native", native.refuse_scaled, native.run_scaled))
+KERNELS.register(Kernel("native-int8", native.refuse_int8, native.run_int8))
+KERNELS.register(Kernel("reference", lambda spec: None, reference.run))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product of two casts is computed on a device.
+
+    expand  dtype in which the kernel wants decoded values instead of codes, or None for codes
+    """
+
+    choice: Choice[MmSpec]
+    expand: torch.dtype | None
+
+
+def plan(gemm: Gemm, device: torch.device, backend: str | None = None, expanded: bool = False) -> Plan:
+    """Which kernel computes `gemm` on `device`, and in which form it wants its operands.
+
+    expanded  the operands hold decoded values already, which only the reference takes
+    """
+    facts = device_facts(device.type, device.index)
+    choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
+    if choice.kernel.name != "reference":
+        return Plan(choice, None)
+    return Plan(choice, reference.compute_dtype((gemm.lhs, gemm.rhs), facts))
+
+
+def mm(
+    lhs: QTensor | Tensor,
+    rhs: QTensor | Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    fast_accumulate: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """lhs [M, K] @ rhs [N, K].T + bias [N] -> [M, N]; see the module. `backend` forces a kernel by name."""
+    _check(lhs, rhs, bias)
+    lhs, rhs = (x if isinstance(x, QTensor) else high_precision(x, out_dtype) for x in (lhs, rhs))
+    gemm = Gemm(lhs=_cast(lhs), rhs=_cast(rhs), fast_accumulate=fast_accumulate)
+    expanded = any(isinstance(operand, QTensor) and operand.is_expanded for operand in (lhs, rhs))
+    choice = plan(gemm, lhs.device, backend, expanded).choice
+    return choice.kernel.run(lhs, rhs, bias, out_dtype, fast_accumulate)
+
+
+def high_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as a 16-bit operand: fp16 when the surrounding computation is fp16, else bf16. No copy if it is one already."""
+    return x.to(torch.float16 if torch.float16 in (dtype, x.dtype) else torch.bfloat16)
+
+
+def _cast(operand: QTensor | Tensor) -> Cast | None:
+    return operand.cast if isinstance(operand, QTensor) else None
+
+
+def _describe(operand: QTensor | Tensor) -> str:
+    kind = str(operand.cast) if isinstance(operand, QTensor) else str(operand.dtype).removeprefix("torch.")
+    return f"{kind} {list(operand.shape)}"
+
+
+def _check(lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None) -> None:
+    if len(lhs.shape) != 2 or len(rhs.shape) != 2:
+        raise ShapeError(
+            f"mm: lhs {_describe(lhs)} and rhs {_describe(rhs)} must be two-dimensional. Flatten them first."
+        )
+    if lhs.shape[1] != rhs.shape[1]:
+        hint = " Both operands keep the contracted axis last; pass rhs.T." if lhs.shape[1] == rhs.shape[0] else ""
+        raise ShapeError(
+            f"mm: contracted axes differ, lhs {_describe(lhs)} and rhs {_describe(rhs)}."
+            + (hint or " Both operands keep the contracted axis last.")
+        )
+    if lhs.device != rhs.device:
+        raise ShapeError(f"mm: lhs is on {lhs.device}, rhs on {rhs.device}. Move them to one device.")
+    if bias is not None and tuple(bias.shape) != (rhs.shape[0],):
+        raise ShapeError(f"mm: bias is {list(bias.shape)}, it must be [{rhs.shape[0]}], one number per row of rhs.")

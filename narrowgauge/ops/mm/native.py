@@ -1,0 +1,121 @@
+"""torch's kernels for narrow units: the scaled FP8 GEMM of NVIDIA's tensor cores, and the integer GEMM.
+
+Layout wanted by both: lhs row-major [M, K], rhs column-major, which is our rhs [N, K] row-major, transposed by view. The
+hardware wants M, N and K in multiples of 16 (integer: 8, and M above 16); smaller tensors are filled up with zeros, which
+change no product, and the result is cut.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import WHOLE
+
+ALIGNMENT = 16
+SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
+LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
+_ROW_OR_TENSOR = ((WHOLE, WHOLE), (1, WHOLE))
+_EXPANDED = "takes codes, but an operand is expanded to floats"
+
+
+def refuse_scaled(spec: MmSpec) -> str | None:
+    """FP8 on compute capability 8.9 and above, with one scale per tensor, or from 9.0 on per row."""
+    casts = (spec.lhs, spec.rhs)
+    if any(cast is None or cast.format not in (E4M3, E5M2) for cast in casts):
+        return "needs two FP8 operands"
+    if all(cast is not None and cast.format == E5M2 for cast in casts):
+        return "e5m2 x e5m2 does not exist in hardware"
+    if spec.expanded:
+        return _EXPANDED
+    if spec.device.type != "cuda":
+        return f"{spec.device.type} has no FP8 units"
+    if spec.device.capability < (8, 9):
+        return f"compute capability {_dotted(spec)}, FP8 needs 8.9"
+    if any(cast is not None and cast.tile not in _ROW_OR_TENSOR for cast in casts):
+        return "takes one scale per tensor or per row"
+    if any(cast is not None and cast.tile != (WHOLE, WHOLE) for cast in casts) and spec.device.capability < (9, 0):
+        return f"compute capability {_dotted(spec)}, row scales need 9.0"
+    return None
+
+
+def run_scaled(
+    lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
+    """torch._scaled_mm. With row scales its result comes rounded to bfloat16; a bias is added in float32."""
+    m, n = lhs.shape[0], rhs.shape[0]
+    if 0 in (m, n, lhs.shape[1]):
+        return _empty_product(m, n, lhs.device, bias, out_dtype)
+    row_wise = WHOLE not in (lhs.cast.tile[0], rhs.cast.tile[0]) or lhs.cast.tile != rhs.cast.tile
+    gemm_dtype = torch.bfloat16 if row_wise or (bias is None and out_dtype == torch.bfloat16) else torch.float32
+    a, b = _aligned(lhs.data, ALIGNMENT, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
+    scale_a, scale_b = lhs.scale, rhs.scale
+    if row_wise:
+        scale_a = _rows(scale_a, m, a.shape[0])
+        scale_b = _rows(scale_b, n, b.shape[0]).T
+    else:
+        scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+    out = torch._scaled_mm(
+        a, b.T, scale_a=scale_a, scale_b=scale_b, out_dtype=gemm_dtype, use_fast_accum=fast_accumulate
+    )[:m, :n]
+    if bias is not None:
+        out = out.to(torch.float32) + bias.to(torch.float32)
+    return out.to(out_dtype)
+
+
+def refuse_int8(spec: MmSpec) -> str | None:
+    """INT8 with one scale per tensor or row, where the device multiplies integers faster than floats."""
+    casts = (spec.lhs, spec.rhs)
+    if any(cast is None or cast.format != INT8 or cast.tile not in _ROW_OR_TENSOR for cast in casts):
+        return "needs two INT8 operands with one scale per tensor or row"
+    if spec.expanded:
+        return _EXPANDED
+    if spec.device.type == "cpu" and not spec.device.int8_gemm:
+        return "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
+    if spec.device.type not in ("cpu", "cuda"):
+        return f"no integer GEMM on {spec.device.type}"
+    if spec.device.type == "cuda" and spec.device.capability < (8, 0):
+        return f"compute capability {_dotted(spec)}, the integer GEMM needs 8.0"
+    return None
+
+
+def run_int8(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """torch._int_mm: exact int32 sums of up to 2**17 products; their sum, scales and bias in float32."""
+    m, n = lhs.shape[0], rhs.shape[0]
+    if 0 in (m, n, lhs.shape[1]):
+        return _empty_product(m, n, lhs.device, bias, out_dtype)
+    rows = SMALLEST_INT8_ROWS if m <= ALIGNMENT else ALIGNMENT
+    a, b = _aligned(lhs.data, rows, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
+    parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
+    sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
+    out = sum(sums[1:], start=sums[0]) * lhs.scale * rhs.scale.T
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype)
+
+
+def _dotted(spec: MmSpec) -> str:
+    return ".".join(str(part) for part in spec.device.capability)
+
+
+def _aligned(data: Tensor, rows: int, columns: int) -> Tensor:
+    """data as a contiguous matrix, filled up with zeros to multiples of (rows, columns)."""
+    fill = (0, -data.shape[1] % columns, 0, -data.shape[0] % rows)
+    if not any(fill):
+        return data.contiguous()
+    dtype = data.dtype
+    return torch.nn.functional.pad(data.contiguous().view(torch.uint8), fill).view(dtype)
+
+
+def _rows(scale: Tensor, rows: int, aligned_rows: int) -> Tensor:
+    """One float32 scale per row, [aligned_rows, 1]; rows that were filled up get 1."""
+    scale = scale.expand(rows, 1)
+    return torch.nn.functional.pad(scale, (0, 0, 0, aligned_rows - rows), value=1.0).contiguous()
+
+
+def _empty_product(m: int, n: int, device: torch.device, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    out = torch.zeros(m, n, device=device, dtype=out_dtype)
+    return out if bias is None else out + bias.to(out_dtype)

@@ -1,0 +1,107 @@
+"""The definition of mm: decode, multiply in a float type that holds the operands exactly, sum in float32.
+
+Where an operand has one scale per row (or one in all), its scales leave the sum:
+
+    out[m, n] = s_lhs[m] * s_rhs[n] * sum over k of v_lhs[m, k] * v_rhs[n, k]
+
+and the GEMM runs on its bare values v. Otherwise its scales are multiplied in first; powers of two lose nothing by it.
+
+The GEMM's type is bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
+of two, are exact there. On a CPU without bfloat16 instructions float32 is several times faster, and holds the same values.
+A CPU's bfloat16 GEMM sums in float32 but returns bfloat16: one more rounding, of 2**-9, before scales and bias.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import TableFormat
+from narrowgauge.ops.quantize.reference import dequantize
+from narrowgauge.ops.registry import Device
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
+
+
+def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:
+    """The fastest float type of `device` in which every operand, scales included where needed, is exact."""
+    if not device.bf16_gemm:
+        return torch.float32
+    exact = all(cast is None or _is_exact_in_bf16(cast) for cast in casts)
+    return torch.bfloat16 if exact else torch.float32
+
+
+def _is_exact_in_bf16(cast: Cast) -> bool:
+    scales_leave_the_sum = cast.tile[1] == WHOLE
+    return not isinstance(cast.format, TableFormat) and (scales_leave_the_sum or cast.scale.power_of_two)
+
+
+def run(
+    lhs: QTensor | Tensor,
+    rhs: QTensor | Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulate: bool,
+) -> Tensor:
+    """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
+    with torch.autocast(lhs.device.type, enabled=False):
+        (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
+        out = _times_scales(_float_mm(left, right), left_scale, right_scale)
+        if bias is not None:
+            # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
+            out = out + bias.to(torch.float32)
+        return out.to(out_dtype)
+
+
+def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
+    """The matrix that enters the GEMM, and the scales that its rows of the result are multiplied by: [outer or 1, 1] or None.
+
+    Expanded values keep their dtype, in which their product with a scale that stays in the sum is exact (`compute_dtype`).
+    """
+    if not isinstance(operand, QTensor):
+        return operand, None
+    if operand.scale.shape[1] <= 1:
+        return operand.values(), _row_scale(operand)
+    if operand.is_expanded:
+        return times_scale(operand.data, operand.full_scale(), operand.cast.tile), None
+    return dequantize(operand), None
+
+
+def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """float32 result of a GEMM in the wider of the operands' types; a CPU without bfloat16 units computes in float32."""
+    dtype = torch.promote_types(lhs.dtype, rhs.dtype)
+    if lhs.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
+    if lhs.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) and not _cpu_is_fast_at(dtype):
+        dtype = torch.float32
+    return torch.mm(lhs.to(dtype), rhs.to(dtype).T).to(torch.float32)
+
+
+@torch.compiler.assume_constant_result
+def _cpu_is_fast_at(dtype: torch.dtype) -> bool:
+    return (
+        dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def _times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
+    """out [M, N] times lhs [M or 1, 1] and rhs [N or 1, 1]; two scalars are multiplied first, which saves a pass."""
+    if lhs is not None and rhs is not None and lhs.numel() == rhs.numel() == 1:
+        return out * (lhs * rhs)
+    if lhs is not None:
+        out = out * lhs
+    return out if rhs is None else out * rhs.T
+
+
+def _row_scale(operand: QTensor) -> Tensor:
+    """[outer, 1] or [1, 1]."""
+    rows = tile_sizes(operand.shape, operand.cast.tile)[0]
+    scale = operand.full_scale()
+    if scale.numel() == 0:  # nothing is contracted or nothing comes out
+        return scale.new_ones(1, 1)
+    if rows == 1 or scale.shape[0] == 1:
+        return scale
+    return scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]

@@ -1,0 +1,71 @@
+"""quantize: a float matrix into codes and scales, tile by tile. dequantize: back.
+
+    amax[t]  = max |x| over tile t              (or given)
+    scale[t] = cast.scale(amax[t])
+    codes    = encode(x / scale[t])
+
+Contract of `quantize(x, cast)`
+
+    x       [outer, inner], any float dtype, any strides. Empty, ragged (a last tile may be short) and zero tensors are fine.
+    amax    [1, 1] or the shape of the scales, float32: used instead of the tensor's own; larger elements saturate
+    noise   [outer, inner] in [0, 1), needed when cast.rounding is "stochastic"
+    expand  float32 or bfloat16: keep the decoded values in it instead of codes, for a GEMM that computes in it. The numbers
+            are the same: every value of every format is exact in bfloat16, except in tables, which need float32.
+    ->      QTensor. NaN or infinity in a tile makes its scale NaN, and with it the whole tile.
+
+Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.formats import TableFormat
+from narrowgauge.ops.quantize import reference
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.tiles import scale_shape
+
+tile_amax = reference.tile_amax
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor,
+    cast: Cast,
+    *,
+    amax: Tensor | None = None,
+    noise: Tensor | None = None,
+    expand: torch.dtype | None = None,
+) -> QTensor:
+    """x [outer, inner] -> QTensor of the same shape; see the module for the contract."""
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ShapeError(
+            f"quantize: x is {list(x.shape)} {x.dtype}; it must be a two-dimensional float tensor. "
+            "Flatten the leading axes with x.flatten(0, -2)."
+        )
+    if amax is not None and tuple(amax.shape) not in ((1, 1), scale_shape(tuple(x.shape), cast.tile)):
+        raise ShapeError(
+            f"quantize: amax is {list(amax.shape)}; tiles of {cast.tile} on {list(x.shape)} need "
+            f"{list(scale_shape(tuple(x.shape), cast.tile))}, or [1, 1] for all."
+        )
+    if (cast.rounding == "stochastic") != (noise is not None):
+        raise ConfigError(
+            f"quantize: cast '{cast}' rounds {cast.rounding}, but noise was {'not ' if noise is None else ''}given. "
+            "Give noise in [0, 1) of x's shape exactly when the cast rounds stochastically."
+        )
+    if noise is not None and noise.shape != x.shape:
+        raise ShapeError(f"quantize: noise is {list(noise.shape)}, x {list(x.shape)}; both must have the same shape.")
+    if expand not in (None, torch.float32, torch.bfloat16):
+        raise ConfigError(f"quantize: expand is {expand}; values are kept in torch.float32 or torch.bfloat16.")
+    if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
+        raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
+    return reference.quantize(x, cast, amax, noise, expand)
+
+
+@torch.no_grad()
+def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q -> [outer, inner] of `dtype`; computed in float32 and rounded once."""
+    return reference.dequantize(q).to(dtype)

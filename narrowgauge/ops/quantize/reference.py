@@ -1,0 +1,71 @@
+"""The definition of quantize and dequantize in plain torch; also the CPU's and the compiler's path.
+
+A ragged tensor is first filled up with zeros, which change no amax, and cut again at the end; see `tiles` for the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ShapeError
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.scaling import two_level_global
+from narrowgauge.tiles import as_tiles, filled_up, per_tile, scale_shape, times_scale
+
+
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Largest magnitude in each tile.
+
+    x     [outer, inner], any float dtype. NaN and infinity propagate, so a poisoned tile is visible in its scale.
+    tile  elements per tile along (outer, inner); -1 takes the whole axis. The last tile may be short.
+    ->    [ceil(outer / tile[0]), ceil(inner / tile[1])] float32; zero for an empty tensor.
+
+    One pass over x, no copy when the tile divides the shape. Raises ShapeError if x is not two-dimensional.
+    """
+    if x.ndim != 2:
+        raise ShapeError(f"tile_amax: x is {list(x.shape)}; it must be two-dimensional. Flatten the leading axes.")
+    shape = scale_shape(tuple(x.shape), tile)
+    if x.numel() == 0:
+        return x.new_zeros(shape, dtype=torch.float32)
+    if tile == (WHOLE, WHOLE):
+        low, high = torch.aminmax(x)  # no |x| in memory
+        return torch.maximum(-low, high).to(torch.float32).reshape(1, 1)
+    tiles = as_tiles(filled_up(x, tile), tile)
+    amax = tiles.abs().amax(dim=(1, 3) if tiles.ndim == 4 else -1, keepdim=tiles.ndim == 2)
+    return amax.to(torch.float32)
+
+
+def quantize(x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | None, expand: torch.dtype | None) -> QTensor:
+    """See `ops.quantize`; arguments are checked there."""
+    tile, format = cast.tile, cast.format
+    shape = tuple(x.shape)
+    # Filled up before, and looked at as tiles until after rounding: Inductor (2.13) splits a loop that divides its index by
+    # the tile's size, and then drops a vector tail or fails an assertion (try_loop_split in codegen/cpp.py).
+    x = filled_up(x, tile).to(torch.float32)
+    amax = tile_amax(x, tile) if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
+    scale, global_scale = _scales(amax, cast)
+    divisor = scale if global_scale is None else scale * global_scale
+    if cast.scale.two_level:
+        divisor = torch.where(divisor == 0, torch.inf, divisor)  # a tile too small for its e4m3 scale becomes zeros
+    # Division, not a multiplication by a reciprocal that was itself rounded.
+    y = as_tiles(x, tile) / per_tile(divisor, tile)
+    noise = None if noise is None else filled_up(noise, tile).reshape(y.shape)
+    data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
+    data = data.reshape(x.shape)[: shape[0], : shape[1]]
+    if expand is None and format.codes_per_byte > 1:
+        data = format.pack(data)
+    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale)
+
+
+def dequantize(q: QTensor) -> Tensor:
+    """decode(data) * spread(scale), float32."""
+    return times_scale(q.values().to(torch.float32), q.full_scale(), q.cast.tile)
+
+
+def _scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
+    if not cast.scale.two_level:
+        return cast.scale(amax, cast.format), None
+    global_scale = two_level_global(amax, cast.format) if amax.numel() else amax.new_ones(())
+    return cast.scale(amax / global_scale, cast.format), global_scale

@@ -1,0 +1,90 @@
+"""Who computes an op: an ordered list of kernels, each of which says in words why it refuses a call.
+
+    native       torch's own kernels for narrow units (scaled and integer GEMMs)
+    reference    the definition in plain torch; never refuses
+
+The first kernel that does not refuse is taken. The reasons of the others are kept, for `describe` and `narrowgauge info`. A
+kernel that the caller names is taken or raises BackendError; it is never replaced by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from narrowgauge.errors import BackendError, closest
+
+Spec = TypeVar("Spec")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What matters about a device when a kernel is chosen. capability is (0, 0) off CUDA.
+
+    bf16_gemm, int8_gemm  (CPU) whether the processor has instructions for it; without them such a GEMM is slower than float32
+    """
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    bf16_gemm: bool = True
+    int8_gemm: bool = True
+
+
+@torch.compiler.assume_constant_result
+def device_facts(device_type: str, index: int | None) -> Device:
+    """The Device behind a torch.device."""
+    if device_type == "cuda" and torch.version.hip is None:
+        return Device("cuda", torch.cuda.get_device_capability(index))
+    if device_type == "cpu":
+        bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())
+    return Device(device_type)
+
+
+@dataclass(frozen=True)
+class Kernel(Generic[Spec]):
+    """One way to compute an op. refuse(spec) is None when it can, else the reason as a clause."""
+
+    name: str
+    refuse: Callable[[Spec], str | None]
+    run: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Choice(Generic[Spec]):
+    """The kernel taken, and (name, reason) for each one before it in the order."""
+
+    kernel: Kernel[Spec]
+    refusals: tuple[tuple[str, str], ...]
+
+
+class Registry(Generic[Spec]):
+    """The kernels of one op, fastest first."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.kernels: list[Kernel[Spec]] = []
+
+    def register(self, kernel: Kernel[Spec]) -> None:
+        self.kernels.append(kernel)
+
+    def choose(self, spec: Spec, forced: str | None = None) -> Choice[Spec]:
+        """The first kernel that does not refuse, or the one called `forced`. Raises BackendError if that one refuses."""
+        if forced is not None and forced not in [kernel.name for kernel in self.kernels]:
+            names = [kernel.name for kernel in self.kernels]
+            near = closest(forced, names) or ", ".join(names)
+            raise BackendError(f"{self.op}: no kernel {forced!r}. Closest: {near}.")
+        refusals: list[tuple[str, str]] = []
+        for kernel in self.kernels:
+            reason = kernel.refuse(spec)
+            if reason is None and forced in (None, kernel.name):
+                return Choice(kernel, tuple(refusals))
+            if reason is not None:
+                refusals.append((kernel.name, reason))
+            if reason is not None and forced == kernel.name:
+                others = [other.name for other in self.kernels if other.refuse(spec) is None]
+                raise BackendError(f"{self.op}: {forced} refused: {reason}. Available here: {', '.join(others)}.")
+        raise AssertionError(f"{self.op}: the reference refused {spec}")

@@ -1,0 +1,124 @@
+"""A quantized tensor: codes, scales, and the cast that made them.
+
+    x ~= decode(data) * spread(scale) * global_scale
+
+A plain container, not a Tensor subclass: autograd and the compiler see ordinary tensors only. Always two-dimensional, the
+contracted axis last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ShapeError
+from narrowgauge.recipe import Cast
+from narrowgauge.tiles import scale_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class QTensor:
+    """See the module. Invariants are checked at construction.
+
+    data          codes of `cast.format`: [outer, inner] of its storage dtype, or [outer, ceil(inner / 2)] uint8 when two
+                  codes share a byte, or [outer, inner] float32 or bfloat16 holding the decoded values themselves
+                  ("expanded": what a GEMM without narrow units wants)
+    scale         float32 [ceil(outer / tile[0]), ceil(inner / tile[1])]
+    cast          the Cast that made it
+    inner         length of the contracted axis in elements
+    global_scale  0-d float32 for two-level rules, else None
+    """
+
+    data: Tensor
+    scale: Tensor
+    cast: Cast
+    inner: int
+    global_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        held = (torch.float32, torch.bfloat16, torch.uint8 if self.is_packed else self.cast.format.storage)
+        if self.data.dtype not in held or self.scale.dtype != torch.float32:
+            raise ShapeError(
+                f"QTensor: data is {self.data.dtype} and scale {self.scale.dtype}; {self.cast.format} needs codes in "
+                f"{held[-1]}, or values in float32 or bfloat16, and a float32 scale. Build the tensor with quantize()."
+            )
+        if self.data.ndim != 2 or self.scale.ndim != 2:
+            raise ShapeError(
+                f"QTensor: data {list(self.data.shape)} and scale {list(self.scale.shape)} must both be two-dimensional. "
+                "Flatten the leading axes first."
+            )
+        columns = self.inner if not self.is_packed else -(-self.inner // self.cast.format.codes_per_byte)
+        expected = scale_shape(self.shape, self.cast.tile)
+        if self.data.shape[1] != columns or tuple(self.scale.shape) != expected:
+            raise ShapeError(
+                f"QTensor: data {list(self.data.shape)} with scale {list(self.scale.shape)} does not fit "
+                f"{self.inner} {self.cast.format} elements per row in tiles of {self.cast.tile}; "
+                f"expected {columns} columns and scale {list(expected)}."
+            )
+        if (self.global_scale is not None) != self.cast.scale.two_level:
+            raise ShapeError(
+                f"QTensor: scale rule {self.cast.scale} {'needs' if self.cast.scale.two_level else 'takes no'} "
+                "global_scale. Build the tensor with quantize()."
+            )
+        if self.global_scale is not None and (self.global_scale.ndim != 0 or self.global_scale.dtype != torch.float32):
+            raise ShapeError(
+                f"QTensor: global_scale is {list(self.global_scale.shape)} {self.global_scale.dtype}; it must be a single "
+                "float32 without axes. Build the tensor with quantize()."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.inner
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def is_expanded(self) -> bool:
+        return self.data.dtype in (torch.float32, torch.bfloat16)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.cast.format.codes_per_byte > 1 and not self.is_expanded
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        extra = 0 if self.global_scale is None else self.global_scale.nbytes
+        return self.data.nbytes + self.scale.nbytes + extra
+
+    def values(self) -> Tensor:
+        """[outer, inner] float32 (or the expanded dtype): the decoded elements, not yet multiplied by their scale."""
+        if self.is_expanded:
+            return self.data
+        codes = self.cast.format.unpack(self.data, self.inner) if self.is_packed else self.data
+        return self.cast.format.decode(codes)
+
+    def expanded(self, dtype: torch.dtype) -> QTensor:
+        """The same tensor holding decoded values in `dtype` (bfloat16 holds those of every format but tables)."""
+        return replace(self, data=self.values().to(dtype))
+
+    def compact(self) -> QTensor:
+        """The same tensor holding codes: one byte per element, or half of one."""
+        if not self.is_expanded:
+            return self
+        format = self.cast.format
+        # The values are representable, so torch's cast is exact and need not round.
+        codes = self.data.to(format.storage) if format.storage != torch.uint8 else format.encode(self.data)
+        return replace(self, data=format.pack(codes) if format.codes_per_byte > 1 else codes)
+
+    def full_scale(self) -> Tensor:
+        """The scales, [outer tiles, inner tiles] float32, with the per-tensor scale multiplied in."""
+        return self.scale if self.global_scale is None else self.scale * self.global_scale
+
+    def transposed(self) -> QTensor:
+        """The same numbers with the axes exchanged, without copying; the cast's tiles must be symmetric."""
+        if self.cast.tile[0] != self.cast.tile[1] or self.is_packed:
+            raise ShapeError(
+                f"transposed: {self.cast} has tiles that do not transpose, or packed codes. "
+                "Quantize the transposed tensor instead."
+            )
+        return replace(self, data=self.data.T, scale=self.scale.T, inner=self.data.shape[0])

@@ -1,0 +1,187 @@
+"""Recipes as data: which operand of which matrix product is cast how.
+
+A Linear with x [T, K], w [N, K] and the gradient of its output gy [T, N] has three products, all of them lhs @ rhs.T:
+
+    output        x @ w.T      lhs x    [T, K]   rhs w    [N, K]   contracted over K
+    grad_input    gy @ w       lhs gy   [T, N]   rhs w.T  [K, N]   contracted over N
+    grad_weight   gy.T @ x     lhs gy.T [N, T]   rhs x.T  [K, T]   contracted over T
+
+A Cast says what one operand becomes; None leaves it in 16 bits. A Gemm is two casts, a Recipe is three Gemms. Everything
+here is frozen, hashable and picklable; a variant is made with `dataclasses.replace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.formats import Format
+from narrowgauge.scaling import FP32, ScaleRule
+from narrowgauge.tiles import WHOLE
+
+GEMMS = ("output", "grad_input", "grad_weight")
+
+Algorithm = Literal["max", "most_recent"]
+
+
+@dataclass(frozen=True)
+class Current:
+    """The scale comes from the tensor at hand."""
+
+    def __str__(self) -> str:
+        return "current"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Delayed scaling: the scale comes from the largest magnitudes of earlier steps.
+
+    length     steps remembered. 1024 is TransformerEngine's default; MS-AMP uses 16.
+    margin     the scale is multiplied by 2**margin: head-room for growth between steps, paid in resolution
+    algorithm  "max" of the window, or the "most_recent" entry
+
+    The first step of a layer has no history and uses the tensor at hand.
+    """
+
+    length: int = 1024
+    margin: int = 0
+    algorithm: Algorithm = "max"
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ConfigError(f"Window: length is {self.length}; it must be at least 1.")
+        if self.algorithm not in ("max", "most_recent"):
+            raise ConfigError(f"Window: algorithm is {self.algorithm!r}; choose 'max' or 'most_recent'.")
+
+    def __str__(self) -> str:
+        margin = f", margin {self.margin}" if self.margin else ""
+        return f"delayed ({self.algorithm} of {self.length}{margin})"
+
+
+CURRENT = Current()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """What becomes of one operand.
+
+    format     what an element can be
+    tile       elements that share a scale, along (outer, contracted) axis; -1 takes the whole axis
+    scale      the rule from a tile's amax to its scale
+    calibrate  where amax comes from: CURRENT, or a Window of earlier steps (per-tensor tiles only)
+    rounding   "nearest" (ties to even) or "stochastic" (unbiased; draws from torch's generator)
+    """
+
+    format: Format
+    tile: tuple[int, int] = (WHOLE, WHOLE)
+    scale: ScaleRule = FP32
+    calibrate: Current | Window = CURRENT
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def __post_init__(self) -> None:
+        if len(self.tile) != 2 or any(size == 0 or size < WHOLE for size in self.tile):
+            raise ConfigError(f"Cast: tile is {self.tile}; give two sizes of at least 1, or -1 for a whole axis.")
+        if isinstance(self.calibrate, Window) and self.tile != (WHOLE, WHOLE):
+            raise ConfigError(
+                f"Cast: a Window remembers one amax per tensor, but the tile is {self.tile}. "
+                "Use tile=(-1, -1) or calibrate=CURRENT."
+            )
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f"Cast: rounding is {self.rounding!r}; choose 'nearest' or 'stochastic'.")
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the transposed tensor has the transposed tiles, so that one quantization serves both orientations."""
+        return self.tile[0] == self.tile[1] and self.rounding == "nearest"
+
+    def __str__(self) -> str:
+        outer, inner = ("all" if size == WHOLE else str(size) for size in self.tile)
+        tile = "tensor" if self.tile == (WHOLE, WHOLE) else "row" if self.tile == (1, WHOLE) else f"{outer}x{inner}"
+        words = [str(self.format), tile, str(self.scale)]
+        if self.calibrate != CURRENT:
+            words.append(str(self.calibrate))
+        if self.rounding != "nearest":
+            words.append(self.rounding)
+        return " ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """The casts of one matrix product lhs @ rhs.T; None is a 16-bit operand (bf16, or fp16 under fp16 autocast).
+
+    fast_accumulate  let FP8 tensor cores add in their own narrow accumulator (about 14 bits on Hopper). Peers do so for
+                     `output` only, where errors do not compound over steps; gradients are accumulated in float32.
+    """
+
+    lhs: Cast | None = None
+    rhs: Cast | None = None
+    fast_accumulate: bool = False
+
+    def __str__(self) -> str:
+        if self.lhs is None and self.rhs is None:
+            return "16-bit"
+        return f"{self.lhs or '16-bit'} x {self.rhs or '16-bit'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The three products of a Linear.
+
+    name  how users call it
+    save  what is kept of x for `grad_weight`: "original" (the tensor as it came, usually kept alive by its producer
+          anyway) or "quantized" (its 8-bit codes: a quarter to half of the bytes). Both give the same gradients when the
+          cast is per tensor and rounds to nearest; otherwise "quantized" stores codes tiled for `grad_weight`.
+    """
+
+    name: str
+    output: Gemm = Gemm()
+    grad_input: Gemm = Gemm()
+    grad_weight: Gemm = Gemm()
+    save: Literal["original", "quantized"] = "original"
+
+    def __post_init__(self) -> None:
+        if self.save not in ("original", "quantized"):
+            raise ConfigError(f"Recipe {self.name!r}: save is {self.save!r}; choose 'original' or 'quantized'.")
+        if self.save == "quantized" and self.grad_weight.rhs is None:
+            raise ConfigError(
+                f"Recipe {self.name!r}: save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'."
+            )
+        for role, casts in self.roles().items():
+            windows = {cast.calibrate for cast in casts if cast is not None and isinstance(cast.calibrate, Window)}
+            formats = {cast.format for cast in casts if cast is not None and isinstance(cast.calibrate, Window)}
+            if len(windows) > 1 or len(formats) > 1:
+                raise ConfigError(
+                    f"Recipe {self.name!r}: {role} is cast with two different windows. Delayed scaling keeps one amax "
+                    "history per tensor; use the same Window and format in both products."
+                )
+
+    def roles(self) -> dict[str, tuple[Cast | None, Cast | None]]:
+        """The two casts of each tensor: as it stands, and transposed."""
+        return {
+            "x": (self.output.lhs, self.grad_weight.rhs),
+            "w": (self.output.rhs, self.grad_input.rhs),
+            "gy": (self.grad_input.lhs, self.grad_weight.lhs),
+        }
+
+    def windows(self) -> dict[str, tuple[Window, Format]]:
+        """Role -> the window and format of its delayed scaling; roles without one are absent."""
+        found = {}
+        for role, casts in self.roles().items():
+            for cast in casts:
+                if cast is not None and isinstance(cast.calibrate, Window):
+                    found[role] = (cast.calibrate, cast.format)
+        return found
+
+    def gemms(self) -> dict[str, Gemm]:
+        return {name: getattr(self, name) for name in GEMMS}
+
+    def with_gemm(self, **changes: Gemm) -> Recipe:
+        """This recipe with some products replaced, named after them: `recipe.with_gemm(grad_weight=Gemm())`."""
+        unknown = set(changes) - set(GEMMS)
+        if unknown:
+            raise ConfigError(f"with_gemm: {sorted(unknown)} are not products of a Linear; choose from {GEMMS}.")
+        save = "original" if changes.get("grad_weight") == Gemm() else self.save
+        suffix = "".join(f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items())
+        kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name in GEMMS}
+        return replace(self, **(kept | changes), name=self.name + suffix, save=save)

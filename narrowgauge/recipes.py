@@ -1,0 +1,113 @@
+"""The named recipes. A new one is a constant at the end of this file and its place in ALL.
+
+    get("fp8-current")    the recipe
+    names()               all names, in the order of the table in the README
+
+Where peers disagree, the choice made here and its reason stand in the docstring of the function that builds the recipe;
+the other choice is one `dataclasses.replace` away.
+"""
+
+from __future__ import annotations
+
+from narrowgauge.errors import ConfigError, closest
+from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.recipe import CURRENT, Cast, Current, Gemm, Recipe, Window
+from narrowgauge.scaling import E8M0_CEIL, FP32, POW2
+from narrowgauge.tiles import WHOLE
+
+SUMMARIES: dict[str, str] = {
+    "bf16": "every operand in bfloat16: the reference that the others are compared with",
+    "fp8-delayed": "one scale per tensor, from the largest magnitudes of earlier steps",
+    "fp8-current": "one scale per tensor, from the tensor at hand",
+    "fp8-row": "one power-of-two scale per row of each operand",
+    "fp8-block": "1x128 tiles for activations and gradients, 128x128 for weights",
+    "mxfp8": "1x32 tiles with 8-bit exponents as scales (OCP MX)",
+    "int8": "8-bit integers, one scale per row of each operand",
+}
+
+
+def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
+    """E4M3 forward and E5M2 gradients ("hybrid"), one float32 scale per tensor.
+
+    TransformerEngine, torchao, MS-AMP, Colossal-AI and COAT all use this split: with one scale for a whole tensor,
+    gradients need E5M2's range more than E4M3's third mantissa bit. Fast accumulation in `output` alone (Colossal-AI uses
+    it in all three). x is kept as its codes: 1 byte per element, and bit-identical gradients.
+    """
+    forward = Cast(format=E4M3, scale=FP32, calibrate=calibrate)
+    gradient = Cast(format=E5M2, scale=FP32, calibrate=calibrate)
+    return Recipe(
+        name=name,
+        output=Gemm(lhs=forward, rhs=forward, fast_accumulate=True),
+        grad_input=Gemm(lhs=gradient, rhs=forward),
+        grad_weight=Gemm(lhs=gradient, rhs=forward),
+        save="quantized",
+    )
+
+
+def _row_wise(name: str, cast: Cast, fast_accumulate: bool) -> Recipe:
+    """The same cast for all six operands, one scale per row of the canonical form.
+
+    Each tensor is cast twice, along different axes, both times from the original: E4M3 everywhere, as torchao does, since a
+    row's range is small. Power-of-two scales by default there and here. x is kept as it is (codes of x.T would be needed
+    beside those of x, which saves nothing over bfloat16).
+    """
+    gemm = Gemm(lhs=cast, rhs=cast)
+    return Recipe(
+        name=name,
+        output=Gemm(lhs=cast, rhs=cast, fast_accumulate=fast_accumulate),
+        grad_input=gemm,
+        grad_weight=gemm,
+    )
+
+
+def _blocks(name: str) -> Recipe:
+    """DeepSeek-V3's tiles: 1x128 along the contracted axis, 128x128 for weights so that one copy serves both products.
+
+    E4M3 for gradients too: with tiles this small the range of E5M2 is not needed (DeepSeek-V3, MX papers). A user of
+    TransformerEngine saw the hybrid match bfloat16 better (its issue 2754); to try it, replace the format of the two `lhs`
+    casts of grad_input and grad_weight by E5M2. Power-of-two scales, so that decoding is exact in bfloat16. Split
+    accumulation in all three products, as in TransformerEngine and DeepGEMM.
+    """
+    vector = Cast(format=E4M3, tile=(1, 128), scale=POW2)
+    square = Cast(format=E4M3, tile=(128, 128), scale=POW2)
+    return Recipe(
+        name=name,
+        output=Gemm(lhs=vector, rhs=square),
+        grad_input=Gemm(lhs=vector, rhs=square),
+        grad_weight=Gemm(lhs=vector, rhs=vector),
+    )
+
+
+def _mx(name: str) -> Recipe:
+    """OCP MX: 1x32 tiles along the contracted axis, E8M0 scales rounded up.
+
+    Up ("RCEIL"), not down as in the OCP text: rounding down saturates the top of a tile and was seen to diverge in training
+    (arXiv 2506.08027). E4M3 for all six operands, as TransformerEngine and torchao train.
+    """
+    cast = Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)
+    gemm = Gemm(lhs=cast, rhs=cast)
+    return Recipe(name=name, output=gemm, grad_input=gemm, grad_weight=gemm)
+
+
+BF16 = Recipe(name="bf16")
+FP8_DELAYED = _per_tensor("fp8-delayed", Window())
+FP8_CURRENT = _per_tensor("fp8-current", CURRENT)
+FP8_ROW = _row_wise("fp8-row", Cast(format=E4M3, tile=(1, WHOLE), scale=POW2), fast_accumulate=True)
+FP8_BLOCK = _blocks("fp8-block")
+MXFP8 = _mx("mxfp8")
+INT8_ROW = _row_wise("int8", Cast(format=INT8, tile=(1, WHOLE), scale=FP32), fast_accumulate=False)
+
+ALL: tuple[Recipe, ...] = (BF16, FP8_DELAYED, FP8_CURRENT, FP8_ROW, FP8_BLOCK, MXFP8, INT8_ROW)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all recipes."""
+    return tuple(recipe.name for recipe in ALL)
+
+
+def get(name: str) -> Recipe:
+    """The recipe called `name`. Raises ConfigError with the closest names."""
+    for recipe in ALL:
+        if recipe.name == name:
+            return recipe
+    raise ConfigError(f"recipes.get: no recipe {name!r}. Closest: {closest(name, names()) or ', '.join(names())}.")

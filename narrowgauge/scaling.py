@@ -1,0 +1,132 @@
+"""Scale rules: from the largest magnitude of a tile to the number that its codes are multiplied by.
+
+One direction everywhere: x ~= decode(codes) * scale. What is stored is exactly what was divided by.
+
+    FP32             amax / max
+    POW2             the smallest power of two >= amax / max: nothing saturates
+    E8M0_CEIL        the same, kept within what an 8-bit exponent holds ("RCEIL" in the MX literature)
+    E8M0_FLOOR       2 ** (floor(log2 amax) - floor(log2 max)), OCP MX v1.0 section 6.3: the top of a tile may saturate
+    E4M3_TWO_LEVEL   an e4m3 number per tile times one float32 per tensor, as in NVFP4
+
+    amax              FP32                POW2, E8M0_CEIL     E8M0_FLOOR          E4M3_TWO_LEVEL
+    0 or subnormal    1                   1                   1                   0 (codes are zero)
+    NaN or infinity   NaN                 NaN                 NaN                 NaN
+    tiny              at least smallest   at least smallest   at least smallest   0 when below e4m3's smallest
+    huge              finite              at most 2**127      at most 2**127      finite
+
+A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers.
+Under E4M3_TWO_LEVEL the tile is the tensor, since all tiles share its float32.
+
+Powers of two are computed on the bits, never as exp2(floor(log2 x)), which is wrong next to exact powers, nor from a
+quotient, which is not the same on every device (CUDA multiplies by the reciprocal of a constant divisor).
+
+`smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that E8M0 could hold. At this
+scale float32's subnormals round to zero and no decoded value is subnormal, so that flush-to-zero, which is a switch of the
+process on a CPU and a habit of GPU compilers, changes no number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import E4M3, Format
+
+SMALLEST_NORMAL = 2.0**-126  # of float32
+LARGEST_POWER = 2.0**127
+_MANTISSA = 23
+_MANTISSA_BITS = 0x007FFFFF
+_EXPONENT_BITS = 0x7F800000
+_LARGEST_FINITE = 0x7F7FFFFF
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """A named rule. `function(amax, format)` takes float32 amax >= 0 of any shape and returns scales of that shape.
+
+    power_of_two  whether every scale is a power of two, so that multiplying by it loses nothing
+    two_level     whether a second, per-tensor scale multiplies the scales of the tiles
+    """
+
+    name: str
+    function: Callable[[Tensor, Format], Tensor]
+    power_of_two: bool = False
+    two_level: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, amax: Tensor, format: Format) -> Tensor:
+        return self.function(amax.to(torch.float32), format)
+
+
+def smallest_scale(format: Format) -> float:
+    """The smallest scale of a tile of `format`: a power of two; see the module for the reason."""
+    exact = 2 * SMALLEST_NORMAL / format.smallest
+    return 2.0 ** (_floor_log2(exact) + (math.frexp(exact)[0] > 0.5))
+
+
+def two_level_global(amax: Tensor, format: Format) -> Tensor:
+    """The per-tensor scale of a two-level rule: the largest tile lands on e4m3's largest number. A 0-d tensor."""
+    largest = amax.amax()
+    smallest = smallest_scale(format) / E4M3.smallest
+    return _guard(_quotient(largest, E4M3.max * format.max).clamp(min=smallest), largest)
+
+
+def _fp32(amax: Tensor, format: Format) -> Tensor:
+    return _guard(_quotient(amax, format.max).clamp(min=smallest_scale(format)), amax)
+
+
+def _power_of_two_ceil(amax: Tensor, format: Format) -> Tensor:
+    # One exponent up where amax has the larger mantissa: the sum carries then.
+    mantissa = int((2 * math.frexp(format.max)[0] - 1) * 2**_MANTISSA)
+    return _power_of_two(amax, _MANTISSA_BITS - mantissa, format)
+
+
+def _power_of_two_floor(amax: Tensor, format: Format) -> Tensor:
+    return _power_of_two(amax, 0, format)
+
+
+def _power_of_two(amax: Tensor, carry: int, format: Format) -> Tensor:
+    """2 ** (floor(log2 amax) - floor(log2 max)), one more where adding `carry` to amax's bits reaches the exponent."""
+    bits = amax.view(torch.int32).clamp(max=_LARGEST_FINITE) + carry
+    exponent = (bits & _EXPONENT_BITS) - (_floor_log2(format.max) << _MANTISSA)
+    lowest, highest = (_exponent_bits(power) for power in (smallest_scale(format), LARGEST_POWER))
+    return _guard(exponent.clamp(lowest, highest).view(torch.float32), amax)
+
+
+def _e4m3_relative(amax: Tensor, format: Format) -> Tensor:
+    """amax here is relative to the tensor's own scale (see `two_level_global`); NaN passes through e4m3."""
+    return _guard(E4M3.round(_quotient(amax, format.max)), amax, when_zero=0.0)
+
+
+def _guard(scale: Tensor, amax: Tensor, when_zero: float = 1.0) -> Tensor:
+    scale = torch.where(amax < SMALLEST_NORMAL, when_zero, scale)
+    return torch.where(amax.isfinite(), scale, float("nan"))
+
+
+def _quotient(amax: Tensor, divisor: float) -> Tensor:
+    """amax / divisor, correctly rounded to float32 even where the division is a multiplication by a float64 reciprocal."""
+    return (amax.to(torch.float64) / divisor).to(torch.float32)
+
+
+def _floor_log2(value: float) -> int:
+    return math.frexp(value)[1] - 1
+
+
+def _exponent_bits(power: float) -> int:
+    """A power of two, 2**-126 or above, as the bits of a float32."""
+    return (_floor_log2(power) + 127) << _MANTISSA
+
+
+FP32 = ScaleRule("fp32", _fp32)
+POW2 = ScaleRule("pow2", _power_of_two_ceil, power_of_two=True)
+E8M0_CEIL = ScaleRule("e8m0-ceil", _power_of_two_ceil, power_of_two=True)
+E8M0_FLOOR = ScaleRule("e8m0-floor", _power_of_two_floor, power_of_two=True)
+E4M3_TWO_LEVEL = ScaleRule("e4m3-two-level", _e4m3_relative, two_level=True)
+
+ALL: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL)
