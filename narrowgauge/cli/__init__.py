@@ -33,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except NarrowgaugeError as error:
         return _fail(error, error.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "narrowgauge").partition(".")[0] == "narrowgauge":
+            raise
+        return _fail(f"needs the package {error.name!r}. Run: pip install 'narrowgauge[train]'.", ConfigError.exit_code)
     except MemoryError as error:
         return _fail(f"out of memory: {error or 'no details'}. Lower batch_size.", OutOfMemoryError.exit_code)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def recipes(name: str = "", /) -> int:
-    """List the recipes: which number format each matrix product uses.
+    """List the recipes, or say which number format each matrix product of one of them uses.
 
     Parameters
     ----------
@@ -19,5 +19,12 @@ def recipes(name: str = "", /) -> int:
     """
     from narrowgauge import recipes as registry
 
-    print("\n".join(str(registry.get(each)) for each in ([name] if name else registry.names())))
+    if name:
+        recipe = registry.get(name)
+        print(f"{name}: {registry.SUMMARIES[name]}")
+        for product, gemm in recipe.gemms().items():
+            print(f"  {product:12} {gemm}")
+    else:
+        for each in registry.names():
+            print(f"{each:16} {registry.SUMMARIES[each]}")
     return 0

@@ -35,7 +35,12 @@ from narrowgauge.train.manifest import FACTS, GROUP, NAME, STEP, Manifest, Newer
 
 SHARD_BYTES = 2**29
 LEFTOVER = re.compile(r"\.tmp-step-\d{8}(-\d+)?|\.old-step-\d{8}")
-DTYPES = frozenset(safetensors.torch._TYPES.values())
+# What safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
+DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
+    | {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8}
+)
 
 Tensors = dict[str, dict[str, Tensor]]
 

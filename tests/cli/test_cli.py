@@ -116,7 +116,7 @@ def test_an_unknown_verb_unlike_any_is_sent_to_the_help(capsys):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ConfigError("no"), 2), (CheckpointError("no"), 4), (BusyError("no"), 7), (MemoryError(), 9),
+        (ConfigError("no"), 2), (ModuleNotFoundError("no", name="cyclopts"), 2), (CheckpointError("no"), 4), (BusyError("no"), 7), (MemoryError(), 9),
         (KeyboardInterrupt(), 130), (BrokenPipeError(), 141), (OSError(28, "No space left on device"), 8),
     ],
     ids=repr,
@@ -132,7 +132,8 @@ def test_an_expected_error_is_a_message_and_a_code(monkeypatch, capfd, error, co
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
-    for error in (ZeroDivisionError(), FileNotFoundError(2, "No such file", "x")):
+    ours = ModuleNotFoundError("no", name="narrowgauge.lost")
+    for error in (ZeroDivisionError(), FileNotFoundError(2, "No such file", "x"), ours):
         monkeypatch.setattr(cli, "_dispatch", lambda arguments, error=error: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             cli.main([])
@@ -339,12 +340,19 @@ def test_the_exit_code_of_the_loop_is_the_commands(monkeypatch, loop):
 # The other verbs
 
 
-def test_recipes_prints_one_or_all(loop, capsys):
+def test_recipes_lists_all_or_explains_one(capsys):
+    from narrowgauge import recipes
+
     assert cli.main(["recipes"]) == 0
-    assert capsys.readouterr().out == "bf16: the recipe\nfp8-current: the recipe\n"
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(recipes.names())
     assert cli.main(["recipes", "fp8-row"]) == 0
-    assert capsys.readouterr().out == "fp8-row: the recipe\n"
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("fp8-row: ") and [line.split()[0] for line in shown[1:]] == list(
+        recipes.get("fp8-row").gemms()
+    )
+    assert all("e4m3" in line for line in shown[1:])
     assert cli.main(["recipes", "fp8-rwo"]) == 2
+    assert "Closest: 'fp8-row'" in capsys.readouterr().err
 
 
 def test_report_prints_the_path_of_the_page(monkeypatch, capsys):

@@ -186,8 +186,15 @@ def test_a_group_that_is_no_file_name_is_refused(tmp_path, group):
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.ones(2, device="meta"), torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex128), [1.0], "text"],
-    ids=["meta", "sparse", "complex128", "list", "text"],
+    [
+        torch.ones(2).to(torch.float8_e8m0fnu),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex128),
+        [1.0],
+        "text",
+    ],
+    ids=["e8m0", "meta", "sparse", "complex128", "list", "text"],
 )
 def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path, tensor):
     with pytest.raises(CheckpointError, match="optimizer: up"):
