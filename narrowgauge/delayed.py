@@ -41,11 +41,10 @@ class AmaxWindow(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> AmaxWindow:
         """model.to(bfloat16) moves this state but leaves its type: amax is kept in float32."""
-        super()._apply(fn, recurse)
-        for name in ("history", "live"):
-            buffer = getattr(self, name)
-            if buffer.dtype != torch.float32:
-                setattr(self, name, buffer.to(torch.float32))
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            moved = fn(buffer)
+            self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
         return self
 
     def extra_repr(self) -> str:

@@ -28,6 +28,7 @@ from narrowgauge.ops.mm import Plan, high_precision, plan
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Recipe, Window
+from narrowgauge.tiles import WHOLE
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
@@ -201,31 +202,35 @@ class _Products(torch.autograd.Function):
         gy_live: Tensor | None,
     ) -> Tensor:
         recipe, how = settings.recipe, settings.plan("output", x.device)
-        lhs = _operand(x, recipe.output.lhs, how.expand, x_live, settings)
-        rhs = _weight_operand("output", weight, settings, how, w_live)
+        x_amax = _amax(x, recipe.roles()["x"], x_live, settings)
+        w_amax = _amax(weight, recipe.roles()["w"], w_live, settings)
+        lhs = _operand(x, recipe.output.lhs, how.expand, x_amax, settings)
+        rhs = _weight_operand("output", weight, settings, how, w_amax)
         _show(settings, "output", ("x", x, lhs), ("w", weight, rhs))
         y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
 
         kept: tuple[Tensor | None, ...] = (None, None, None)
         ctx.kept_cast = None
         if ctx.needs_input_grad[1]:
-            kept, ctx.kept_cast = _keep(x, lhs, settings, x_live)
+            kept, ctx.kept_cast = _keep(x, lhs, settings, x_amax)
         ctx.settings, ctx.x_dtype = settings, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, x_live, w_live, gy_live, *kept)
+        ctx.gy_live = gy_live  # an attribute: saved tensors may not change before backward, and this one does
+        ctx.save_for_backward(weight, x_amax, w_amax, *kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x_live, w_live, gy_live, *kept = ctx.saved_tensors
+        weight, x_amax, w_amax, *kept = ctx.saved_tensors
         settings: Settings = ctx.settings
         recipe = settings.recipe
         grad_input = grad_weight = grad_bias = lhs = None
+        gy_amax = _amax(gy, recipe.roles()["gy"], ctx.gy_live, settings)
         how = settings.plan("grad_input", gy.device)
         if ctx.needs_input_grad[0]:
-            lhs = _operand(gy, recipe.grad_input.lhs, how.expand, gy_live, settings)
-            rhs = _weight_operand("grad_input", weight, settings, how, w_live)
+            lhs = _operand(gy, recipe.grad_input.lhs, how.expand, gy_amax, settings)
+            rhs = _weight_operand("grad_input", weight, settings, how, w_amax)
             _show(settings, "grad_input", ("gy", gy, lhs), ("w", weight, rhs))
             grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
         if ctx.needs_input_grad[1]:
@@ -234,8 +239,8 @@ class _Products(torch.autograd.Function):
             if lhs is not None and how.expand == earlier.expand and _serves_both(recipe.grad_input.lhs, cast):
                 lhs = _turned(lhs)
             else:
-                lhs = _operand(gy.T, cast, how.expand, gy_live, settings)
-            rhs = _kept_operand(kept, ctx.kept_cast, gy.shape[0], settings, how.expand, x_live)
+                lhs = _operand(gy.T, cast, how.expand, gy_amax, settings)
+            rhs = _kept_operand(kept, ctx.kept_cast, gy.shape[0], settings, how.expand, x_amax)
             x = kept[0] if ctx.kept_cast is None or settings.observer is None else dequantize(rhs).T
             _show(settings, "grad_weight", ("gy", gy, lhs), ("x", x, rhs))
             grad_weight = how.choice.kernel.run(lhs, rhs, None, weight.dtype, recipe.grad_weight.fast_accumulate)
@@ -244,31 +249,37 @@ class _Products(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
+def _amax(x: Tensor, casts: tuple[Cast | None, Cast | None], live: Tensor | None, settings: Settings) -> Tensor | None:
+    """The amax [1, 1] that delayed scaling gives this tensor, noted in its window; None where it scales by its own."""
+    if live is None or x.numel() == 0:
+        return None
+    if not any(cast is not None and isinstance(cast.calibrate, Window) for cast in casts):
+        return None
+    return observe(live, tile_amax(x.detach(), (WHOLE, WHOLE)), records=settings.records)
+
+
 def _operand(
-    x: Tensor, cast: Cast | None, expand: torch.dtype | None, live: Tensor | None, settings: Settings
+    x: Tensor, cast: Cast | None, expand: torch.dtype | None, amax: Tensor | None, settings: Settings
 ) -> QTensor | Tensor:
     """x [outer, inner] as it enters a GEMM: 16 bits, or quantized with its own or its window's amax."""
     if cast is None:
         return high_precision(x, settings.out_dtype)
-    amax = None
-    if live is not None and isinstance(cast.calibrate, Window):
-        amax = observe(live, tile_amax(x, cast.tile), records=settings.records)
     noise = torch.rand(x.shape, device=x.device) if cast.rounding == "stochastic" else None
-    return quantize(x, cast, amax=amax, noise=noise, expand=expand)
+    return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
 
 
-def _weight_operand(gemm: str, weight: Tensor, settings: Settings, how: Plan, live: Tensor | None) -> QTensor | Tensor:
+def _weight_operand(gemm: str, weight: Tensor, settings: Settings, how: Plan, amax: Tensor | None) -> QTensor | Tensor:
     """The weight for `gemm`, from the cache where there is one. For grad_input it is w.T, from w's codes if they serve."""
     recipe, cache = settings.recipe, settings.cache
 
     def build() -> QTensor | Tensor:
         if gemm == "output":
-            return _operand(weight, recipe.output.rhs, how.expand, live, settings)
+            return _operand(weight, recipe.output.rhs, how.expand, amax, settings)
         same_form = settings.plan("output", weight.device).expand == how.expand
         if cache is not None and same_form and _serves_both(recipe.output.rhs, recipe.grad_input.rhs):
-            turned = _turned(_weight_operand("output", weight, settings, how, live))
+            turned = _turned(_weight_operand("output", weight, settings, how, amax))
             return turned if how.expand is not None else _row_major(turned)
-        return _operand(weight.T, recipe.grad_input.rhs, how.expand, live, settings)
+        return _operand(weight.T, recipe.grad_input.rhs, how.expand, amax, settings)
 
     return build() if cache is None else cache.get(gemm, weight, recipe, build)
 
@@ -288,7 +299,7 @@ def _row_major(operand: QTensor | Tensor) -> QTensor | Tensor:
 
 
 def _keep(
-    x: Tensor, lhs: QTensor | Tensor, settings: Settings, live: Tensor | None
+    x: Tensor, lhs: QTensor | Tensor, settings: Settings, amax: Tensor | None
 ) -> tuple[tuple[Tensor | None, ...], Cast | None]:
     """What backward needs of x: (x, None, None), or (codes, scale, global scale) of x.T and the cast that made them."""
     recipe = settings.recipe
@@ -298,7 +309,7 @@ def _keep(
     if isinstance(lhs, QTensor) and _serves_both(recipe.output.lhs, cast):
         turned = lhs.compact().transposed()
     else:
-        turned = _operand(x.T, cast, None, live, settings)
+        turned = _operand(x.T, cast, None, amax, settings)
     return (turned.data, turned.scale, turned.global_scale), cast
 
 
@@ -308,11 +319,11 @@ def _kept_operand(
     tokens: int,
     settings: Settings,
     expand: torch.dtype | None,
-    live: Tensor | None,
+    amax: Tensor | None,
 ) -> QTensor | Tensor:
     """x.T [K, T] for grad_weight, from what `_keep` left."""
     if kept_cast is None:
-        return _operand(kept[0].T, settings.recipe.grad_weight.rhs, expand, live, settings)
+        return _operand(kept[0].T, settings.recipe.grad_weight.rhs, expand, amax, settings)
     data, scale, global_scale = kept
     q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
     return q if expand is None else q.expanded(expand)

@@ -91,16 +91,12 @@ class StochasticAdamW(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         self.generator.set_state(state_dict.pop("generator").cpu())
         super().load_state_dict(state_dict)
-        for parameter, state in self.state.items():  # torch casts float state to the parameter's dtype
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, saved in state_dict["state"].items():
+            # torch has cast float32 moments to the parameter's bfloat16; take them from the source again.
+            own = self.state[parameters[index]]
             for name in ("exp_avg", "exp_avg_sq"):
-                if state[name].dtype != torch.float32:
-                    raise AssertionError(f"moments of {tuple(parameter.shape)} were cast to {state[name].dtype}")
-
-    def _process_value_according_to_param_policy(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Moments are float32 beside bfloat16 parameters: torch would cast them on loading."""
-        value = args[1] if len(args) > 1 else kwargs["value"]
-        parameter = args[0] if args else kwargs["param"]
-        return value.to(parameter.device) if value.ndim else value
+                own[name] = saved[name].to(device=parameters[index].device, dtype=torch.float32, copy=True)
 
 
 def adamw_update(
