@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_run import MODULES, REFERENCE, Plan, events, run, write_pair, write_run
@@ -58,6 +59,11 @@ class Page(HTMLParser):
 
 def written(folder: Path) -> str:
     return report.write(folder).read_text(encoding="utf-8")
+
+
+def rewrite(folder: Path, listed: list[dict[str, Any]]) -> None:
+    """Replaces the events of a run."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in listed))
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +213,7 @@ def test_hostile_names_stay_text(tmp_path):
     changed = [json.loads(line) for line in lines]
     for event in changed:
         event |= {key: evil for key in ("module", "role", "format", "prompt", "text", "path", "reason") if key in event}
-    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(event) for event in changed))
+    rewrite(folder, changed)
     html = written(folder)
     assert "<img" not in html
     assert not any(name.startswith("on") for _, name, _ in Page(html.replace("\x00", "")).attributes)
@@ -241,7 +247,7 @@ def test_a_run_stopped_by_a_gradient_says_so(tmp_path):
     metrics = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     changed = [json.loads(line) for line in metrics]
     next(event for event in changed if event["event"] == "step" and event["step"] == 30)["grad_norm"] = "Infinity"
-    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(event) for event in changed))
+    rewrite(folder, changed)
     assert "stopped at step 30 because the gradient norm was not finite" in written(folder)
 
 
@@ -275,7 +281,7 @@ def test_each_kind_of_event_may_be_missing(tmp_path, kind):
     plan = Plan(steps=60, planned=60, resumed_at=(30,))
     folder = write_pair(tmp_path / "run", plan)
     kept = [event for event in events(plan) if event["event"] != kind]
-    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(event) for event in kept))
+    rewrite(folder, kept)
     Page(written(folder))
 
 
