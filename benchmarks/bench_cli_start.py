@@ -4,12 +4,14 @@ cyclopts, tyro and jsonargparse, with argparse of the standard library beside th
 a fresh process each; `narrowgauge` is the real command line. The time is the wall time of a whole process. The baseline
 is an interpreter that does nothing, so a ratio of 5 is five starts of Python.
 
+    pip install tyro jsonargparse      # the project needs neither; without them their cases are left out
     python -m benchmarks.bench_cli_start [--rounds 20]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,6 +67,10 @@ SLIPS = {
 }
 
 
+def installed() -> list[str]:
+    return [name for name in PROGRAMS if importlib.util.find_spec(name)]
+
+
 def start(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
 
@@ -75,7 +81,7 @@ def with_library(name: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def cases() -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {"python": lambda: start("-c", "pass")}
-    for name in PROGRAMS:
+    for name in installed():
         found[f"{name}: import"] = lambda name=name: start("-c", f"import {name}")
         found[f"{name}: --help"] = lambda name=name: with_library(name, "--help")
         found[f"{name}: --steps 3"] = lambda name=name: with_library(name, "--steps=3")
@@ -107,7 +113,7 @@ def main() -> None:
             "answer": said,
         }
         for slip, arguments in SLIPS.items()
-        for name in PROGRAMS
+        for name in installed()
         if (said := answer(name, arguments))
     ]
     print("\n".join(f"{row['case']:45} {row['answer']}" for row in answers))

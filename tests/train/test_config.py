@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import config_file
-from narrowgauge.train.config import TABLE, Matching, OneOf, Range, TrainConfig, by_key, key_of, resolved
+from narrowgauge.train.config import TABLE, OneOf, Range, TrainConfig, by_key, key_of, resolved
 
 FIELDS = dataclasses.fields(TrainConfig)
 KEYS = sorted(by_key())
