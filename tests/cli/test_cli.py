@@ -365,7 +365,7 @@ def test_report_prints_the_path_of_the_page(monkeypatch, capsys):
 
 
 def test_info_prints_what_the_hardware_page_says(monkeypatch, capsys):
-    monkeypatch.setattr("narrowgauge.diagnose.hardware", SimpleNamespace(text=lambda: "cpu: exact"), raising=False)
+    monkeypatch.setattr("narrowgauge.diagnose.hardware", SimpleNamespace(info=lambda: "cpu: exact"), raising=False)
     assert cli.main(["info"]) == 0
     assert capsys.readouterr().out == "cpu: exact\n"
 
