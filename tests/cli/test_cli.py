@@ -324,6 +324,9 @@ def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
     file.write_text(config_file.dump(TrainConfig(layers=2, seed=1)))
     assert cli.main(["train", str(file), "--resume", "--output", str(tmp_path)]) == 2
     assert "seed = 1, but the run has 0" in capsys.readouterr().err
+    file.write_text(config_file.dump(TrainConfig(layers=2, seed=1, resume=True, output=str(tmp_path))))
+    assert cli.main(["train", str(file)]) == 2
+    assert "seed = 1, but the run has 0" in capsys.readouterr().err
     assert loop == []
 
 
