@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,3 +37,15 @@ def run_ok(
     words = " ".join(map(str, command))
     assert done.returncode == 0, f"exit code {done.returncode} from: {words}\n{done.stdout}{done.stderr}"
     return done
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may write everywhere, so as root the body runs with the rights of nobody."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)

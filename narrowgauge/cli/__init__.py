@@ -4,6 +4,7 @@
 What a verb does with a NarrowgaugeError, Ctrl-C or a closed pipe is decided here, once. Exit codes: narrowgauge/errors.py.
 """
 
+import contextlib
 import errno
 import importlib
 import os
@@ -83,10 +84,8 @@ def _never_fail_to_encode(stream: object) -> None:
 
 
 def _fail(message: object, code: int) -> int:
-    try:
+    with contextlib.suppress(OSError):  # nobody listens; the exit code still tells
         print(f"narrowgauge: {message}", file=sys.stderr, flush=True)
-    except OSError:
-        pass  # nobody listens; the exit code still tells
     return code
 
 

@@ -13,5 +13,5 @@ def info() -> int:
     """Say what this machine computes natively, and what is emulated."""
     from narrowgauge.diagnose import hardware
 
-    print(hardware.text())
+    print(hardware.info())
     return 0

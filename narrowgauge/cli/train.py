@@ -6,7 +6,7 @@ resumed is refused here, before torch is imported, and so are recipes that do no
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,18 +38,23 @@ def configuration(given: dict[str, Any]) -> TrainConfig:
     keys = {each.name: key_of(each) for each in fields(TrainConfig)}
     values = {keys[name]: value for name, value in given.items()}
     from_flags = Settings(values, {key: flag(key) for key in values})
-    folder = run_folder.RunFolder(Path(values.get("output") or TrainConfig.output))
-    stored = config_file.read(folder.config) if values.get("resume") and folder.config.exists() else None
-    if path:
-        from_file = config_file.read(Path(path))
-    elif stored:
-        from_file = Settings({**stored.values, "output": str(folder.path)}, stored.origins)
-    else:
-        from_file = Settings()
-    config = resolved(config_file.build(from_file, from_flags))
-    if stored:
-        run_folder.refuse_other_run(config_file.build(stored), config)
+    config = resolved(config_file.build(_from_file(path, values), from_flags))
+    stored = run_folder.RunFolder(Path(config.output)).config
+    if config.resume and stored.exists():
+        run_folder.refuse_other_run(config_file.load(stored), config)
     return config
+
+
+def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
+    """The settings of CONFIG; without one, those of the run to resume, which may have been moved since."""
+    if path:
+        return config_file.read(Path(path))
+    output = str(flags_given.get("output") or TrainConfig.output)
+    stored = run_folder.RunFolder(Path(output)).config
+    if not flags_given.get("resume") or not stored.exists():
+        return Settings()
+    settings = config_file.read(stored)
+    return Settings({**settings.values, "output": output}, settings.origins)
 
 
 def _refuse_unknown_recipes(config: TrainConfig) -> None:

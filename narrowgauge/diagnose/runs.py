@@ -13,7 +13,7 @@ from typing import Any
 from narrowgauge.errors import ConfigError
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-TEXT_KEYS = frozenset({"event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason"})
+TEXT_KEYS = frozenset({"event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where"})
 
 
 def encode(record: Mapping[str, Any], indent: int | None = None) -> str:

@@ -10,6 +10,7 @@ The first Ctrl-C asks; the second raises KeyboardInterrupt at once, for whoever 
 scheduler sends before it takes the machine away, asks however often it comes.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -67,7 +68,5 @@ class StopRequest:
 
 def _tell(text: bytes) -> None:
     """Straight to the descriptor: a buffered stream may be in the midst of a write when the signal comes."""
-    try:
+    with contextlib.suppress(OSError):  # nobody listens
         os.write(2, text)
-    except OSError:
-        pass  # nobody listens

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import narrowgauge
 from narrowgauge import cli
 from narrowgauge.cli import train
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
 from narrowgauge.train import config_file
 from narrowgauge.train.config import TABLE, TrainConfig, by_key, key_of, resolved
 from narrowgauge.train.run_folder import RunFolder
+from tests.processes import ROOT
 
-ROOT = Path(narrowgauge.__file__).parents[1]
 HELP_LIMIT_S = 0.3
 
 
@@ -116,8 +115,9 @@ def test_an_unknown_verb_unlike_any_is_sent_to_the_help(capsys):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ConfigError("no"), 2), (ModuleNotFoundError("no", name="cyclopts"), 2), (CheckpointError("no"), 4), (BusyError("no"), 7), (MemoryError(), 9),
-        (KeyboardInterrupt(), 130), (BrokenPipeError(), 141), (OSError(28, "No space left on device"), 8),
+        (ConfigError("no"), 2), (ModuleNotFoundError("no", name="cyclopts"), 2), (CheckpointError("no"), 4),
+        (BusyError("no"), 7), (OSError(28, "No space left on device"), 8), (MemoryError(), 9),
+        (KeyboardInterrupt(), 130), (BrokenPipeError(), 141),
     ],
     ids=repr,
 )  # fmt: skip
@@ -324,6 +324,9 @@ def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
     file.write_text(config_file.dump(TrainConfig(layers=2, seed=1)))
     assert cli.main(["train", str(file), "--resume", "--output", str(tmp_path)]) == 2
     assert "seed = 1, but the run has 0" in capsys.readouterr().err
+    file.write_text(config_file.dump(TrainConfig(layers=2, seed=1, resume=True, output=str(tmp_path))))
+    assert cli.main(["train", str(file)]) == 2
+    assert "seed = 1, but the run has 0" in capsys.readouterr().err
     assert loop == []
 
 
@@ -365,7 +368,7 @@ def test_report_prints_the_path_of_the_page(monkeypatch, capsys):
 
 
 def test_info_prints_what_the_hardware_page_says(monkeypatch, capsys):
-    monkeypatch.setattr("narrowgauge.diagnose.hardware", SimpleNamespace(text=lambda: "cpu: exact"), raising=False)
+    monkeypatch.setattr("narrowgauge.diagnose.hardware", SimpleNamespace(info=lambda: "cpu: exact"), raising=False)
     assert cli.main(["info"]) == 0
     assert capsys.readouterr().out == "cpu: exact\n"
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import narrowgauge
 from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
 from narrowgauge.errors import ConfigError, StorageError
 from narrowgauge.train import console
 from narrowgauge.train.metrics import MetricsLog
+from tests.processes import PYTHON, ROOT
 
 
 def write(path: Path, *events: tuple) -> None:
@@ -131,8 +131,8 @@ def test_every_line_is_there_after_kill_minus_nine(tmp_path):
         f"log = MetricsLog(Path({str(path)!r}))\n"
         "for step in range(1, 10**9):\n  log.write('step', step, loss=1.0)\n  print(step, flush=True)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([PYTHON, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout
         for _ in range(200):
             process.stdout.readline()
@@ -179,7 +179,7 @@ def test_without_tensorboard_the_next_step_is_named(tmp_path, monkeypatch):
 
 
 def test_a_missing_or_damaged_run_json_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="run.json: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"run\.json: cannot be read: No such file"):
         read_run(tmp_path / "run.json")
     for damaged in (b"{", b"[]", b'{"a": NaN}', b"\xff"):
         (tmp_path / "run.json").write_bytes(damaged)

@@ -3,15 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-import narrowgauge
 from narrowgauge.train.signals import StopRequest
+from tests.processes import PYTHON, ROOT
 
 
 def send(number: signal.Signals) -> None:
@@ -87,9 +85,9 @@ sys.exit(stop.exit_code)
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_process_finishes_its_step_and_exits_with_the_code(number, code):
-    environment = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [PYTHON, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     ) as process:
         assert process.stdout and process.stdout.readline() == b"ready\n"
         time.sleep(0.05)
