@@ -1,7 +1,7 @@
 """The model of a run: a Llama of the configured sizes, or a causal language model from a folder or the Hub, converted.
 
-Remote code is never run. Linears that the recipe leaves alone still compute in the run's 16 bits; on a CPU without
-instructions for that, they get the recipe `bf16`, which rounds the operands and multiplies in float32, several times faster.
+Remote code is never run. On a CPU without bfloat16 instructions, Linears that the recipe leaves alone get the recipe `bf16`,
+which rounds the operands and multiplies in float32, and attention computes in float32: the same step, many times faster.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim.precision import Precision
 from narrowgauge.recipe import Recipe
+from narrowgauge.train.attention import use_float32_attention
 
 
 def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device, rung: Precision) -> Any:
@@ -32,7 +33,10 @@ def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch
     model.config.use_cache = False
     convert(model, _patterns(config))
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
-        convert(model, {row.name: "bf16" for row in describe(model) if row.recipe == "none"} or _patterns(config))
+        use_float32_attention(model)
+        kept = {row.name: "bf16" for row in describe(model) if row.recipe == "none"}
+        if kept:
+            convert(model, kept)
     return model
 
 
