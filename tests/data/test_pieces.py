@@ -11,4 +11,4 @@ def test_pieces_join_to_the_text(text, size):
     parts = list(pieces(text, size))
     assert "".join(parts) == text
     assert all(0 < len(part) <= size for part in parts)
-    assert all(part.endswith("\n") or "\n" not in part for part in parts[:-1])
+    assert all(part.endswith("\n") or (len(part) == size and "\n" not in part) for part in parts[:-1])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.data import fingerprint, load, train_bpe
-from narrowgauge.data.tokenizer import END_OF_TEXT, end_of_text, plain_backend
+from narrowgauge.data.tokenizer import END_OF_TEXT, _sample, end_of_text, plain_backend
 from narrowgauge.errors import ConfigError, DataError, StorageError
 
 TEXTS = ["the scale of a tile\n" * 30, "the amax of a tile\n" * 20, "größe 数 🙂"]
@@ -85,6 +85,16 @@ def test_a_large_text_is_sampled_deterministically_and_says_so(tmp_path):
     assert trained.notes[0].endswith(f" of {total} bytes.")
     again = train_bpe(texts, 270, tmp_path / "b", sample_bytes=20_000)
     assert fingerprint(again.tokenizer) == fingerprint(trained.tokenizer)
+
+
+def test_the_sample_is_spread_over_the_text_in_reading_order():
+    """Of 400 equal parts about 100 are kept. Fewer than 25 of them in a half: 2 in a billion (hypergeometric)."""
+    texts = [f"document {n:03}\n" for n in range(400)]
+    kept, _, total = _sample(texts, sample_bytes=100 * len(texts[0]))
+    assert total == sum(map(len, texts))
+    assert len(kept) == 100
+    assert kept == sorted(kept)
+    assert 25 <= sum(text < texts[200] for text in kept) <= 75
 
 
 @pytest.mark.parametrize("damage", ["merge", "truncated", "seal", "missing"])
