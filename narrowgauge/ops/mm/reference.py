@@ -8,7 +8,7 @@ and the GEMM runs on its bare values v. Otherwise its scales are multiplied in f
 
 The GEMM's type is bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
 of two, are exact there. On a CPU without bfloat16 instructions float32 is several times faster, and holds the same values.
-A CPU's bfloat16 GEMM sums in float32 but returns bfloat16: one more rounding, of 2**-9, before scales and bias.
+A CPU's bfloat16 GEMM sums in float32 but returns bfloat16: one more rounding, of up to 2**-8, before scales and bias.
 """
 
 from __future__ import annotations

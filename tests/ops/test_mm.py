@@ -1,0 +1,551 @@
+"""mm against the float64 product of its dequantized operands, with a bound on float32 summation (bounded).
+
+u = 2**-24. A sum of K exact products in float32, in any order, is off by at most about K u S, S = sum over k of |a| |b|. The
+scales outside of the sum cost three more roundings and the bias one: (K + 5) u (S + |bias|) in all, and the last rounding
+to out_dtype half a unit in its last place: 2**-8 in bfloat16, 2**-11 (at least 2**-25) in float16.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from narrowgauge import recipes
+from narrowgauge.errors import BackendError, ShapeError
+from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NF4
+from narrowgauge.ops import dequantize, mm, quantize
+from narrowgauge.ops.mm import high_precision, native, plan, reference
+from narrowgauge.ops.registry import Device
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import WHOLE, Cast, Gemm
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, POW2
+from tests.compare import assert_same, assert_sqnr, sqnr_db
+
+ops_mm = importlib.import_module("narrowgauge.ops.mm")  # `narrowgauge.ops.mm` is the function
+
+ROWS, TENSOR = Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=E4M3)
+NVFP4 = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
+MXFP4 = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
+OTHER_CASTS = (
+    NVFP4,
+    MXFP4,
+    Cast(format=INT4, tile=(1, WHOLE)),
+    Cast(format=NF4, tile=(1, 64)),
+    Cast(format=E4M3, tile=(1, 128)),
+    Cast(format=E3M2, tile=(WHOLE, 16), scale=POW2),
+    Cast(format=E2M3, tile=(3, 5)),
+    Cast(format=E5M2, tile=(128, 128), scale=POW2),
+)
+GEMMS = {
+    f"{recipe.name}.{name}": gemm for recipe in recipes.ALL for name, gemm in recipe.gemms().items() if gemm != Gemm()
+} | {"bf16": Gemm()}
+SHAPES = [(33, 50, 130), (1, 1, 1), (16, 32, 64), (5, 1, 257), (1, 7, 31), (0, 4, 8), (4, 0, 8), (3, 5, 0), (0, 0, 0)]
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
+
+
+def matrix(rows, columns, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def operand(x, cast, expand=None):
+    return x.to(torch.bfloat16) if cast is None else quantize(x, cast, expand=expand)
+
+
+def operands(gemm, shape, expand=None):
+    m, n, k = shape
+    return operand(matrix(m, k), gemm.lhs, expand), operand(matrix(n, k, seed=1), gemm.rhs, expand)
+
+
+def exactly(x):
+    return dequantize(x).double() if isinstance(x, QTensor) else x.double()
+
+
+def assert_product(out, lhs, rhs, bias=None, roundings=0.0):
+    """`out` is lhs @ rhs.T + bias within the bound of the module; `roundings`: further relative errors of the sum."""
+    a, b = exactly(lhs), exactly(rhs)
+    exact, size = a @ b.T, a.abs() @ b.abs().T
+    bound = roundings * exact.abs()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    bound = bound + (a.shape[1] + 5) * 2.0**-24 * size
+    unit = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[out.dtype]
+    bound = bound + unit * (exact.abs() + bound) + (2.0**-25 if out.dtype == torch.float16 else 0)
+    assert out.shape == exact.shape
+    error = (out.double() - exact).abs()
+    assert (error <= bound).all(), f"error {error.max():.3g}, {(error / bound).max():.3g} of its bound"
+
+
+# --- the definition -----------------------------------------------------------------------------------------------------------
+
+
+@every_gemm
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_recipes(gemm, shape):
+    """Every product of every recipe: ragged, odd, single and empty axes, with and without bias, in every type."""
+    lhs, rhs = operands(gemm, shape)
+    bias = matrix(1, shape[1], seed=2)[0]
+    for out_dtype in OUT_DTYPES:
+        for b in (None, bias, bias.to(torch.bfloat16)):
+            out = mm(lhs, rhs, bias=b, out_dtype=out_dtype)
+            assert out.dtype == out_dtype
+            assert_product(out, lhs, rhs, b)
+
+
+@given(
+    m=st.integers(0, 20),
+    n=st.integers(0, 20),
+    k=st.integers(0, 150),
+    lhs=st.sampled_from([*OTHER_CASTS, ROWS, TENSOR, None]),
+    rhs=st.sampled_from([*OTHER_CASTS, ROWS, TENSOR, None]),
+    expand=st.sampled_from([None, torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=250, deadline=None, derandomize=True)
+def test_products_of_any_two_casts(m, n, k, lhs, rhs, expand):
+    """Also those that no recipe pairs. bfloat16 is given only where the plan asks for it."""
+    if expand == torch.bfloat16 and reference.compute_dtype((lhs, rhs), ops_mm.device_facts("meta", None)) != expand:
+        expand = torch.float32
+    a, b = operands(Gemm(lhs=lhs, rhs=rhs), (m, n, k), expand)
+    assert_product(mm(a, b), a, b)
+
+
+@every_gemm
+@pytest.mark.parametrize("shape", [(33, 50, 130), (5, 9, 31), (128, 130, 256)], ids=str)
+def test_expanded_operands_give_the_product_of_the_codes(gemm, shape):
+    """In float32 to the bit; in bfloat16 too on this machine's path, where the same numbers enter a float32 GEMM (exact)."""
+    expected = mm(*operands(gemm, shape), backend="reference")
+    for dtype in (torch.float32, torch.bfloat16):
+        lhs, rhs = operands(gemm, shape, dtype)
+        if not reference._cpu_is_fast_at(dtype):
+            assert_same(mm(lhs, rhs), expected)
+
+
+@every_gemm
+def test_a_bfloat16_gemm_adds_one_rounding(gemm, monkeypatch):
+    """On a CPU with bfloat16 instructions the GEMM returns bfloat16: 2**-8 of the sum, before scales and bias.
+
+    Simulated; torch's portable bfloat16 GEMM stands in for oneDNN's here, and rounds once for so short a sum.
+    """
+    monkeypatch.setattr(reference, "_cpu_is_fast_at", lambda dtype: dtype == torch.bfloat16)
+    lhs, rhs = operands(gemm, (33, 50, 130), torch.bfloat16)
+    bias = matrix(1, 50, seed=2)[0]
+    out = mm(lhs, rhs, bias=bias)
+    assert_product(out, lhs, rhs, bias, roundings=2.0**-8)
+    with pytest.raises(AssertionError, match="of its bound"):  # it really went that way
+        assert_product(out, lhs, rhs, bias)
+
+
+def test_scales_of_float32_leave_the_sum_on_their_own():
+    """Row scales in float32 beside blocks of powers of two: neither loses a bit in bfloat16, which alone keeps 8."""
+    lhs, rhs = ROWS, Cast(format=E4M3, tile=(1, 32), scale=POW2)
+    for gemm in (Gemm(lhs=lhs, rhs=rhs), Gemm(lhs=rhs, rhs=lhs)):
+        a, b = operands(gemm, (33, 50, 128), torch.bfloat16)
+        if not reference._cpu_is_fast_at(torch.bfloat16):
+            assert_product(mm(a, b), a, b)
+
+
+@every_gemm
+def test_poison_reaches_its_rows_and_columns_only(gemm):
+    """A NaN in row 2 of lhs: NaN in what its tile touches, numbers elsewhere."""
+    a, b = matrix(300, 130), matrix(20, 130, seed=1)
+    a[2, 3] = float("nan")
+    lhs, rhs = operand(a, gemm.lhs), operand(b, gemm.rhs)
+    out = mm(lhs, rhs)
+    touched = exactly(lhs).isnan().any(dim=1)
+    assert touched[2] and out[touched].isnan().all() and out[~touched].isfinite().all()
+    assert bool(touched.all()) == (gemm.lhs is not None and gemm.lhs.tile[0] == WHOLE)
+
+
+def test_transposed_codes_are_multiplied_in_place():
+    """Per tensor and in squares one quantization serves both orientations (bounded)."""
+    for tile in ((WHOLE, WHOLE), (16, 16)):
+        cast = Cast(format=E4M3, tile=tile, scale=POW2)
+        w, gy = quantize(matrix(40, 70), cast), quantize(matrix(30, 40, seed=1), cast)
+        out = mm(gy, w.transposed())
+        assert_product(out, gy, w.transposed())
+        assert_same(out, mm(gy, quantize(matrix(40, 70).T, cast)))
+
+
+def test_powers_of_two_pass_through_a_product():
+    """Scaling an operand by 2**k scales the product, to the bit: nothing but scales may see it (exact)."""
+    for gemm in GEMMS.values():
+        a, b = matrix(9, 130), matrix(7, 130, seed=1)
+        expected = mm(operand(a, gemm.lhs), operand(b, gemm.rhs))
+        assert_same(mm(operand(a * 2.0**20, gemm.lhs), operand(b * 2.0**-13, gemm.rhs)), expected * 2.0**7)
+
+
+def test_bias_is_added_before_rounding():
+    """In float32: 256 + 1.5 rounds to 258 in bfloat16, 256 rounded first and then added to 256 (exact)."""
+    ones = torch.ones(1, 257)
+    out = mm(ones, ones, bias=torch.tensor([0.5]), out_dtype=torch.bfloat16)
+    assert out.item() == torch.tensor(257.5).to(torch.bfloat16).item() == 258
+    assert (torch.tensor(257.0).to(torch.bfloat16) + 0.5).item() == 256
+
+
+def test_plain_operands_are_rounded_to_16_bits():
+    """bfloat16, or float16 where the operand or the result is float16 (exact)."""
+    x, w = matrix(5, 40), matrix(7, 40, seed=1)
+    assert_same(mm(x, w), mm(x.to(torch.bfloat16), w.to(torch.bfloat16)))
+    assert_same(mm(x, w, out_dtype=torch.float16), mm(x.half(), w.half(), out_dtype=torch.float16))
+    assert_same(mm(x.double(), w.double()), mm(x.to(torch.bfloat16), w.to(torch.bfloat16)))
+    assert_product(mm(x.half(), w.half()), x.half(), w.half())
+    assert_product(mm(x.half(), quantize(w, ROWS)), x.half(), quantize(w, ROWS))
+    for dtype, other, expected in (
+        (torch.float32, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float16, torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ):
+        assert high_precision(torch.ones(2, dtype=dtype), other).dtype == expected
+    assert high_precision(x.half(), torch.float16).dtype == torch.float16
+    y = x.to(torch.bfloat16)
+    assert high_precision(y, torch.float32) is y
+
+
+def test_autocast_around_mm_changes_nothing():
+    for gemm in GEMMS.values():
+        lhs, rhs = operands(gemm, (9, 7, 40))
+        expected = mm(lhs, rhs)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same(mm(lhs, rhs), expected)
+
+
+# --- noise floors -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gemm", "lhs", "floor_db"),
+    [
+        # Published in peers' tests (reference, section 4). torchao's blockwise and MX tests take y.sum() as the loss, so the
+        # gradient of the output is ones, which cost nothing; for Gaussian gradients the floor is that of two casts.
+        (recipes.FP8_CURRENT.output, "normal", 20),
+        (recipes.FP8_CURRENT.grad_input, "normal", 20),
+        (recipes.FP8_CURRENT.grad_weight, "normal", 20),
+        (recipes.FP8_ROW.output, "normal", 25),
+        (recipes.FP8_ROW.grad_input, "normal", 25),
+        (recipes.FP8_ROW.grad_weight, "normal", 25),
+        (recipes.FP8_BLOCK.output, "normal", 25),
+        (recipes.FP8_BLOCK.grad_input, "ones", 30),
+        (recipes.FP8_BLOCK.grad_weight, "ones", 30),
+        (recipes.MXFP8.output, "normal", 26),
+        (recipes.MXFP8.grad_input, "normal", 25),
+        (recipes.MXFP8.grad_weight, "normal", 24),
+        (Gemm(lhs=NVFP4, rhs=NVFP4), "normal", 16),
+        # Derived: independent errors of two casts add, so 3.01 dB less than one cast: e4m3 31.51, e5m2 25.57 with e4m3
+        # 24.6, int8 rows 42.06, MXFP4 18.75; and half a decibel for this draw.
+        (recipes.FP8_BLOCK.grad_input, "normal", 28.0),
+        (recipes.FP8_CURRENT.grad_input, "normal", 24.1),
+        (recipes.INT8_ROW.output, "normal", 38.5),
+        (Gemm(lhs=MXFP4, rhs=MXFP4), "normal", 15.2),
+    ],
+)
+def test_noise_of_a_gaussian_product(gemm, lhs, floor_db):
+    x = matrix(256, 1024) if lhs == "normal" else torch.ones(256, 1024)
+    w = matrix(256, 1024, seed=1)
+    assert_sqnr(mm(operand(x, gemm.lhs), operand(w, gemm.rhs)), x.double() @ w.double().T, floor_db)
+
+
+@every_gemm
+def test_emulation_agrees_with_the_dequantized_product(gemm):
+    """Peers ask for 80 dB between an MX product and that of its dequantized operands; float32 sums give 120 and more."""
+    lhs, rhs = operands(gemm, (64, 64, 1024))
+    assert sqnr_db(exactly(lhs) @ exactly(rhs).T, mm(lhs, rhs)) > 120
+
+
+# --- native kernels -------------------------------------------------------------------------------------------------------------
+
+
+INT8_GEMMS = [
+    Gemm(lhs=Cast(format=INT8, tile=left), rhs=Cast(format=INT8, tile=right))
+    for left, right in product(((1, WHOLE), (WHOLE, WHOLE)), repeat=2)
+]
+
+
+@pytest.mark.parametrize("gemm", INT8_GEMMS, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (16, 16, 16), (17, 24, 40), (100, 3, 1000)], ids=str)
+def test_the_integer_gemm_is_the_reference(gemm, shape):
+    """torch._int_mm on the CPU. To the bit while float32 holds the sums, 127**2 K < 2**24 (exact)."""
+    lhs, rhs = operands(gemm, shape)
+    bias = matrix(1, shape[1], seed=2)[0]
+    for out_dtype in OUT_DTYPES:
+        out = native.run_int8(lhs, rhs, bias, out_dtype, False)
+        assert_product(out, lhs, rhs, bias)
+        if gemm.lhs.tile == gemm.rhs.tile == (1, WHOLE):
+            assert_same(out, reference.run(lhs, rhs, bias, out_dtype, False))
+    assert_product(native.run_int8(lhs, rhs, None, torch.float32, False), lhs, rhs)
+
+
+def test_long_integer_sums_do_not_wrap_around():
+    """127 * 127 * 140,000 is beyond int32; the two partial sums are exact and each is rounded once."""
+    q = quantize(torch.full((2, 140_000), 127.0), Cast(format=INT8, tile=(1, WHOLE)))
+    out = native.run_int8(q, q, None, torch.float32, False)
+    assert ((out.double() / (127.0 * 127 * 140_000) - 1).abs() < 2 * 2.0**-24).all()
+
+
+def test_transposed_integer_codes_reach_the_integer_gemm():
+    q = quantize(matrix(40, 24), Cast(format=INT8))
+    x = quantize(matrix(10, 40, seed=1), Cast(format=INT8))
+    assert_product(native.run_int8(x, q.transposed(), None, torch.float32, False), x, q.transposed())
+
+
+SCALED_GEMMS = {
+    "tensor": Gemm(lhs=TENSOR, rhs=TENSOR),
+    "hybrid": Gemm(lhs=Cast(format=E5M2), rhs=TENSOR),
+    "row": Gemm(lhs=ROWS, rhs=ROWS),
+    "tensor x row": Gemm(lhs=TENSOR, rhs=ROWS),
+    "row x tensor": Gemm(lhs=ROWS, rhs=Cast(format=E5M2)),
+}
+every_scaled_gemm = pytest.mark.parametrize("gemm", SCALED_GEMMS.values(), ids=SCALED_GEMMS)
+
+
+@every_scaled_gemm
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_the_scaled_gemm_on_the_cpu(gemm, shape, biased):
+    """torch._scaled_mm has a CPU version since 2.13: filling up, cutting, scales and bias, without a GPU.
+
+    Row scales make its result bfloat16; so does out_dtype=bfloat16 without bias. On a GPU see the tests at the end.
+    """
+    lhs, rhs = operands(gemm, shape)
+    bias = matrix(1, shape[1], seed=2)[0] if biased else None
+    for out_dtype in OUT_DTYPES:
+        out = native.run_scaled(lhs, rhs, bias, out_dtype, True)
+        assert out.dtype == out_dtype
+        row_wise = gemm.lhs.tile != (WHOLE, WHOLE) or gemm.rhs.tile != (WHOLE, WHOLE)
+        assert_product(out, lhs, rhs, bias, roundings=2.0**-8 if row_wise else 0.0)
+
+
+@every_scaled_gemm
+@pytest.mark.parametrize("shape", [(33, 50, 130), (1, 1, 1), (16, 16, 16), (17, 3, 48)], ids=str)
+def test_scaled_gemms_meet_what_cuda_asks_for(gemm, shape, monkeypatch):
+    """Layouts, multiples of 16, shapes and layouts of scales: torch's own check of CUDA arguments, on tensors without data."""
+    call, checked = torch._scaled_mm, []
+
+    def check(a, b, **options):
+        with FakeTensorMode():
+            options_on_cuda = {k: on_fake_cuda(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+            checked.append(call(on_fake_cuda(a), on_fake_cuda(b), **options_on_cuda))
+        return call(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", check)
+    lhs, rhs = operands(gemm, shape)
+    for transposed in (False, True):
+        if transposed and gemm.rhs.is_symmetric:
+            rhs = quantize(matrix(shape[2], shape[1]), gemm.rhs).transposed()
+        native.run_scaled(lhs, rhs, None, torch.float32, True)
+    assert all(out.device.type == "cuda" for out in checked) and len(checked) == 2
+
+
+def test_the_check_of_cuda_arguments_does_check():
+    """Control: eight columns, and a row-major right operand, are refused by it."""
+    with FakeTensorMode():
+        one = torch.ones((), device="cuda")
+        narrow, wide = (torch.empty(n, n, device="cuda", dtype=torch.float8_e4m3fn) for n in (8, 16))
+        with pytest.raises(RuntimeError, match="divisible by 16"):
+            torch._scaled_mm(narrow, narrow.T, one, one, out_dtype=torch.float32)
+        with pytest.raises(RuntimeError, match="must be col_major"):
+            torch._scaled_mm(wide, wide, one, one, out_dtype=torch.float32)
+
+
+def on_fake_cuda(x):
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+
+@pytest.mark.parametrize("shape", [(33, 50, 130), (1, 1, 1), (16, 16, 16), (17, 3, 48)], ids=str)
+def test_integer_gemms_meet_what_cuda_asks_for(shape, monkeypatch):
+    """torch._int_mm on CUDA: more than 16 rows, K and N multiples of 8, rhs column-major (aten/src/ATen/native/cuda/Blas.cpp).
+
+    Its meta function does not check this, so it is checked here.
+    """
+    seen = []
+
+    def checked(a, b, call=torch._int_mm):
+        assert a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0
+        assert a.is_contiguous() and b.T.is_contiguous()
+        seen.append(a.shape)
+        return call(a, b)
+
+    monkeypatch.setattr(torch, "_int_mm", checked)
+    lhs, rhs = operands(INT8_GEMMS[0], shape)
+    assert_product(native.run_int8(lhs, rhs, None, torch.float32, False), lhs, rhs)
+    assert len(seen) == 1
+
+
+# --- the choice of a kernel ------------------------------------------------------------------------------------------------------
+
+
+def test_a_forced_kernel_refuses_in_words():
+    lhs, rhs = operands(recipes.FP8_CURRENT.output, (4, 4, 8))
+    with pytest.raises(BackendError, match=r"mm: native refused: cpu has no FP8 units\. Available here: reference\."):
+        mm(lhs, rhs, backend="native")
+    with pytest.raises(BackendError, match=r"mm: native-int8 refused: needs two INT8 operands"):
+        mm(lhs, rhs, backend="native-int8")
+    with pytest.raises(BackendError, match=r"mm: no kernel 'triton'"):
+        mm(lhs, rhs, backend="triton")
+    with pytest.raises(BackendError, match=r"no kernel 'refrence'\. Closest: 'reference'"):
+        mm(lhs, rhs, backend="refrence")
+    assert_same(mm(lhs, rhs, backend="reference"), reference.run(lhs, rhs, None, torch.float32, False))
+
+
+def test_expanded_operands_never_reach_a_native_kernel(monkeypatch):
+    """On a CPU with VNNI too, where int8 codes go to the integer GEMM."""
+    fast = Device("cpu", int8_gemm=True)
+    monkeypatch.setattr(ops_mm, "device_facts", lambda kind, index: fast)
+    codes, values = (operands(INT8_GEMMS[0], (20, 24, 40), expand) for expand in (None, torch.float32))
+    assert plan(INT8_GEMMS[0], torch.device("cpu")).choice.kernel.name == "native-int8"
+    assert_same(mm(*codes), mm(*values))
+    assert_product(mm(codes[0], values[1]), *values)
+    with pytest.raises(BackendError, match="takes codes, but an operand is expanded to floats"):
+        mm(*values, backend="native-int8")
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "bias", "words"),
+    [
+        (
+            torch.ones(2, 3, 4),
+            torch.ones(5, 4),
+            None,
+            r"lhs float32 \[2, 3, 4\] and rhs float32 \[5, 4\] must be two-dim",
+        ),
+        (torch.ones(4), torch.ones(5, 4), None, r"must be two-dimensional\. Flatten them first"),
+        (
+            torch.ones(2, 3),
+            torch.ones(5, 4),
+            None,
+            r"contracted axes differ, .* Both operands keep the contracted axis last\.$",
+        ),
+        (torch.ones(2, 3), torch.ones(3, 4), None, r"Both operands keep the contracted axis last; pass rhs\.T\.$"),
+        (
+            quantize(torch.ones(2, 6), ROWS),
+            torch.ones(5, 4),
+            None,
+            r"lhs e4m3 row fp32 \[2, 6\] and rhs float32 \[5, 4\]",
+        ),
+        (quantize(torch.ones(2, 7), NVFP4), torch.ones(5, 4), None, r"e2m1 1x16 e4m3-two-level \[2, 7\]"),
+        (
+            torch.ones(2, 4),
+            torch.ones(5, 4, device="meta"),
+            None,
+            r"lhs is on cpu, rhs on meta\. Move them to one device",
+        ),
+        (
+            torch.ones(2, 4),
+            torch.ones(5, 4),
+            torch.ones(2),
+            r"bias is \[2\], it must be \[5\], one number per row of rhs",
+        ),
+        (torch.ones(2, 4), torch.ones(5, 4), torch.ones(1, 5), r"bias is \[1, 5\], it must be \[5\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_in_words(lhs, rhs, bias, words):
+    with pytest.raises(ShapeError, match=words):
+        mm(lhs, rhs, bias=bias)
+
+
+# --- compiled -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8-current", "mxfp8"])
+def test_compiled_code_computes_the_same(name):
+    """quantize, mm and dequantize in one graph, against eager: codes, scales and products to the bit (exact)."""
+    gemm = recipes.get(name).output
+
+    def step(x, w, bias):
+        lhs, rhs = quantize(x, gemm.lhs), quantize(w, gemm.rhs)
+        return lhs.data, lhs.scale, dequantize(rhs), mm(lhs, rhs, bias=bias, out_dtype=torch.bfloat16)
+
+    torch._dynamo.reset()
+    x, w, bias = matrix(40, 64) * 3e-3, matrix(48, 64, seed=1), matrix(1, 48, seed=2)[0]
+    x[3] = 0
+    compiled = torch.compile(step, fullgraph=True)(x, w, bias)
+    for actual, expected in zip(compiled, step(x, w, bias), strict=True):
+        assert_same(actual, expected)
+
+
+# --- wrong rules ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_bound_notices_a_narrow_accumulator():
+    """Control: sums rounded to bfloat16 every 32 products, and a product without its scales, are both out of bounds."""
+    lhs, rhs = operands(recipes.FP8_ROW.output, (33, 50, 256))
+    a, b = dequantize(lhs), dequantize(rhs)
+    total = torch.zeros(33, 50, dtype=torch.bfloat16)
+    for part, other in zip(a.split(32, dim=1), b.split(32, dim=1), strict=True):
+        total = total + (part @ other.T).to(torch.bfloat16)
+    for wrong in (total.float(), lhs.values() @ rhs.values().T):
+        with pytest.raises(AssertionError, match="of its bound"):
+            assert_product(wrong, lhs, rhs)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------------------------
+
+
+def on_cuda(q):
+    whole = None if q.global_scale is None else q.global_scale.cuda()
+    return replace(q, data=q.data.cuda(), scale=q.scale.cuda(), global_scale=whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cast", [*OTHER_CASTS, *{g.lhs: 0 for g in GEMMS.values() if g.lhs}], ids=str)
+def test_a_gpu_quantizes_like_a_cpu(cast):
+    """Codes and scales to the bit, at every magnitude (exact)."""
+    x = matrix(200, 333) * torch.exp2(40 * matrix(200, 1, seed=3))
+    expected, q = quantize(x, cast), quantize(x.cuda(), cast)
+    assert_same(q.data.cpu(), expected.data)
+    assert_same(q.scale.cpu(), expected.scale)
+    assert_same(dequantize(q).cpu(), dequantize(expected))
+
+
+@pytest.mark.gpu
+@every_gemm
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference_on_a_gpu(gemm, shape):
+    """TF32 is off by default, so float32 products are exact there too."""
+    lhs, rhs = (on_cuda(q) if isinstance(q, QTensor) else q.cuda() for q in operands(gemm, shape))
+    out = mm(lhs, rhs, backend="reference").cpu()
+    assert_product(out, *operands(gemm, shape))
+
+
+@pytest.mark.gpu
+@every_scaled_gemm
+@pytest.mark.parametrize("shape", [(33, 50, 130), (1, 1, 1), (128, 256, 512), (3, 5, 0), (0, 4, 8)], ids=str)
+@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
+def test_the_scaled_gemm_on_a_gpu(gemm, shape, fast):
+    """Against the float64 product: tensor cores keep about 14 bits of a sum (Hopper), 2**-13 of S.
+
+    Two roundings to bfloat16, of row-scaled results and to out_dtype, are 2**-7 of the result.
+    """
+    if plan(gemm, torch.device("cuda")).choice.kernel.name != "native":
+        pytest.skip(str(plan(gemm, torch.device("cuda")).choice.refusals))
+    lhs, rhs = operands(gemm, shape)
+    bias = matrix(1, shape[1], seed=2)[0]
+    for out_dtype, b in product(OUT_DTYPES, (None, bias)):
+        out = native.run_scaled(on_cuda(lhs), on_cuda(rhs), None if b is None else b.cuda(), out_dtype, fast).cpu()
+        exact = exactly(lhs) @ exactly(rhs).T
+        size = exactly(lhs).abs() @ exactly(rhs).abs().T
+        if b is not None:
+            exact, size = exact + b.double(), size + b.double().abs()
+        assert ((out.double() - exact).abs() <= 2.0**-13 * size + 2.0**-7 * exact.abs() + 2.0**-25).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gemm", INT8_GEMMS, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (17, 24, 40)], ids=str)
+def test_the_integer_gemm_on_a_gpu(gemm, shape):
+    """Exact sums, so the same numbers as on the CPU (exact)."""
+    lhs, rhs = operands(gemm, shape)
+    out = native.run_int8(on_cuda(lhs), on_cuda(rhs), None, torch.float32, False).cpu()
+    assert_same(out, native.run_int8(lhs, rhs, None, torch.float32, False))

@@ -1,0 +1,204 @@
+"""Who computes what, on which device, and in which words the others decline (exact)."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from narrowgauge import recipes
+from narrowgauge.errors import BackendError
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
+from narrowgauge.ops.mm import KERNELS, plan
+from narrowgauge.ops.mm.reference import compute_dtype
+from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts
+from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
+from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
+
+AMPERE, ADA, HOPPER, BLACKWELL = (Device("cuda", capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0)))
+TURING = Device("cuda", (7, 5))
+PLAIN_CPU = Device("cpu", bf16_gemm=False, int8_gemm=False)
+FAST_CPU = Device("cpu", bf16_gemm=True, int8_gemm=True)
+
+TENSOR_OR_ROW = "takes one scale per tensor or per row"
+NOT_INT8 = "needs two INT8 operands with one scale per tensor or row"
+NOT_FP8 = "needs two FP8 operands"
+
+
+def choose(gemm, device, forced=None, expanded=False):
+    return KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, device, expanded), forced)
+
+
+# --- the table of the design: what runs where ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "native", "native_int8"),
+    [
+        (PLAIN_CPU, set(), set()),
+        (FAST_CPU, set(), {"int8"}),
+        (TURING, set(), set()),
+        (AMPERE, set(), {"int8"}),
+        (ADA, {"fp8-delayed", "fp8-current"}, {"int8"}),
+        (HOPPER, {"fp8-delayed", "fp8-current", "fp8-row"}, {"int8"}),
+        (BLACKWELL, {"fp8-delayed", "fp8-current", "fp8-row"}, {"int8"}),
+        (Device("xpu"), set(), set()),
+        (Device("mps"), set(), set()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_which_kernel_computes_which_recipe(device, native, native_int8, gemm):
+    for recipe in recipes.ALL:
+        expected = "native" if recipe.name in native else "native-int8" if recipe.name in native_int8 else "reference"
+        assert choose(getattr(recipe, gemm), device).kernel.name == expected, recipe.name
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "scaled", "integer"),
+    [
+        ("fp8-current", PLAIN_CPU, "cpu has no FP8 units", NOT_INT8),
+        ("fp8-current", AMPERE, "compute capability 8.0, FP8 needs 8.9", NOT_INT8),
+        ("fp8-row", ADA, "compute capability 8.9, row scales need 9.0", NOT_INT8),
+        ("fp8-block", HOPPER, TENSOR_OR_ROW, NOT_INT8),
+        ("mxfp8", BLACKWELL, TENSOR_OR_ROW, NOT_INT8),
+        ("mxfp8", AMPERE, "compute capability 8.0, FP8 needs 8.9", NOT_INT8),
+        ("fp8-current", Device("xpu"), "xpu has no FP8 units", NOT_INT8),
+        (
+            "int8",
+            PLAIN_CPU,
+            NOT_FP8,
+            "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32",
+        ),
+        ("int8", TURING, NOT_FP8, "compute capability 7.5, the integer GEMM needs 8.0"),
+        ("int8", Device("xpu"), NOT_FP8, "no integer GEMM on xpu"),
+        ("bf16", HOPPER, NOT_FP8, NOT_INT8),
+    ],
+)
+def test_every_refusal_has_its_reason(name, device, scaled, integer):
+    choice = choose(recipes.get(name).output, device)
+    assert choice.kernel.name == "reference"
+    assert choice.refusals == (("native", scaled), ("native-int8", integer))
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "reason"),
+    [
+        (Cast(format=E5M2), Cast(format=E5M2), "e5m2 x e5m2 does not exist in hardware"),
+        (Cast(format=E4M3), None, NOT_FP8),
+        (None, Cast(format=E4M3), NOT_FP8),
+        (Cast(format=E4M3), Cast(format=INT8), NOT_FP8),
+        (Cast(format=E4M3, tile=(WHOLE, 1)), Cast(format=E4M3), TENSOR_OR_ROW),
+        (Cast(format=E4M3), Cast(format=E4M3, tile=(1, 32)), TENSOR_OR_ROW),
+    ],
+)
+def test_what_a_scaled_gemm_cannot_do(lhs, rhs, reason):
+    assert choose(Gemm(lhs=lhs, rhs=rhs), BLACKWELL).refusals[0] == ("native", reason)
+
+
+def test_a_scaled_gemm_mixes_formats_and_granularities():
+    rows, tensor = Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=E5M2)
+    assert choose(Gemm(lhs=tensor, rhs=rows), HOPPER).kernel.name == "native"
+    assert choose(Gemm(lhs=tensor, rhs=rows), ADA).refusals[0][1] == "compute capability 8.9, row scales need 9.0"
+
+
+def test_expanded_operands_are_for_the_reference():
+    reason = "takes codes, but an operand is expanded to floats"
+    for name, kernel in (("fp8-current", "native"), ("int8", "native-int8")):
+        choice = choose(recipes.get(name).output, HOPPER, expanded=True)
+        assert choice.kernel.name == "reference" and dict(choice.refusals)[kernel] == reason
+
+
+# --- forcing a kernel --------------------------------------------------------------------------------------------------------
+
+
+def test_a_forced_kernel_is_taken_or_raises():
+    gemm = recipes.get("fp8-current").output
+    assert choose(gemm, HOPPER, "native").kernel.name == "native"
+    assert choose(gemm, HOPPER, "reference").kernel.name == "reference", "never replaced by a faster one"
+    with pytest.raises(BackendError, match=r"^mm: native refused: cpu has no FP8 units\. Available here: reference\.$"):
+        choose(gemm, PLAIN_CPU, "native")
+    with pytest.raises(
+        BackendError, match=r"native-int8 refused: needs two INT8 .* Available here: native, reference\.$"
+    ):
+        choose(gemm, HOPPER, "native-int8")
+
+
+def test_an_unknown_kernel_names_the_closest():
+    with pytest.raises(BackendError, match=r"^mm: no kernel 'nativ'\. Closest: 'native', 'native-int8'\.$"):
+        choose(Gemm(), PLAIN_CPU, "nativ")
+    with pytest.raises(BackendError, match=r"no kernel 'zzz'\. Closest: native, native-int8, reference\.$"):
+        choose(Gemm(), PLAIN_CPU, "zzz")
+
+
+def test_kernels_are_tried_in_the_order_of_registration():
+    registry: Registry[int] = Registry("op")
+    registry.register(Kernel("even", lambda n: None if n % 2 == 0 else f"{n} is odd", print))
+    registry.register(Kernel("small", lambda n: None if n < 10 else f"{n} is large", print))
+    registry.register(Kernel("any", lambda n: None, print))
+    assert registry.choose(4).kernel.name == "even" and registry.choose(4).refusals == ()
+    assert registry.choose(3).kernel.name == "small" and registry.choose(3).refusals == (("even", "3 is odd"),)
+    assert registry.choose(13).refusals == (("even", "13 is odd"), ("small", "13 is large"))
+    assert registry.choose(4, "small").refusals == (), "a kernel that was passed over did not refuse"
+    with pytest.raises(BackendError, match=r"op: even refused: 3 is odd\. Available here: small, any\.$"):
+        registry.choose(3, "even")
+
+
+# --- in which form operands are wanted ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "exact"),
+    [
+        (Cast(format=E4M3), Cast(format=E5M2), True),
+        (Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=INT8, tile=(1, WHOLE)), True),
+        (Cast(format=E4M3, tile=(1, 32), scale=POW2), Cast(format=E4M3, tile=(128, 128), scale=POW2), True),
+        (Cast(format=INT8, tile=(1, 32), scale=POW2), None, True),
+        (Cast(format=E4M3, tile=(1, 128)), Cast(format=E4M3), False),  # float32 scales inside the sum
+        (Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, False),
+        (Cast(format=NF4), None, False),  # levels with 24 bits
+        (Cast(format=INT4, tile=(1, WHOLE)), None, True),
+        (None, None, True),
+    ],
+)
+def test_bfloat16_is_used_only_where_it_is_exact(lhs, rhs, exact):
+    for device in (FAST_CPU, AMPERE, HOPPER):
+        assert compute_dtype((lhs, rhs), device) == compute_dtype((rhs, lhs), device)
+        assert compute_dtype((lhs, rhs), device) == (torch.bfloat16 if exact else torch.float32)
+    assert compute_dtype((lhs, rhs), PLAIN_CPU) == torch.float32, "several times faster without bfloat16 units"
+
+
+def test_every_recipe_is_exact_in_bfloat16():
+    for recipe in recipes.ALL:
+        for gemm in recipe.gemms().values():
+            assert compute_dtype((gemm.lhs, gemm.rhs), FAST_CPU) == torch.bfloat16, recipe.name
+
+
+def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(monkeypatch):
+    gemm = recipes.get("fp8-current").output
+    for facts, name, expand in (
+        (HOPPER, "native", None),
+        (AMPERE, "reference", torch.bfloat16),
+        (PLAIN_CPU, "reference", torch.float32),
+        (FAST_CPU, "reference", torch.bfloat16),
+    ):
+        monkeypatch.setattr(
+            importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index, facts=facts: facts
+        )
+        found = plan(gemm, torch.device("cpu"))
+        assert (found.choice.kernel.name, found.expand) == (name, expand)
+    assert plan(gemm, torch.device("cpu"), "reference").expand == torch.bfloat16
+
+
+def test_facts_about_this_machine():
+    facts = device_facts("cpu", None)
+    assert facts.type == "cpu" and facts.capability == (0, 0)
+    assert isinstance(facts.bf16_gemm, bool) and isinstance(facts.int8_gemm, bool)
+    assert device_facts("meta", None) == Device("meta")
+
+
+@pytest.mark.gpu
+def test_facts_about_this_gpu():
+    assert device_facts("cuda", 0).capability == torch.cuda.get_device_capability(0)

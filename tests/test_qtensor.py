@@ -1,0 +1,160 @@
+"""The container: its invariants, each refused in a sentence, and its views (exact)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.errors import ShapeError
+from narrowgauge.formats import E2M1, E4M3, INT4, INT8, NF4
+from narrowgauge.ops import dequantize, quantize
+from narrowgauge.qtensor import scale_shape, spread, tile_sizes
+from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
+from tests.compare import assert_same
+
+BLOCKS = Cast(format=E4M3, tile=(2, 4), scale=POW2)
+NIBBLES = Cast(format=INT4, tile=(1, 4))
+TWO_LEVEL = Cast(format=E2M1, tile=(1, 4), scale=E4M3_TWO_LEVEL)
+
+
+def quantized(cast, rows=5, columns=7, **options):
+    torch.manual_seed(0)
+    return quantize(torch.randn(rows, columns), cast, **options)
+
+
+# --- invariants -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cast", [BLOCKS, NIBBLES, TWO_LEVEL], ids=str)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda q: {"data": q.data[None]},
+        lambda q: {"data": q.data[:, 0]},
+        lambda q: {"scale": q.scale[0]},
+        lambda q: {"data": q.data[:, :-1]},
+        lambda q: {"data": torch.cat((q.data, q.data), dim=0)},
+        lambda q: {"scale": q.scale[:, :-1]},
+        lambda q: {"scale": q.scale.T},
+        lambda q: {"inner": q.inner + 4},
+        lambda q: {"cast": replace(q.cast, tile=(1, 1))},
+        lambda q: {"cast": replace(q.cast, format=E2M1 if q.cast.format == E4M3 else E4M3)},
+        lambda q: {"scale": q.scale.double()},
+        lambda q: {"scale": q.scale.to(torch.bfloat16)},
+        lambda q: {"data": q.data.to(torch.float16)},
+        lambda q: {"data": q.data.to(torch.int32)},
+        lambda q: {"global_scale": None if q.global_scale is not None else torch.ones(())},
+    ],
+)
+def test_what_does_not_fit_is_refused(cast, damage):
+    q = quantized(cast)
+    with pytest.raises(ShapeError, match=r"^QTensor: .+\.( [A-Z].+\.)?$"):
+        replace(q, **damage(q))
+
+
+@pytest.mark.parametrize("bad", [torch.ones(1), torch.ones((), dtype=torch.float64)], ids=["one axis", "float64"])
+def test_a_global_scale_is_a_single_float32(bad):
+    with pytest.raises(ShapeError, match="single float32 without axes"):
+        replace(quantized(TWO_LEVEL), global_scale=bad)
+
+
+def test_refusals_name_what_was_given_and_what_was_expected():
+    q = quantized(BLOCKS)
+    with pytest.raises(
+        ShapeError, match=r"scale \[3, 1\] does not fit 7 e4m3 elements.*expected 7 columns and scale \[3, 2\]"
+    ):
+        replace(q, scale=q.scale[:, :1])
+    with pytest.raises(ShapeError, match=r"int4 needs codes in torch.uint8, or values in float32 or bfloat16"):
+        replace(quantized(NIBBLES), data=torch.zeros(5, 4, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("cast", [BLOCKS, NIBBLES, TWO_LEVEL], ids=str)
+@pytest.mark.parametrize("shape", [(3, 7), (1, 1), (0, 5), (5, 0), (0, 0), (2, 8)], ids=str)
+@pytest.mark.parametrize("expand", [None, torch.float32, torch.bfloat16], ids=str)
+def test_every_quantized_tensor_satisfies_them(cast, shape, expand):
+    q = quantize(torch.randn(shape), cast, expand=expand)
+    assert replace(q) is not q and q.shape == shape and q.device == torch.device("cpu")
+    assert q.values().shape == shape and dequantize(q).shape == shape
+    assert tuple(q.scale.shape) == scale_shape(shape, cast.tile)
+    assert q.is_expanded == (expand is not None)
+    assert q.is_packed == (cast.format.bits == 4 and expand is None)
+
+
+def test_bytes_are_those_of_codes_and_scales():
+    """16 x 64: e4m3 1,024 + 8 * 16 * 4; int4 512 + 16 * 16 * 4; two-level with the float32 of the tensor."""
+    assert quantized(BLOCKS, 16, 64).nbytes == 1024 + 8 * 16 * 4
+    assert quantized(NIBBLES, 16, 64).nbytes == 512 + 16 * 16 * 4
+    assert quantized(TWO_LEVEL, 16, 64).nbytes == 512 + 16 * 16 * 4 + 4
+    assert quantized(NIBBLES, 16, 63).data.shape == (16, 32)
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "sizes", "scales"),
+    [
+        ((5, 9), (WHOLE, WHOLE), (5, 9), (1, 1)),
+        ((5, 9), (1, WHOLE), (1, 9), (5, 1)),
+        ((5, 9), (2, 4), (2, 4), (3, 3)),
+        ((4, 8), (2, 4), (2, 4), (2, 2)),
+        ((5, 9), (128, 128), (128, 128), (1, 1)),
+        ((0, 9), (WHOLE, WHOLE), (1, 9), (0, 1)),
+        ((5, 0), (1, WHOLE), (1, 1), (5, 0)),
+        ((0, 0), (2, 2), (2, 2), (0, 0)),
+    ],
+)
+def test_sizes_and_scales_of_tiles(shape, tile, sizes, scales):
+    assert tile_sizes(shape, tile) == sizes and scale_shape(shape, tile) == scales
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (1, 9), (6, 8), (5, 1), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("tile", [(2, 4), (1, 3), (WHOLE, 2), (1, WHOLE), (WHOLE, WHOLE), (128, 128), (1, 1)], ids=str)
+def test_spread_gives_each_element_the_scale_of_its_tile(shape, tile):
+    rows, columns = scale_shape(shape, tile)
+    scale = torch.arange(1.0, rows * columns + 1).reshape(rows, columns)
+    a, b = tile_sizes(shape, tile)
+    full = spread(scale, shape, tile).expand(shape)
+    expected = torch.tensor([[scale[i // a, j // b] for j in range(shape[1])] for i in range(shape[0])]).reshape(shape)
+    assert_same(full.contiguous(), expected)
+
+
+# --- transposition ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (4, 4), (1, 1), (128, 128)], ids=str)
+@pytest.mark.parametrize("expand", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", [E4M3, INT8], ids=str)
+def test_a_transposed_tensor_is_the_quantized_transpose(format, tile, expand):
+    """Bit for bit, and without copying: one quantization serves both orientations."""
+    x = torch.randn(6, 10)
+    cast = Cast(format=format, tile=tile, scale=POW2)
+    q = quantize(x, cast, expand=expand)
+    turned, expected = q.transposed(), quantize(x.T, cast, expand=expand)
+    assert turned.shape == (10, 6) and turned.data.data_ptr() == q.data.data_ptr()
+    assert_same(turned.data, expected.data)
+    assert_same(turned.scale, expected.scale)
+    assert_same(dequantize(turned), dequantize(q).T.contiguous())
+    assert_same(turned.transposed().data, q.data)
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        lambda: quantized(Cast(format=E4M3, tile=(1, WHOLE))),
+        lambda: quantized(Cast(format=E4M3, tile=(2, 4))),
+        lambda: quantized(Cast(format=INT4)),
+        lambda: quantized(Cast(format=NF4, tile=(4, 4))),
+    ],
+)
+def test_tiles_that_do_not_transpose_and_packed_codes_are_refused(q):
+    with pytest.raises(ShapeError, match=r"do not transpose, or packed codes\. Quantize the transposed tensor instead"):
+        q().transposed()
+
+
+def test_expanded_four_bit_values_can_be_transposed():
+    q = quantized(Cast(format=INT4), expand=torch.float32)
+    assert_same(dequantize(q.transposed()), dequantize(q).T.contiguous())

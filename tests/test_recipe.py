@@ -1,0 +1,199 @@
+"""Recipes as data: what is refused and in which words, and that they are values (exact)."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.formats import E2M1, E4M3, E5M2
+from narrowgauge.recipe import CURRENT, GEMMS, WHOLE, Cast, Current, Gemm, Recipe, Window
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, POW2
+
+ROWS = Cast(format=E4M3, tile=(1, WHOLE), scale=POW2)
+DELAYED = Cast(format=E4M3, calibrate=Window(length=16))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [(0, 1), (1, 0), (-2, 1), (1, -3), (1,), (1, 2, 3), ()], ids=str)
+def test_a_tile_has_two_sizes_or_the_whole_axis(tile):
+    with pytest.raises(ConfigError, match=r"give two sizes of at least 1, or -1 for a whole axis") as error:
+        Cast(format=E4M3, tile=tile)
+    assert str(tile) in str(error.value)
+
+
+def test_a_window_needs_one_scale_per_tensor():
+    for tile in ((1, WHOLE), (1, 128), (WHOLE, 1)):
+        with pytest.raises(
+            ConfigError, match=r"remembers one amax per tensor.*Use tile=\(-1, -1\) or calibrate=CURRENT"
+        ):
+            Cast(format=E4M3, tile=tile, calibrate=Window())
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Cast(format=E4M3, rounding="up"), r"rounding is 'up'; choose 'nearest' or 'stochastic'"),
+        (lambda: Window(length=0), r"length is 0; it must be at least 1"),
+        (lambda: Window(length=-1), r"length is -1"),
+        (lambda: Window(algorithm="mean"), r"algorithm is 'mean'; choose 'max' or 'most_recent'"),
+        (lambda: Recipe(name="r", save="codes"), r"Recipe 'r': save is 'codes'; choose 'original' or 'quantized'"),
+        (lambda: Recipe(name="r", save="quantized"), r"grad_weight\.rhs is not cast\. Cast it or save='original'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_words(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+@pytest.mark.parametrize("role", ["x", "w", "gy"])
+@pytest.mark.parametrize(
+    "other", [Cast(format=E4M3, calibrate=Window(length=8)), Cast(format=E5M2, calibrate=Window(length=16))], ids=str
+)
+def test_a_tensor_has_one_window(role, other):
+    """Both casts of one tensor read the same history of amax, so window and format must agree."""
+    gemms = {
+        "x": {"output": Gemm(lhs=DELAYED), "grad_weight": Gemm(rhs=other)},
+        "w": {"output": Gemm(rhs=DELAYED), "grad_input": Gemm(rhs=other)},
+        "gy": {"grad_input": Gemm(lhs=DELAYED), "grad_weight": Gemm(lhs=other)},
+    }[role]
+    with pytest.raises(ConfigError, match=rf"Recipe 'r': {role} is cast with two different windows"):
+        Recipe(name="r", **gemms)
+    allowed = {name: Gemm(lhs=g.lhs and DELAYED, rhs=g.rhs and DELAYED) for name, g in gemms.items()}
+    assert Recipe(name="r", **allowed).windows() == {role: (Window(length=16), E4M3)}
+
+
+def test_a_tensor_may_be_delayed_in_one_product_and_current_in_the_other():
+    recipe = Recipe(name="r", output=Gemm(lhs=DELAYED), grad_weight=Gemm(rhs=ROWS))
+    assert recipe.windows() == {"x": (Window(length=16), E4M3)}
+
+
+# --- values -----------------------------------------------------------------------------------------------------------------
+
+
+EXAMPLES = [
+    CURRENT,
+    Window(length=3, margin=1, algorithm="most_recent"),
+    ROWS,
+    DELAYED,
+    Gemm(lhs=ROWS, rhs=DELAYED, fast_accumulate=True),
+    Recipe(name="r", output=Gemm(lhs=ROWS), grad_weight=Gemm(rhs=ROWS), save="quantized"),
+]
+
+
+@pytest.mark.parametrize("value", EXAMPLES, ids=lambda value: type(value).__name__)
+def test_recipes_and_their_parts_are_values(value):
+    """Equal to their copy, hashable, frozen: they are cache keys and travel between processes."""
+    copy = pickle.loads(pickle.dumps(value))
+    assert copy == value and hash(copy) == hash(value) and {value: 1}[copy] == 1
+    with pytest.raises((FrozenInstanceError, TypeError)):
+        value.name = "other"
+    assert replace(value) == value
+
+
+def test_replace_validates_again():
+    with pytest.raises(ConfigError, match="Window remembers"):
+        replace(DELAYED, tile=(1, 32))
+    with pytest.raises(ConfigError, match="save='quantized'"):
+        replace(EXAMPLES[-1], grad_weight=Gemm())
+
+
+def test_equality_sees_every_field():
+    assert Current() == CURRENT
+    variants = [
+        ROWS,
+        replace(ROWS, format=E5M2),
+        replace(ROWS, tile=(1, 32)),
+        replace(ROWS, scale=E8M0_CEIL),
+        replace(ROWS, rounding="stochastic"),
+        DELAYED,
+    ]
+    assert len(set(variants)) == len(variants)
+    assert Gemm(lhs=ROWS) != Gemm(rhs=ROWS) and Gemm(lhs=ROWS) != Gemm(lhs=ROWS, fast_accumulate=True)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Cast(format=E4M3), "e4m3 tensor fp32"),
+        (ROWS, "e4m3 row pow2"),
+        (Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL), "e4m3 1x32 e8m0-ceil"),
+        (Cast(format=E4M3, tile=(WHOLE, 1)), "e4m3 allx1 fp32"),
+        (
+            Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL, rounding="stochastic"),
+            "e2m1 1x16 e4m3-two-level stochastic",
+        ),
+        (DELAYED, "e4m3 tensor fp32 delayed (max of 16)"),
+        (Window(length=8, margin=2, algorithm="most_recent"), "delayed (most_recent of 8, margin 2)"),
+        (CURRENT, "current"),
+        (Gemm(), "16-bit"),
+        (Gemm(lhs=ROWS), "e4m3 row pow2 x 16-bit"),
+        (Gemm(lhs=ROWS, rhs=Cast(format=E5M2)), "e4m3 row pow2 x e5m2 tensor fp32"),
+    ],
+    ids=str,
+)
+def test_words(value, words):
+    assert str(value) == words
+
+
+def test_symmetric_casts_serve_both_orientations():
+    assert Cast(format=E4M3).is_symmetric
+    assert Cast(format=E4M3, tile=(128, 128)).is_symmetric
+    assert not ROWS.is_symmetric
+    assert not Cast(format=E4M3, rounding="stochastic").is_symmetric, "the transposed draw would be another one"
+
+
+# --- products ---------------------------------------------------------------------------------------------------------------
+
+
+def test_roles_name_the_two_casts_of_each_tensor():
+    casts = {name: Cast(format=E4M3, tile=(1, i + 1)) for i, name in enumerate("abcdef")}
+    recipe = Recipe(
+        name="r",
+        output=Gemm(lhs=casts["a"], rhs=casts["b"]),
+        grad_input=Gemm(lhs=casts["c"], rhs=casts["d"]),
+        grad_weight=Gemm(lhs=casts["e"], rhs=casts["f"]),
+    )
+    assert recipe.roles() == {
+        "x": (casts["a"], casts["f"]),
+        "w": (casts["b"], casts["d"]),
+        "gy": (casts["c"], casts["e"]),
+    }
+    assert tuple(recipe.gemms()) == GEMMS
+    assert recipe.gemms() == {
+        "output": recipe.output,
+        "grad_input": recipe.grad_input,
+        "grad_weight": recipe.grad_weight,
+    }
+    assert recipe.windows() == {}
+
+
+def test_one_product_can_be_replaced():
+    gemm = Gemm(lhs=ROWS, rhs=ROWS)
+    recipe = Recipe(name="rows", output=gemm, grad_input=gemm, grad_weight=gemm, save="quantized")
+    changed = recipe.with_gemm(grad_input=Gemm())
+    assert changed.grad_input == Gemm() and changed.output == changed.grad_weight == gemm
+    assert changed.save == "quantized" and changed.name == "rows+grad_input:16-bit"
+    custom = recipe.with_gemm(output=Gemm(lhs=ROWS), grad_input=Gemm())
+    assert custom.name == "rows+output:custom+grad_input:16-bit"
+    assert recipe.with_gemm() == recipe
+
+
+def test_replacing_grad_weight_by_16_bits_keeps_x_as_it_is():
+    """Codes of x would have no reader."""
+    gemm = Gemm(lhs=ROWS, rhs=ROWS)
+    recipe = Recipe(name="rows", output=gemm, grad_input=gemm, grad_weight=gemm, save="quantized")
+    assert recipe.with_gemm(grad_weight=Gemm()).save == "original"
+    assert recipe.with_gemm(grad_weight=Gemm(rhs=ROWS)).save == "quantized"
+
+
+def test_with_gemm_rejects_other_names():
+    with pytest.raises(ConfigError, match=r"\['wgrad'\] are not products of a Linear; choose from"):
+        Recipe(name="r").with_gemm(wgrad=Gemm())

@@ -1,0 +1,71 @@
+"""The named recipes: their rules as the literature states them, row by row (exact), and how they are found."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from narrowgauge import recipes
+from narrowgauge.errors import ConfigError
+from narrowgauge.recipe import CURRENT, GEMMS, WHOLE, Gemm, Window
+
+# name -> (format, tile, scale) of x, w | gy, w | gy, x. TransformerEngine's defaults, torchao's, DeepSeek-V3's, OCP MX.
+TENSOR, ROW, VECTOR, SQUARE, MX = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)
+FORWARD, BACKWARD = ("e4m3", TENSOR, "fp32"), ("e5m2", TENSOR, "fp32")
+CASTS = {
+    "bf16": [None] * 6,
+    "fp8-delayed": [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD],
+    "fp8-current": [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD],
+    "fp8-row": [("e4m3", ROW, "pow2")] * 6,
+    "fp8-block": [("e4m3", tile, "pow2") for tile in (VECTOR, SQUARE, VECTOR, SQUARE, VECTOR, VECTOR)],
+    "mxfp8": [("e4m3", MX, "e8m0-ceil")] * 6,
+    "int8": [("int8", ROW, "fp32")] * 6,
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_are_those_of_the_literature(name):
+    recipe = recipes.get(name)
+    casts = [cast for gemm in GEMMS for cast in (recipe.gemms()[gemm].lhs, recipe.gemms()[gemm].rhs)]
+    assert [cast and (str(cast.format), cast.tile, str(cast.scale)) for cast in casts] == CASTS[name]
+    assert all(cast is None or cast.rounding == "nearest" for cast in casts)
+    assert all(cast is None or (cast.calibrate == CURRENT) == (name != "fp8-delayed") for cast in casts)
+
+
+def test_accumulation_is_fast_in_output_at_most():
+    """Hopper's FP8 accumulator keeps about 14 bits; errors of gradients would compound over steps."""
+    fast = {recipe.name: [gemm.fast_accumulate for gemm in recipe.gemms().values()] for recipe in recipes.ALL}
+    assert {name for name, flags in fast.items() if flags[0]} == {"fp8-delayed", "fp8-current", "fp8-row"}
+    assert not any(flag for flags in fast.values() for flag in flags[1:])
+
+
+def test_delayed_scaling_remembers_every_role():
+    windows = recipes.get("fp8-delayed").windows()
+    assert {role: str(format) for role, (_, format) in windows.items()} == {"x": "e4m3", "w": "e4m3", "gy": "e5m2"}
+    assert {window for window, _ in windows.values()} == {Window(length=1024, margin=0, algorithm="max")}
+    assert all(not recipe.windows() for recipe in recipes.ALL if recipe.name != "fp8-delayed")
+
+
+def test_codes_are_saved_only_where_one_quantization_serves_both_products():
+    """Elsewhere x is quantized a second time along the other axis, from the original."""
+    for recipe in recipes.ALL:
+        serves_both = recipe.output.lhs is not None and recipe.output.lhs.is_symmetric
+        assert (recipe.save == "quantized") == (serves_both and recipe.output.lhs == recipe.grad_weight.rhs)
+
+
+def test_recipes_are_found_by_name():
+    assert recipes.names() == tuple(recipe.name for recipe in recipes.ALL) == tuple(CASTS)
+    assert tuple(recipes.SUMMARIES) == recipes.names(), "one summary for each recipe, in the same order"
+    assert all(recipes.get(name).name == name for name in recipes.names())
+    with pytest.raises(ConfigError, match=r"no recipe 'fp8-rows'\. Closest: 'fp8-row'"):
+        recipes.get("fp8-rows")
+    with pytest.raises(ConfigError, match=r"Closest: bf16, fp8-delayed"):
+        recipes.get("zzz")
+
+
+@pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
+def test_recipes_are_values(recipe):
+    copy = pickle.loads(pickle.dumps(recipe))
+    assert copy == recipe and hash(copy) == hash(recipe)
+    assert len({recipe.with_gemm(**{gemm: Gemm()}).name for gemm in GEMMS}) == 3
