@@ -24,7 +24,7 @@ from benchmarks.harness import RESULTS, record
 
 RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8")
 SIZES: dict[str, Any] = {
-    "hidden_size": 128, "layers": 4, "heads": 4, "sequence_length": 64, "batch_size": 16, "vocab_size": 1024,
+    "hidden_size": 128, "layers": 3, "heads": 4, "sequence_length": 64, "batch_size": 8, "vocab_size": 1024,
     "learning_rate": 2e-3, "warmup_steps": 50, "eval_every": 0, "eval_tokens": 65536, "checkpoint_every": 0,
     "tensor_every": 0, "sample_tokens": 0, "log_every": 200, "threads": 1, "keep": 1,
 }  # fmt: skip
@@ -34,10 +34,16 @@ def main() -> None:
     options = _options()
     jobs = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(train, options.data, recipe, seed, options.steps, options.output) for recipe, seed in jobs]
+        futures = [
+            pool.submit(train, options.data, recipe, seed, options.steps, options.output) for recipe, seed in jobs
+        ]
         results = [future.result() for future in futures]
     rows = summarize(results)
-    record("convergence", [row | {"data": Path(options.data).name, "steps": options.steps} for row in rows], options.results)
+    record(
+        "convergence",
+        [row | {"data": Path(options.data).name, "steps": options.steps} for row in rows],
+        options.results,
+    )
     print(markdown(rows))
 
 
@@ -58,7 +64,12 @@ def train(data: str, recipe: str, seed: int, steps: int, output: Path) -> dict[s
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [event["loss"] for event in events if event["event"] == "step"]
     final = [event["loss"] for event in events if event["event"] == "eval"][-1]
-    return {"recipe": recipe, "seed": seed, "validation_loss": final, "train_loss_last_100": statistics.mean(losses[-100:])}
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "validation_loss": final,
+        "train_loss_last_100": statistics.mean(losses[-100:]),
+    }
 
 
 def summarize(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
