@@ -14,6 +14,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -38,13 +39,13 @@ format: $(INSTALLED) ## rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED) ## every benchmarks/bench_*.py; results are appended to benchmarks/results/
+bench: $(PEERS) ## every benchmarks/bench_*.py; results are appended to benchmarks/results/
 	@set -e; for file in benchmarks/bench_*.py; do \
 	  test -e "$$file" || { echo "No benchmarks/bench_*.py in this tree." >&2; exit 1; }; \
 	  echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)" $(ARGS); \
 	done
 
-bench-emulation: $(INSTALLED) ## what emulating the narrow formats costs on this machine's CPU
+bench-emulation: $(PEERS) ## what emulating the narrow formats costs on this machine's CPU
 	$(BIN)/python -m benchmarks.bench_emulation $(ARGS)
 
 same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must be equal to the last bit
@@ -64,4 +65,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "narrowgauge needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	@touch $@
+
+# Peers that benchmarks compare with. Apart from the rest because transformers imports torchao wherever it is installed, which
+# costs every start of `narrowgauge train` two seconds and prints its warnings.
+$(PEERS): $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@

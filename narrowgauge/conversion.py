@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -56,8 +56,8 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
     """
     if recipe is None:
-        for _, layer in _quantized(model):
-            _restore(layer)
+        for _, quantized in _quantized(model):
+            _restore(quantized)
         return model
     patterns: Mapping[str, str | Recipe | None] = recipe if isinstance(recipe, Mapping) else {"*": recipe}
     resolved = {pattern: recipes.get(r) if isinstance(r, str) else r for pattern, r in patterns.items()}
@@ -108,17 +108,25 @@ class Description(list[Row]):
     """The rows of `describe`; prints as a table in which equal layers share a line."""
 
     def __str__(self) -> str:
-        groups: dict[tuple[str, ...], list[Row]] = {}
+        groups: dict[Row, list[str]] = {}
         for row in self:
-            groups.setdefault((row.shape, row.recipe, row.output, row.grad_input, row.grad_weight, row.backend, row.note), []).append(row)  # fmt: skip
-        lines = []
-        for (shape, recipe, output, grad_input, grad_weight, backend, note), rows in groups.items():
-            names = rows[0].name if len(rows) == 1 else f"{rows[0].name} ... {rows[-1].name} ({len(rows)} layers)"
-            lines.append(f"{names}  {shape}  {recipe}" + (f"  ({note})" if note else ""))
-            if recipe != "none":
-                lines += [f"    output       {output}", f"    grad_input   {grad_input}"]
-                lines += [f"    grad_weight  {grad_weight}", f"    backend      {backend}"]
-        return "\n".join(lines)
+            groups.setdefault(replace(row, name=""), []).append(row.name)
+        return "\n".join(line for row, names in groups.items() for line in _lines(row, names))
+
+
+def _lines(row: Row, names: list[str]) -> list[str]:
+    """The lines of one group of equal rows."""
+    title = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
+    head = f"{title}  {row.shape}  {row.recipe}" + (f"  ({row.note})" if row.note else "")
+    if row.recipe == "none":
+        return [head]
+    return [
+        head,
+        f"    output       {row.output}",
+        f"    grad_input   {row.grad_input}",
+        f"    grad_weight  {row.grad_weight}",
+        f"    backend      {row.backend}",
+    ]
 
 
 def describe(model: nn.Module) -> Description:
@@ -127,7 +135,7 @@ def describe(model: nn.Module) -> Description:
     for name, layer in _linears(model):
         shape = f"{layer.in_features} -> {layer.out_features}"
         recipe = layer.recipe if isinstance(layer, QLinear) else None
-        if recipe is None:
+        if not isinstance(layer, QLinear) or recipe is None:
             note = _reason_to_keep(name, layer, []) or "no pattern named it"
             words = "ordinary Linear"
             row = Row(
@@ -180,6 +188,7 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     found = {}
     for name, layer in _quantized(model):
         for role, window in (layer.scaling or {}).items():
+            assert isinstance(window, AmaxWindow)
             if count := int(window.nonfinite):
                 found[name, role] = count
     return found
@@ -208,7 +217,7 @@ def _restore(layer: QLinear) -> None:
         layer.__dict__.pop(name)
     layer._modules.pop("scaling", None)
     layer.__dict__.pop("scaling", None)
-    layer.__class__ = nn.Linear
+    layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def _matches(name: str, pattern: str) -> bool:

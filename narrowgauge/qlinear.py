@@ -206,7 +206,11 @@ class QLinear(nn.Linear):
 
 
 def _live(scaling: nn.ModuleDict, role: str) -> Tensor | None:
-    return scaling[role].live if role in scaling else None
+    if role not in scaling:
+        return None
+    window = scaling[role]
+    assert isinstance(window, AmaxWindow)
+    return window.live
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:
@@ -275,8 +279,9 @@ class _Products(torch.autograd.Function):
             else:
                 lhs = _operand(gy.T, recipe.grad_weight.lhs, how.expand, gy_amax, settings)
             rhs = _kept_operand(kept, ctx.kept_cast, gy.shape[0], settings, how.expand, x_amax)
-            x = kept[0] if ctx.kept_cast is None or settings.observer is None else dequantize(rhs).T
-            _show(settings, "grad_weight", ("gy", gy, lhs), ("x", x, rhs))
+            if settings.observer is not None:
+                x = dequantize(rhs).T if ctx.kept_cast is not None and isinstance(rhs, QTensor) else kept[0]
+                _show(settings, "grad_weight", ("gy", gy, lhs), ("x", x, rhs))
             grad_weight = how.choice.kernel.run(lhs, rhs, None, weight.dtype, recipe.grad_weight.fast_accumulate)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -296,6 +301,10 @@ def _operand(
     """x [outer, inner] as it enters a GEMM: 16 bits, or quantized with its own or its window's amax."""
     if cast is None:
         return high_precision(x, settings.out_dtype)
+    return _quantized(x, cast, expand, amax)
+
+
+def _quantized(x: Tensor, cast: Cast, expand: torch.dtype | None, amax: Tensor | None) -> QTensor:
     noise = torch.rand(x.shape, device=x.device) if cast.rounding == "stochastic" else None
     return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
 
@@ -338,7 +347,7 @@ def _keep(
     if recipe.save == "original" or cast is None:
         return (x, None, None), None
     if not isinstance(lhs, QTensor) or not settings.plans.turn_x:
-        turned = _operand(x.T, cast, None, amax, settings)
+        turned = _quantized(x.T, cast, None, amax)
     elif lhs.is_expanded and x.device.type == "cpu":
         turned = lhs.transposed()  # encoding and decoding on a CPU takes longer than the GEMM
     else:
@@ -355,9 +364,11 @@ def _kept_operand(
     amax: Tensor | None,
 ) -> QTensor | Tensor:
     """x.T [K, T] for grad_weight, from what `_keep` left."""
-    if kept_cast is None:
-        return _operand(kept[0].T, settings.recipe.grad_weight.rhs, expand, amax, settings)
     data, scale, global_scale = kept
+    assert data is not None
+    if kept_cast is None:
+        return _operand(data.T, settings.recipe.grad_weight.rhs, expand, amax, settings)
+    assert scale is not None
     q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
     return q if expand is None or q.is_expanded else q.expanded(expand)
 

@@ -90,13 +90,13 @@ def test_pattern_without_a_match_names_the_closest() -> None:
 
 def test_failed_conversion_changes_nothing() -> None:
     model = Model()
-    with pytest.raises(ConfigError, match="no recipe 'fp8-curent'. Closest: 'fp8-current'"):
+    with pytest.raises(ConfigError, match=r"no recipe 'fp8-curent'. Closest: 'fp8-current'"):
         ng.convert(model, {"*": "fp8-row", "lm_head": "fp8-curent"})
     assert not any(isinstance(module, QLinear) for module in model.modules())
 
 
 def test_model_without_linears_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="holds no nn.Linear"):
+    with pytest.raises(ConfigError, match=r"holds no nn\.Linear"):
         ng.convert(nn.Sequential(nn.LayerNorm(4)), "fp8-row")
 
 

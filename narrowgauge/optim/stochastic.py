@@ -60,10 +60,10 @@ class StochasticAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
         return loss
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -74,7 +74,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         if weight is parameter:
             weight = parameter.clone()
         adamw_update(
-            weight, parameter.grad.to(torch.float32), state["exp_avg"], state["exp_avg_sq"], int(state["step"]),
+            weight, gradient.to(torch.float32), state["exp_avg"], state["exp_avg_sq"], int(state["step"]),
             lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
         )  # fmt: skip
         if parameter.dtype == torch.bfloat16:

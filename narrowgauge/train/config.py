@@ -91,7 +91,7 @@ class TrainConfig:
 
     model: str = setting("model", "", "Local folder or hub name of a causal LM; empty: a Llama of the sizes below.")
     from_scratch: bool = setting("model", False, "With model: take its configuration, but start from random weights.")
-    hidden_size: int = setting("model", 256, "Width of the residual stream.", Range(2, 2**20))
+    hidden_size: int = setting("model", 320, "Width of the residual stream.", Range(2, 2**20))
     layers: int = setting("model", 6, "Transformer blocks.", Range(1, 4096))
     heads: int = setting("model", 8, "Attention heads.", Range(1, 4096))
     kv_heads: int = setting("model", 0, "Heads of keys and values; 0: as many as heads.", Range(0, 4096))

@@ -24,11 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from narrowgauge.train.config import TrainConfig
-from narrowgauge.train.console import Console, console
-from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.signals import StopRequest
 from torch import Tensor
 
 import narrowgauge
@@ -39,11 +34,16 @@ from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.errors import DataError, NumericsError
 from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state, storage
+from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.console import Console, console
 from narrowgauge.train.generate import sample
 from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
+from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
 from narrowgauge.train.objective import Batch, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer
+from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.tensors import watched
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
@@ -281,9 +281,12 @@ class Trainer:
             return  # float16 overflowed: the scaler leaves this step out and lowers its scale
         number = self.step + 1
         self.optimizer.zero_grad()
-        where = first_nonfinite(
-            self.model, lambda: [self._backward(batch, targets) for batch in micro_batches] and None
-        )
+
+        def repeat() -> None:
+            for batch in micro_batches:
+                self._backward(batch, targets)
+
+        where = first_nonfinite(self.model, repeat)
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
         raise NumericsError(

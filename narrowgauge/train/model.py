@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from narrowgauge.train.config import TrainConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -22,6 +21,7 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim.precision import Precision
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
+from narrowgauge.train.config import TrainConfig
 
 
 def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device, rung: Precision) -> Any:

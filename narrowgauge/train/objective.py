@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from narrowgauge.data import IGNORED, valid_targets
 from torch import Tensor
 
+from narrowgauge.data import IGNORED, valid_targets
 from narrowgauge.errors import DataError
 
 Batch = dict[str, Tensor]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from narrowgauge.train.config import TrainConfig
 from torch import nn
 
 from narrowgauge.optim import MasterWeights, Precision, StochasticAdamW
+from narrowgauge.train.config import TrainConfig
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, rung: Precision) -> Any:

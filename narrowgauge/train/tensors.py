@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from narrowgauge.diagnose.statistics import tensor_statistics
 from torch import Tensor, nn
 
+from narrowgauge.diagnose.statistics import tensor_statistics
 from narrowgauge.qlinear import Observer, QLinear
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm

@@ -20,7 +20,7 @@ from narrowgauge.diagnose.statistics import tensor_statistics
 SAMPLE_PROMPT = "FIRST CITIZEN:\n"
 SAMPLE_TEXT = (
     'FIRST CITIZEN:\nBefore we proceed <b>any further</b>, hear me speak: "3 < 4 && 5 > 2" & so on.\n'
-    "ROMÉO: Où es‑tu, ma chère? 你好, Ζεύς; 🙂\n</pre><script>alert('sample')</script>{{ 7 * 7 }}\n"
+    "ROMÉO: Où es-tu, ma chère? 你好, Ζεύς; 🙂\n</pre><script>alert('sample')</script>{{ 7 * 7 }}\n"
     "And thou shalt know the narrow gauge of words,\nThat eight small bits may carry all the sense.\n"
 )
 REFERENCE_TEXT = (

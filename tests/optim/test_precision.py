@@ -18,7 +18,7 @@ def parameter(dtype: torch.dtype = torch.float32, size: int = 64) -> torch.nn.Pa
 
 def test_every_rung_has_its_name_and_an_unknown_one_the_closest() -> None:
     assert list(PRECISIONS) == ["fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3"]
-    with pytest.raises(ConfigError, match="no precision 'bf16-02'. Closest: 'bf16-o2'"):
+    with pytest.raises(ConfigError, match=r"no precision 'bf16-02'. Closest: 'bf16-o2'"):
         precision.get("bf16-02")
 
 

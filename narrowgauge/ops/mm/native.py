@@ -13,7 +13,7 @@ from torch import Tensor
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import WHOLE
+from narrowgauge.tiles import WHOLE
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16

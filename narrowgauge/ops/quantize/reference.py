@@ -10,9 +10,9 @@ from torch import Tensor
 
 from narrowgauge.errors import ShapeError
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.recipe import Cast
 from narrowgauge.scaling import two_level_global
-from narrowgauge.tiles import as_tiles, filled_up, per_tile, scale_shape, times_scale
+from narrowgauge.tiles import WHOLE, as_tiles, filled_up, per_tile, scale_shape, times_scale
 
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
