@@ -1,0 +1,113 @@
+"""What emulating narrow formats costs a training step on the CPU: a 6-layer, 384-wide Llama, batch 8 x 256, forward and backward.
+
+    make bench-emulation
+
+Cases, all in one run and interleaved:
+
+    bf16             torch's bf16 autocast on the plain model: what the issue of speed is measured against
+    bf16-recipe      the same operands through the recipe `bf16` (on a CPU without bfloat16 instructions: multiplied in float32)
+    fp32             the plain model in float32
+    fp8-..., mxfp8   the recipes, under the same autocast, weights quantized once per step
+    torchao          torchao's Float8Linear, tensor-wise, emulate=True, under the same autocast
+
+A CPU without bfloat16 instructions (no AVX512-BF16, AMX or AVX-VNNI-2) runs torch's bf16 GEMM through a slow path, which flatters
+every ratio to `bf16`; `bf16-recipe` and `fp32` are the honest floors there, so their ratios are recorded too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from benchmarks.harness import RESULTS, measure, ratio, record, rows, table
+
+RECIPES = ("bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8")
+BATCH, TOKENS, VOCABULARY = 8, 256, 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.bench_emulation", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--rounds", type=int, default=6, help="even")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--skip", nargs="*", default=[], help="cases to leave out, e.g. the slow native bf16")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    everything = {name: step for name, step in cases().items() if name not in options.skip}
+    timings = measure(everything, rounds=options.rounds, warmup=1)
+    lines = rows(timings, baseline=next(iter(timings)))
+    for line in lines:
+        for floor in ("bf16-recipe", "fp32"):
+            spread = ratio(timings[line["case"]], timings[floor])
+            line[f"of_{floor}"] = [spread.median, spread.q1, spread.q3]
+    work = dict.fromkeys(timings, (float(BATCH * TOKENS), "tokens"))
+    for baseline in [name for name in ("bf16", "bf16-recipe") if name in timings]:
+        print(table(timings, baseline=baseline, work=work), end="\n\n")
+    record("emulation", lines, RESULTS / "emulation.jsonl")
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """Name -> one forward and backward pass."""
+    import narrowgauge as ng
+    from narrowgauge.ops.registry import device_facts
+    from narrowgauge.train.attention import use_float32_attention
+
+    plain = llama()
+    found: dict[str, Callable[[], object]] = {"bf16": step(copy.deepcopy(plain), autocast=True)}
+    for name in RECIPES:
+        model = copy.deepcopy(plain)
+        if not device_facts("cpu", None).bf16_gemm:
+            use_float32_attention(model)
+        ng.convert(model, {"*": name, "lm_head": "bf16"})
+        ng.advance(model)
+        found["bf16-recipe" if name == "bf16" else name] = step(model, autocast=True)
+    found["fp32"] = step(copy.deepcopy(plain), autocast=False)
+    found["torchao"] = step(torchao_model(plain), autocast=True)
+    return found
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
+        vocab_size=VOCABULARY, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(sizes)
+
+
+def torchao_model(plain: Any) -> Any:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(
+        copy.deepcopy(plain),
+        config=Float8LinearConfig(emulate=True),
+        module_filter_fn=lambda module, name: name != "lm_head",
+    )
+
+
+def step(model: Any, *, autocast: bool) -> Callable[[], None]:
+    """Forward, backward, and what ends a step: gradients dropped, weights cast anew where they are cached."""
+    import narrowgauge as ng
+
+    ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+            logits = model(input_ids=ids, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        ng.advance(model)
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
