@@ -1,1 +1,78 @@
-"""narrowgauge: train Transformers on narrow numbers."""
+"""narrowgauge: train Transformers on narrow numbers.
+
+    import narrowgauge as ng
+    ng.convert(model, "fp8-current")      # one line, any nn.Module
+    print(ng.describe(model))             # what each Linear became, and why
+    ...
+    optimizer.step()
+    ng.advance(model)                     # after each optimizer step
+
+Importing configures nothing, reads no environment variable, and does not import torch until a name is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from narrowgauge import formats, optim, recipes
+    from narrowgauge.conversion import advance, convert, describe, suspended
+    from narrowgauge.ops import dequantize, mm, quantize
+    from narrowgauge.qlinear import QLinear, linear
+    from narrowgauge.qtensor import QTensor
+    from narrowgauge.recipe import Cast, Gemm, Recipe
+
+__version__ = "0.1.0"
+
+# Public name -> where it lives; a module lives in itself.
+_HOMES = {
+    "formats": "formats",
+    "recipes": "recipes",
+    "optim": "optim",
+    "Cast": "recipe",
+    "Gemm": "recipe",
+    "Recipe": "recipe",
+    "QTensor": "qtensor",
+    "quantize": "ops",
+    "dequantize": "ops",
+    "mm": "ops",
+    "linear": "qlinear",
+    "QLinear": "qlinear",
+    "convert": "conversion",
+    "describe": "conversion",
+    "suspended": "conversion",
+    "advance": "conversion",
+}
+
+__all__ = [
+    "Cast",
+    "Gemm",
+    "QLinear",
+    "QTensor",
+    "Recipe",
+    "advance",
+    "convert",
+    "dequantize",
+    "describe",
+    "formats",
+    "linear",
+    "mm",
+    "optim",
+    "quantize",
+    "recipes",
+    "suspended",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'narrowgauge' has no attribute {name!r}")
+    home = import_module(f"narrowgauge.{_HOMES[name]}")
+    value = home if name == _HOMES[name] else getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

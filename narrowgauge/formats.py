@@ -142,7 +142,7 @@ class FloatFormat(Format):
             y = _round_stochastically(y / gap, noise) * gap
         if not self.has_nan:
             y = torch.where(x.isnan(), 0.0, y)
-        return torch.copysign(y, x)  # the addition above turns -0 into +0
+        return y.copysign_(x)  # the addition above turns -0 into +0
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         y = self.round(x, noise)

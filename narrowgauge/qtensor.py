@@ -14,30 +14,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ShapeError
-from narrowgauge.recipe import WHOLE, Cast
-
-
-def tile_sizes(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
-    """The tile with -1 replaced by the length of its axis (at least 1)."""
-    outer, inner = (max(length, 1) if size == WHOLE else size for size, length in zip(tile, shape, strict=True))
-    return outer, inner
-
-
-def scale_shape(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
-    """Scales per axis: ceil(length / tile)."""
-    outer, inner = tile_sizes(shape, tile)
-    return -(-shape[0] // outer), -(-shape[1] // inner)
-
-
-def spread(scale: Tensor, shape: tuple[int, ...], tile: tuple[int, int]) -> Tensor:
-    """One scale per element, or a tensor that broadcasts to that.
-
-    scale [ceil(outer / tile[0]), ceil(inner / tile[1])] -> a shape that broadcasts against `shape`.
-    """
-    for axis, size in enumerate(tile_sizes(shape, tile)):
-        if scale.shape[axis] > 1 and size > 1:
-            scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, shape[axis])
-    return scale
+from narrowgauge.recipe import Cast
+from narrowgauge.tiles import scale_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +96,19 @@ class QTensor:
             return self.data
         codes = self.cast.format.unpack(self.data, self.inner) if self.is_packed else self.data
         return self.cast.format.decode(codes)
+
+    def expanded(self, dtype: torch.dtype) -> QTensor:
+        """The same tensor holding decoded values in `dtype` (bfloat16 holds those of every format but tables)."""
+        return replace(self, data=self.values().to(dtype))
+
+    def compact(self) -> QTensor:
+        """The same tensor holding codes: one byte per element, or half of one."""
+        if not self.is_expanded:
+            return self
+        format = self.cast.format
+        # The values are representable, so torch's cast is exact and need not round.
+        codes = self.data.to(format.storage) if format.storage != torch.uint8 else format.encode(self.data)
+        return replace(self, data=format.pack(codes) if format.codes_per_byte > 1 else codes)
 
     def full_scale(self) -> Tensor:
         """The scales, [outer tiles, inner tiles] float32, with the per-tensor scale multiplied in."""

@@ -18,8 +18,8 @@ from typing import Literal
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import Format
 from narrowgauge.scaling import FP32, ScaleRule
+from narrowgauge.tiles import WHOLE
 
-WHOLE = -1  # in a tile: the whole axis
 GEMMS = ("output", "grad_input", "grad_weight")
 
 Algorithm = Literal["max", "most_recent"]

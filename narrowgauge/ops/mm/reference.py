@@ -19,8 +19,9 @@ from torch import Tensor
 from narrowgauge.formats import TableFormat
 from narrowgauge.ops.quantize.reference import dequantize
 from narrowgauge.ops.registry import Device
-from narrowgauge.qtensor import QTensor, spread
-from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
 
 
 def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:
@@ -62,10 +63,9 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
         return operand, None
     if operand.scale.shape[1] <= 1:
         return operand.values(), _row_scale(operand)
-    if not operand.is_expanded or operand.data.dtype == torch.float32:
-        return dequantize(operand), None
-    scale = spread(operand.full_scale(), operand.shape, operand.cast.tile)
-    return operand.data * scale.to(operand.data.dtype), None
+    if operand.is_expanded:
+        return times_scale(operand.data, operand.full_scale(), operand.cast.tile), None
+    return dequantize(operand), None
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
@@ -98,6 +98,10 @@ def _times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor
 
 def _row_scale(operand: QTensor) -> Tensor:
     """[outer, 1] or [1, 1]."""
-    if operand.scale.numel() == 0:
-        return operand.scale.new_ones(1, 1)
-    return spread(operand.full_scale(), operand.shape, (operand.cast.tile[0], WHOLE))
+    rows = tile_sizes(operand.shape, operand.cast.tile)[0]
+    scale = operand.full_scale()
+    if scale.numel() == 0:  # nothing is contracted or nothing comes out
+        return scale.new_ones(1, 1)
+    if rows == 1 or scale.shape[0] == 1:
+        return scale
+    return scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]

@@ -24,8 +24,9 @@ from torch import Tensor
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
 from narrowgauge.ops.quantize import reference
-from narrowgauge.qtensor import QTensor, scale_shape
+from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
+from narrowgauge.tiles import scale_shape
 
 tile_amax = reference.tile_amax
 

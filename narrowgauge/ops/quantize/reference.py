@@ -1,7 +1,6 @@
 """The definition of quantize and dequantize in plain torch; also the CPU's and the compiler's path.
 
-Tiles (a, b) on [outer, inner] are looked at as [outer tiles, a, inner tiles, b]; scales as [outer tiles, 1, inner tiles, 1].
-A ragged tensor is first filled up with zeros, which change no amax, and cut again at the end.
+A ragged tensor is first filled up with zeros, which change no amax, and cut again at the end; see `tiles` for the layout.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ShapeError
-from narrowgauge.qtensor import QTensor, scale_shape, spread, tile_sizes
+from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import two_level_global
+from narrowgauge.tiles import as_tiles, filled_up, per_tile, scale_shape, times_scale
 
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -32,30 +32,36 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     if tile == (WHOLE, WHOLE):
         low, high = torch.aminmax(x)  # no |x| in memory
         return torch.maximum(-low, high).to(torch.float32).reshape(1, 1)
-    return _as_tiles(x, tile).abs().amax(dim=(1, 3)).to(torch.float32)
+    tiles = as_tiles(filled_up(x, tile), tile)
+    amax = tiles.abs().amax(dim=(1, 3) if tiles.ndim == 4 else -1, keepdim=tiles.ndim == 2)
+    return amax.to(torch.float32)
 
 
 def quantize(x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | None, expand: torch.dtype | None) -> QTensor:
     """See `ops.quantize`; arguments are checked there."""
-    shape = scale_shape(tuple(x.shape), cast.tile)
-    amax = tile_amax(x, cast.tile) if amax is None else amax.to(torch.float32).expand(shape)
+    tile, format = cast.tile, cast.format
+    shape = tuple(x.shape)
+    # Filled up before, and looked at as tiles until after rounding: Inductor (2.13) splits a loop that divides its index by
+    # the tile's size, and then drops a vector tail or fails an assertion (try_loop_split in codegen/cpp.py).
+    x = filled_up(x, tile).to(torch.float32)
+    amax = tile_amax(x, tile) if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
     scale, global_scale = _scales(amax, cast)
     divisor = scale if global_scale is None else scale * global_scale
     if cast.scale.two_level:
         divisor = torch.where(divisor == 0, torch.inf, divisor)  # a tile too small for its e4m3 scale becomes zeros
-    y = _divide(x, divisor, cast.tile)
-    format = cast.format
-    if expand is not None:
-        data = format.round(y, noise).to(expand)
-    else:
-        data = format.encode(y, noise)
-        data = format.pack(data) if format.codes_per_byte > 1 else data
-    return QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=global_scale)
+    # Division, not a multiplication by a reciprocal that was itself rounded.
+    y = as_tiles(x, tile) / per_tile(divisor, tile)
+    noise = None if noise is None else filled_up(noise, tile).reshape(y.shape)
+    data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
+    data = data.reshape(x.shape)[: shape[0], : shape[1]]
+    if expand is None and format.codes_per_byte > 1:
+        data = format.pack(data)
+    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale)
 
 
 def dequantize(q: QTensor) -> Tensor:
     """decode(data) * spread(scale), float32."""
-    return q.values().to(torch.float32) * spread(q.full_scale(), q.shape, q.cast.tile)
+    return times_scale(q.values().to(torch.float32), q.full_scale(), q.cast.tile)
 
 
 def _scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
@@ -63,23 +69,3 @@ def _scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
         return cast.scale(amax, cast.format), None
     global_scale = two_level_global(amax, cast.format) if amax.numel() else amax.new_ones(())
     return cast.scale(amax / global_scale, cast.format), global_scale
-
-
-def _divide(x: Tensor, divisor: Tensor, tile: tuple[int, int]) -> Tensor:
-    """x / divisor, tile by tile, float32. Division, not a multiplication by a reciprocal that was itself rounded."""
-    x = x.to(torch.float32)
-    if divisor.numel() == 1 or tile in ((1, WHOLE), (WHOLE, 1)):
-        return x / divisor
-    tiled = _as_tiles(x, tile) / divisor[:, None, :, None]
-    outer, a, inner, b = tiled.shape
-    return tiled.reshape(outer * a, inner * b)[: x.shape[0], : x.shape[1]]
-
-
-def _as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[outer, inner] -> [outer tiles, a, inner tiles, b], filled up with zeros where the last tile is short."""
-    a, b = tile_sizes(tuple(x.shape), tile)
-    outer, inner = scale_shape(tuple(x.shape), tile)
-    fill = (0, inner * b - x.shape[1], 0, outer * a - x.shape[0])
-    if any(fill):
-        x = torch.nn.functional.pad(x, fill)
-    return x.reshape(outer, a, inner, b)

@@ -1,0 +1,67 @@
+# Every command of the project. A target first brings the virtual environment up to date: created by the standard library's
+# venv, filled by pip with exactly the versions of constraints.txt. Nothing is compiled. pip's own configuration decides
+# where packages come from; docs/install.md says how to take the CPU build of torch.
+#
+#   make test ARGS="-k quantize"      ARGS is appended to the command of train, test, bench and convergence
+#   make test VENV=/elsewhere/venv    another place for the environment
+#   make test PYTHON=python3.12       another interpreter to create it with (3.11 or newer)
+#   make same-loss BASE=main          the commit to compare with
+
+PYTHON ?= python3
+VENV ?= .venv
+BASE ?= main
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help train test check format bench bench-emulation same-loss convergence clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
+
+train: $(INSTALLED) ## train the demo model of examples/demo.toml and write its report
+	$(BIN)/narrowgauge train examples/demo.toml $(ARGS)
+
+test: $(INSTALLED) ## the test suite; tests that need a GPU are skipped, with a line, where there is none
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED) ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED) ## rewrite the files as `make check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED) ## every benchmarks/bench_*.py; results are appended to benchmarks/results/
+	@set -e; for file in benchmarks/bench_*.py; do \
+	  test -e "$$file" || { echo "No benchmarks/bench_*.py in this tree." >&2; exit 1; }; \
+	  echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)" $(ARGS); \
+	done
+
+bench-emulation: $(INSTALLED) ## what emulating the narrow formats costs on this machine's CPU
+	$(BIN)/python -m benchmarks.bench_emulation $(ARGS)
+
+same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must be equal to the last bit
+	$(BIN)/python -m benchmarks.same_loss --base $(BASE)
+
+convergence: $(INSTALLED) ## the loss curves of the recipes beside BF16
+	$(BIN)/python -m benchmarks.convergence $(ARGS)
+
+clean: ## remove caches and build products; the environment and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	find narrowgauge tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "narrowgauge: no '$(PYTHON)' found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "narrowgauge needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	@touch $@

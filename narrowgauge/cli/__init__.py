@@ -1,0 +1,95 @@
+"""The command line. One file per verb, imported when the verb is called; this front is the standard library alone.
+
+`narrowgauge --help` thus answers without importing cyclopts, rich or torch (figures: docs/dependencies.md).
+What a verb does with a NarrowgaugeError, Ctrl-C or a closed pipe is decided here, once. Exit codes: narrowgauge/errors.py.
+"""
+
+import contextlib
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, NarrowgaugeError, OutOfMemoryError, StorageError, closest
+
+VERBS = {
+    "train": "Train a Transformer on narrow numbers, from a TOML file, flags or both.",
+    "report": "Write the page that shows how a run went.",
+    "info": "Say what this machine computes natively, and what is emulated.",
+    "recipes": "List the recipes: which number format each matrix product uses.",
+}
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+EXIT_BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code. Expected errors are a line on standard error, no traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        _never_fail_to_encode(stream)
+    try:
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        if sys.stdout:
+            sys.stdout.flush()
+        return code
+    except NarrowgaugeError as error:
+        return _fail(error, error.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "narrowgauge").partition(".")[0] == "narrowgauge":
+            raise
+        return _fail(f"needs the package {error.name!r}. Run: pip install 'narrowgauge[train]'.", ConfigError.exit_code)
+    except MemoryError as error:
+        return _fail(f"out of memory: {error or 'no details'}. Lower batch_size.", OutOfMemoryError.exit_code)
+    except KeyboardInterrupt:
+        return _fail("stopped by Ctrl-C.", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        _forget_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        _forget_output()
+        return _fail(f"cannot write: {error}. Free or unlock the disk.", StorageError.exit_code)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    verb, *rest = arguments or ["--help"]
+    if verb in ("--help", "-h", "help"):
+        print(_help())
+        return 0
+    if verb in ("--version", "-V"):
+        from importlib.metadata import version
+
+        print(version("narrowgauge"))
+        return 0
+    if verb not in VERBS:
+        near = closest(verb, VERBS, limit=1)
+        raise ConfigError(f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}")
+    return int(importlib.import_module(f"narrowgauge.cli.{verb}").main(rest))
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:9}{words}" for verb, words in VERBS.items())
+    return (
+        f"Usage: narrowgauge COMMAND [OPTIONS]\n\nTrain Transformers on narrow numbers.\n\nCommands:\n{verbs}\n\n"
+        "narrowgauge COMMAND --help says more. --version prints the version."
+    )
+
+
+def _never_fail_to_encode(stream: object) -> None:
+    """Prints what the stream's encoding lacks as escapes; a C locale or a file name that is no UTF-8 is no error."""
+    reconfigure = getattr(stream, "reconfigure", None)  # absent under pytest's capture and in notebooks
+    if reconfigure:
+        reconfigure(errors="backslashreplace")
+
+
+def _fail(message: object, code: int) -> int:
+    with contextlib.suppress(OSError):  # nobody listens; the exit code still tells
+        print(f"narrowgauge: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _forget_output() -> None:
+    """Keeps the interpreter from flushing into a closed pipe or full disk, with a traceback, when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)

@@ -1,0 +1,17 @@
+"""`narrowgauge info`: what this machine computes natively, and what is emulated."""
+
+from collections.abc import Sequence
+
+from narrowgauge.cli import flags
+
+
+def main(arguments: Sequence[str]) -> int:
+    return flags.run(info, "info", arguments)
+
+
+def info() -> int:
+    """Say what this machine computes natively, and what is emulated."""
+    from narrowgauge.diagnose import hardware
+
+    print(hardware.info())
+    return 0

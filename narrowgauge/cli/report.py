@@ -1,0 +1,25 @@
+"""`narrowgauge report [RUN]`: writes RUN/report.html."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from narrowgauge.cli import flags
+from narrowgauge.train.config import TrainConfig
+
+
+def main(arguments: Sequence[str]) -> int:
+    return flags.run(report, "report", arguments)
+
+
+def report(run: Path = Path(TrainConfig.output), /) -> int:
+    """Write the page that shows how a run went, and print its path.
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    """
+    from narrowgauge.diagnose import report as page
+
+    print(page.write(run))
+    return 0

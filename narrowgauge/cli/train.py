@@ -1,0 +1,140 @@
+"""`narrowgauge train [CONFIG] [FLAGS]`: a flag for every setting of `TrainConfig`, over those of a TOML file.
+
+With --resume and no CONFIG, the run folder's own config.toml is the file. What a run may not change when it is
+resumed is refused here, before torch is imported, and so are recipes that do not exist, before data are read.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter, Token
+
+from narrowgauge.cli import flags
+from narrowgauge.train import config_file, run_folder
+from narrowgauge.train.config import TABLE, OneOf, TrainConfig, key_of, resolved, shown
+from narrowgauge.train.config_file import Settings
+
+WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+
+
+def main(arguments: Sequence[str]) -> int:
+    bound = flags.read(_verb(), "train", arguments)
+    if bound is None:
+        return 0
+    config = configuration(dict(bound.arguments))
+    _refuse_unknown_recipes(config)
+    from narrowgauge.train import loop
+
+    return loop.run(config)
+
+
+def configuration(given: dict[str, Any]) -> TrainConfig:
+    """The resolved configuration of the flags that were given, by key, and `config`, the path of a file."""
+    path = given.pop("config", "")
+    keys = {each.name: key_of(each) for each in fields(TrainConfig)}
+    values = {keys[name]: value for name, value in given.items()}
+    from_flags = Settings(values, {key: flag(key) for key in values})
+    config = resolved(config_file.build(_from_file(path, values), from_flags))
+    stored = run_folder.RunFolder(Path(config.output)).config
+    if config.resume and stored.exists():
+        run_folder.refuse_other_run(config_file.load(stored), config)
+    return config
+
+
+def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
+    """The settings of CONFIG; without one, those of the run to resume, which may have been moved since."""
+    if path:
+        return config_file.read(Path(path))
+    output = str(flags_given.get("output") or TrainConfig.output)
+    stored = run_folder.RunFolder(Path(output)).config
+    if not flags_given.get("resume") or not stored.exists():
+        return Settings()
+    settings = config_file.read(stored)
+    return Settings({**settings.values, "output": output}, settings.origins)
+
+
+def _refuse_unknown_recipes(config: TrainConfig) -> None:
+    """Imports torch, by way of the recipes."""
+    from narrowgauge import recipes
+
+    for name in {config.recipe, *config.layers_recipe.values(), config.compare or config.recipe}:
+        recipes.get(name)
+
+
+def flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _verb() -> Any:
+    """A function whose signature is the table of settings, for cyclopts to read."""
+
+    def train(*_: Any, **__: Any) -> None:
+        """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
+
+    file = Annotated[
+        str, Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
+    ]
+    parameters = [inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=file)]
+    groups: dict[str, Group] = {}
+    for each in fields(TrainConfig):
+        group = groups.setdefault(each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1))
+        parameters.append(_parameter(each, group))
+    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return train
+
+
+def _parameter(each: Field[Any], group: Group) -> inspect.Parameter:
+    is_table = each.type is TABLE
+    reader = None if each.type is bool else _read_table if is_table else _read_value
+    parameter = Parameter(
+        name=flag(key_of(each)),
+        help=_help(each),
+        group=group,
+        converter=reader,
+        negative_iterable=(),
+        show_default=False,
+    )
+    return inspect.Parameter(
+        each.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if is_table else each.default,
+        annotation=Annotated[list[str] if is_table else each.type, parameter],
+    )
+
+
+def _help(each: Field[Any]) -> str:
+    """The help of a setting, its choices if they are few names, and its default unless that is empty."""
+    rule = each.metadata["rule"]
+    words = [each.metadata["help"], f"{rule}.".capitalize() if isinstance(rule, OneOf) else ""]
+    if each.type is not TABLE and each.default != "":
+        words.append(f"[{each.default if isinstance(each.default, str) else shown(each.default)}]")
+    return " ".join(filter(None, words))
+
+
+def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
+    """A flag's value as the same text would be read in a file: no 2.5 for a whole number, which cyclopts rounds."""
+    text = tokens[0].value
+    if kind is int:
+        if not WHOLE_NUMBER.fullmatch(text) or len(text) > 40:
+            raise ValueError(f"{text!r} is not a whole number")
+        return int(text)
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number") from None
+    return text
+
+
+def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
+    table: dict[str, str] = {}
+    for token in tokens:
+        pattern, equals, recipe = token.value.partition("=")
+        if not equals or pattern in table:
+            raise ValueError(f"{token.value!r} is not 'pattern=recipe', or names its pattern twice")
+        table[pattern] = recipe
+    return table

@@ -1,0 +1,267 @@
+"""convert: give the Linears of any nn.Module their recipes, in place. describe: say of each what it became and why.
+
+    convert(model, "fp8-current")
+    convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})     later patterns win
+
+A layer keeps its identity: the module object, its parameters, hooks, ties and users stay as they are, only its class becomes
+QLinear. Patterns are shell wildcards over dotted names; a pattern without a leading `*` also matches the end of a name, from a
+dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
+
+What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
+their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from narrowgauge import recipes
+from narrowgauge.delayed import AmaxWindow, roll
+from narrowgauge.errors import ConfigError, closest
+from narrowgauge.ops.mm import plan
+from narrowgauge.ops.mm.native import ALIGNMENT
+from narrowgauge.qlinear import QLinear
+from narrowgauge.recipe import GEMMS, Gemm, Recipe
+
+# Last part of a layer's name -> why it is kept in its own precision.
+KEPT: dict[str, str] = {
+    "lm_head": "output head",
+    "embed_out": "output head",
+    "output_projection": "output head",
+    "score": "output head",
+    "classifier": "output head",
+    "qa_outputs": "output head",
+    "router": "router: a small error flips which expert is chosen",
+    "gate": "router: a small error flips which expert is chosen",
+    "shared_expert_gate": "router: a small error flips which expert is chosen",
+}
+SMALLEST = ALIGNMENT  # fewer rows or columns than one hardware tile: filling it up would cost more than it saves
+
+Patterns = str | Recipe | Mapping[str, "str | Recipe | None"]
+
+
+def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
+    """Gives the Linears of `model` their recipes, in place, and returns the model.
+
+    recipe  a name or Recipe for all Linears but the kept ones; or pattern -> name, Recipe or None (ordinary Linear), later
+            patterns win; None turns every QLinear back into an nn.Linear.
+
+    Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
+    pattern matches nothing, with the closest names, and if nothing at all could be converted.
+    """
+    if recipe is None:
+        for _, layer in _quantized(model):
+            _restore(layer)
+        return model
+    patterns: Mapping[str, str | Recipe | None] = recipe if isinstance(recipe, Mapping) else {"*": recipe}
+    resolved = {pattern: recipes.get(r) if isinstance(r, str) else r for pattern, r in patterns.items()}
+    linears = dict(_linears(model))
+    if not linears:
+        raise ConfigError(
+            f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
+            "Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first."
+        )
+    for pattern in resolved:
+        if not any(_matches(name, pattern) for name in linears):
+            near = closest(pattern, linears)
+            raise ConfigError(
+                f"convert: pattern {pattern!r} matched no Linear. "
+                + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
+            )
+    for name, layer in linears.items():
+        matching = [pattern for pattern in resolved if _matches(name, pattern)]
+        if matching and _reason_to_keep(name, layer, matching) is None:
+            chosen = resolved[matching[-1]]
+            if isinstance(layer, QLinear):
+                layer.recipe = chosen
+            elif chosen is not None:
+                QLinear.adopt(layer, chosen)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One Linear of a model: what it became.
+
+    output, grad_input, grad_weight   the casts of each product, in words
+    backend                           which kernel computes each product, and why not a faster one
+    note                              why it was kept, or what else a user should know
+    """
+
+    name: str
+    shape: str
+    recipe: str
+    output: str
+    grad_input: str
+    grad_weight: str
+    backend: str
+    note: str
+
+
+class Description(list[Row]):
+    """The rows of `describe`; prints as a table in which equal layers share a line."""
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for row in self:
+            groups.setdefault((row.shape, row.recipe, row.output, row.grad_input, row.grad_weight, row.backend, row.note), []).append(row)  # fmt: skip
+        lines = []
+        for (shape, recipe, output, grad_input, grad_weight, backend, note), rows in groups.items():
+            names = rows[0].name if len(rows) == 1 else f"{rows[0].name} ... {rows[-1].name} ({len(rows)} layers)"
+            lines.append(f"{names}  {shape}  {recipe}" + (f"  ({note})" if note else ""))
+            if recipe != "none":
+                lines += [f"    output       {output}", f"    grad_input   {grad_input}"]
+                lines += [f"    grad_weight  {grad_weight}", f"    backend      {backend}"]
+        return "\n".join(lines)
+
+
+def describe(model: nn.Module) -> Description:
+    """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table."""
+    description = Description()
+    for name, layer in _linears(model):
+        shape = f"{layer.in_features} -> {layer.out_features}"
+        recipe = layer.recipe if isinstance(layer, QLinear) else None
+        if recipe is None:
+            note = _reason_to_keep(name, layer, []) or "no pattern named it"
+            words = "ordinary Linear"
+            row = Row(
+                name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
+                backend="torch", note=note,
+            )  # fmt: skip
+        else:
+            row = Row(
+                name=name,
+                shape=shape,
+                recipe=recipe.name,
+                output=str(recipe.output),
+                grad_input=str(recipe.grad_input),
+                grad_weight=str(recipe.grad_weight) + (", x kept as codes" if recipe.save == "quantized" else ""),
+                backend=_backends(layer, recipe),
+                note=_note(model, name, layer),
+            )
+        description.append(row)
+    return description
+
+
+@contextmanager
+def suspended(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside the block every QLinear of the model computes as an ordinary nn.Linear."""
+    layers = [layer for _, layer in _quantized(model)]
+    before = [layer.is_suspended for layer in layers]
+    try:
+        for layer in layers:
+            layer.is_suspended = True
+        yield model
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer.is_suspended = was
+
+
+def advance(model: nn.Module) -> None:
+    """Ends an optimizer step: delayed scaling takes over the amax seen in it, and quantized weights are made anew.
+
+    Call it once after `optimizer.step()`. From the first call on, each weight is quantized once per step in eager mode and
+    reused over micro-batches; before it, at each forward. Works without host synchronisation.
+    """
+    layers = [layer for _, layer in _quantized(model)]
+    for layer in layers:
+        layer.empty_cache(keep=True)
+    roll([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
+
+
+def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
+    """(layer, role) -> number of steps in which its amax was not finite; layers without any are left out. Synchronises."""
+    found = {}
+    for name, layer in _quantized(model):
+        for role, window in (layer.scaling or {}).items():
+            if count := int(window.nonfinite):
+                found[name, role] = count
+    return found
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
+    return ((name, layer) for name, layer in _linears(model) if isinstance(layer, QLinear))
+
+
+def _windows(layer: QLinear) -> Iterator[AmaxWindow]:
+    assert layer.scaling is not None
+    for window in layer.scaling.values():
+        assert isinstance(window, AmaxWindow)
+        yield window
+
+
+def _restore(layer: QLinear) -> None:
+    layer.recipe = None
+    for name in ("observer", "is_suspended", "_cache", "_recipe"):
+        layer.__dict__.pop(name)
+    layer._modules.pop("scaling", None)
+    layer.__dict__.pop("scaling", None)
+    layer.__class__ = nn.Linear
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or (not pattern.startswith("*") and fnmatchcase(name, f"*.{pattern}"))
+
+
+def _names_in_letters(pattern: str) -> bool:
+    """Whether the last part of a pattern holds more than wildcards: "lm_head" and "*.gate" do, "*" and "layers.*" do not."""
+    return any(character.isalnum() for character in pattern.rpartition(".")[2])
+
+
+def _reason_to_keep(name: str, layer: nn.Linear, matching: list[str]) -> str | None:
+    """Why a Linear keeps its own precision although a pattern matched it, or None."""
+    if type(layer) not in (nn.Linear, QLinear):
+        return f"{type(layer).__name__} has a forward of its own"
+    if min(layer.in_features, layer.out_features) < SMALLEST:
+        return f"fewer than {SMALLEST} features on one side"
+    last = name.rpartition(".")[2]
+    if last in KEPT and not any(_names_in_letters(pattern) for pattern in matching):
+        return KEPT[last]
+    return None
+
+
+def _backends(layer: QLinear, recipe: Recipe) -> str:
+    """ "native" or "reference (native: why not)" for each product, one entry if all three agree."""
+    entries = {name: _backend(gemm, layer) for name, gemm in recipe.gemms().items()}
+    if len(set(entries.values())) == 1:
+        return entries["output"]
+    return "; ".join(f"{name}: {entries[name]}" for name in GEMMS)
+
+
+def _backend(gemm: Gemm, layer: QLinear) -> str:
+    how = plan(gemm, layer.weight.device)
+    if gemm == Gemm() or gemm.lhs is None or gemm.rhs is None:
+        in_float32 = how.expand == torch.float32
+        return "torch" + (" (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else "")
+    refusals = [(name, reason) for name, reason in how.choice.refusals if not reason.startswith("needs two")]
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
+    kernel = how.choice.kernel.name
+    if how.expand is not None:
+        kernel = f"emulated exactly in {str(how.expand).removeprefix('torch.')}"
+    return f"{kernel} ({reasons})" if reasons else kernel
+
+
+def _note(model: nn.Module, name: str, layer: QLinear) -> str:
+    notes = []
+    if layer.is_suspended:
+        notes.append("suspended")
+    if not layer.weight.requires_grad:
+        notes.append("weight frozen: no grad_weight")
+    if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
+        notes.append(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
+    owner = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
+    if isinstance(owner, nn.TransformerEncoderLayer):
+        notes.append("PyTorch's fused encoder bypasses it in eval() without gradients")
+    return ", ".join(notes)

@@ -1,0 +1,159 @@
+"""Bytes of a file to text, strictly: UTF-8, or an error that names the file, the line and the byte.
+
+A plain text file holds one document, or several with a separator between them (a form feed unless another is given).
+Files are read in chunks, so a file may be larger than memory as long as no document in it passes `limit_bytes`.
+Line ends are kept as they are. A UTF-8 byte order mark at the start of a file is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from narrowgauge.errors import DataError, StorageError
+
+LIMIT_BYTES = 256 * 2**20  # of one document: more than any book, less than what a text file by mistake often is
+CHUNK_BYTES = 2**20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+FORM_FEED = "\f"
+
+UNPACK = {".gz": "gunzip", ".tgz": "tar xzf", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
+MAGIC = {  # first bytes of what is often mistaken for text
+    b"\x1f\x8b": "a gzip file; gunzip it first",
+    b"PK\x03\x04": "a zip file; unzip it first",
+    b"\x28\xb5\x2f\xfd": "a zstd file; unzstd it first",
+    b"PAR1\x15": "a Parquet file; name it *.parquet",
+    b"\xff\xfe": "UTF-16; convert it with iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "UTF-16; convert it with iconv -f UTF-16 -t UTF-8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text, and where it comes from in words for error messages: 'notes.txt', 'posts.jsonl:17'."""
+
+    text: str
+    origin: str
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """The path as printable text, also when its name is not valid UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what another library's exception says."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The regular, uncompressed file at `path`, open for reading bytes just behind a byte order mark if it has one.
+
+    Raises DataError if it is missing, not a regular file or known not to be text; StorageError if it cannot be read.
+    """
+    if path.suffix.lower() in UNPACK:
+        raise DataError(
+            f"{shown(path)}: compressed files are not read. Run '{UNPACK[path.suffix.lower()]}' on it first."
+        )
+    try:
+        if not path.is_file():
+            raise DataError(f"{shown(path)}: not a regular file. Pass a file, a folder or a glob.")
+        file = path.open("rb")
+    except OSError as error:
+        raise StorageError(f"{shown(path)}: cannot be opened: {error.strerror}. Check its permissions.") from error
+    with file:
+        head = file.read(8)
+        for magic, meaning in MAGIC.items():
+            if head.startswith(magic):
+                raise DataError(f"{shown(path)}: the first bytes say that this is {meaning}.")
+        file.seek(len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0)
+        try:
+            yield file
+        except OSError as error:
+            raise StorageError(f"{shown(path)}: cannot be read: {error.strerror}. Check the disk.") from error
+
+
+def decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:
+    """UTF-8 text of `raw`, which begins on this line (from 1) and at this byte (from 0) of the file.
+
+    Raises DataError with the line, the column (both from 1, in bytes) and the byte offset of the first bad byte.
+    A zero byte is bad too: it is valid UTF-8, but what holds one is UTF-16, UTF-32 or no text.
+    """
+    try:
+        text = raw.decode("utf-8")
+        bad, fault = raw.find(b"\0"), "no text file holds a zero byte"
+        if bad < 0:
+            return text
+    except UnicodeDecodeError as error:
+        bad, fault = error.start, error.reason
+    bad_line = line + raw.count(b"\n", 0, bad)
+    column = bad - raw.rfind(b"\n", 0, bad)
+    raise DataError(
+        f"{shown(path)}:{bad_line}: invalid UTF-8, byte 0x{raw[bad]:02x} in column {column} "
+        f"(byte offset {offset + bad} of the file): {fault}. "
+        "Convert the file, for example with iconv -f LATIN1 -t UTF-8, or leave it out."
+    )
+
+
+def too_long(where: str, limit_bytes: int, remedy: str) -> DataError:
+    """The error for a document above the limit; the caller raises it before it reads further."""
+    return DataError(f"{where}: a document of more than {limit_bytes} bytes, the limit_bytes. {remedy}")
+
+
+def separated(file: BinaryIO, separator: bytes, limit_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, content) of each document in `file`. Holds at most limit_bytes and one chunk.
+
+    Raises OverflowError with the offset of a document that passes the limit, before the rest of it is read.
+    """
+    offset, searched, pending = file.tell(), 0, bytearray()
+    while chunk := file.read(CHUNK_BYTES):
+        pending += chunk
+        while (end := pending.find(separator, searched)) >= 0 and end <= limit_bytes:
+            yield offset, bytes(pending[:end])
+            del pending[: end + len(separator)]
+            offset, searched = offset + end + len(separator), 0
+        if end > limit_bytes or len(pending) > limit_bytes + len(separator):
+            raise OverflowError(offset)
+        searched = max(0, len(pending) - len(separator) + 1)
+    if len(pending) > limit_bytes:
+        raise OverflowError(offset)
+    yield offset, bytes(pending)
+
+
+def text_documents(path: Path, *, separator: str | None, limit_bytes: int) -> Iterator[Document]:
+    """The documents of a plain text file. Origin: the path; from the second document on, path:line."""
+    mark = (FORM_FEED if separator is None else separator).encode()
+    line = 1
+    with opened(path) as file:
+        try:
+            for index, (offset, raw) in enumerate(separated(file, mark, limit_bytes)):
+                text = decode(raw, path, line=line, offset=offset)
+                yield Document(text, shown(path) if index == 0 else f"{shown(path)}:{line}")
+                line += raw.count(b"\n") + mark.count(b"\n")
+        except OverflowError as error:
+            size = f"{shown(path)} ({os.fstat(file.fileno()).st_size} bytes), from byte offset {error.args[0]}"
+            remedy = "Split the file, or pass separator= with the text that stands between its documents."
+            raise too_long(size, limit_bytes, remedy) from None
+
+
+def lines(path: Path, *, limit_bytes: int) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line with its end) of a UTF-8 file, one at a time. Lines end at \\n alone.
+
+    Raises DataError at a line that passes the limit, before the rest of it is read.
+    """
+    with opened(path) as file:
+        offset = file.tell()
+        for number in range(1, 2**63):
+            raw = file.readline(limit_bytes + 1)
+            if not raw:
+                return
+            if len(raw) > limit_bytes:
+                size = f"{shown(path)}:{number} ({os.fstat(file.fileno()).st_size} bytes in the file)"
+                raise too_long(size, limit_bytes, "Split the document over several rows.")
+            yield number, decode(raw, path, line=number, offset=offset)
+            offset += len(raw)

@@ -1,0 +1,223 @@
+"""Text to token ids: train a byte-level BPE, load a model's own tokenizer, and tell tokenizers apart.
+
+Every tokenizer here is a fast one (Rust, package `tokenizers`) in the shape that `transformers` loads and saves.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import heapq
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from narrowgauge.data.pieces import pieces
+from narrowgauge.data.storage import flush, publish, storage, temporary
+from narrowgauge.data.text import reason, shown
+from narrowgauge.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 256 + 1  # all bytes and the end of text: whatever is written can be encoded
+SAMPLE_BYTES = 16 * 2**20  # the whole standard library fits; bounds the time and memory of the first run on more text
+MINIMUM_FREQUENCY = 2  # a pair that occurs once is no pattern
+SEAL = "narrowgauge-bpe.json"  # in the tokenizer's folder: the fingerprint that it was saved with
+
+
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """A tokenizer made from the user's own text, and the folder that AutoTokenizer loads it from."""
+
+    tokenizer: PreTrainedTokenizerFast
+    folder: Path
+    notes: list[str]  # what differs from what was asked for, in sentences
+
+    @property
+    def vocab_size(self) -> int:
+        """The real number of entries; fewer than asked for if the text was too small."""
+        return len(self.tokenizer)
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str], *, sample_bytes: int = SAMPLE_BYTES
+) -> TrainedTokenizer:
+    """Byte-level BPE of `texts`, cached below `folder` by their content, the size and the library version.
+
+    Reads `texts` once and holds at most about sample_bytes of them: of a larger text, the parts (see `pieces`) with the
+    smallest hash are the sample, so the same text gives the same sample. Deterministic, whatever the number of threads.
+    Raises ConfigError for a vocabulary below 257, DataError for no text, StorageError if the folder cannot be written.
+    """
+    import tokenizers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(f"vocab_size: {vocab_size} is below {SMALLEST_VOCABULARY}, the 256 bytes and {END_OF_TEXT}.")
+    sample, digest, total_bytes = _sample(texts, sample_bytes)
+    if not sample:
+        raise DataError("train_bpe: there is no text to train a tokenizer on. Pass a source that holds text.")
+    recipe = [digest, vocab_size, sample_bytes, MINIMUM_FREQUENCY, tokenizers.__version__]
+    key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
+    path = Path(folder) / f"bpe-{vocab_size}-{key}"
+    notes = []
+    if (used_bytes := sum(len(text.encode()) for text in sample)) < total_bytes:
+        notes.append(f"The tokenizer was trained on a sample of {used_bytes} of {total_bytes} bytes.")
+    if path.exists() and not _sealed(path):
+        notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
+        with storage(path):
+            shutil.rmtree(path)
+    if not path.exists():
+        _save(_train(sample, vocab_size), path)
+    tokenizer = load(path)
+    if len(tokenizer) < vocab_size:
+        notes.append(f"The text yields {len(tokenizer)} vocabulary entries, fewer than the {vocab_size} asked for.")
+    return TrainedTokenizer(tokenizer, path, notes)
+
+
+def _sample(texts: Iterable[str], sample_bytes: int) -> tuple[list[str], str, int]:
+    """(parts in reading order, SHA-256 of all texts, bytes of all texts)."""
+    everything, total_bytes, kept_bytes, order = hashlib.sha256(), 0, 0, 0
+    kept: list[tuple[int, int, str]] = []  # a heap; the largest hash, negated, on top
+    for text in texts:
+        raw = text.encode()
+        everything.update(b"%d:" % len(raw) + raw)
+        total_bytes += len(raw)
+        for part in pieces(text):
+            raw = part.encode()
+            order += 1
+            heapq.heappush(kept, (-int.from_bytes(hashlib.sha256(raw).digest()[:8], "big"), order, part))
+            kept_bytes += len(raw)
+            while kept_bytes > sample_bytes and len(kept) > 1:
+                kept_bytes -= len(heapq.heappop(kept)[2].encode())
+    return [part for _, _, part in sorted(kept, key=lambda item: item[1])], everything.hexdigest(), total_bytes
+
+
+def _train(sample: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=MINIMUM_FREQUENCY,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    return tokenizer
+
+
+def _save(backend: tokenizers.Tokenizer, path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    draft = temporary(path)
+    try:
+        with storage(path.parent):
+            draft.mkdir(parents=True)
+            _write(tokenizer, draft)
+            (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
+            for file in draft.iterdir():
+                flush(file)
+            flush(draft)
+            if not path.exists():  # another process may have been faster; its tokenizer is the same
+                publish(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # what the Rust half raises when the disk is full has no class of its own
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
+
+
+def _sealed(path: Path) -> bool:
+    try:
+        return bool(json.loads((path / SEAL).read_bytes())["fingerprint"] == fingerprint(load(path)))
+    except (OSError, ValueError, KeyError, TypeError, DataError):
+        return False
+
+
+def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+    """The tokenizer of a local folder or of a model on the Hub. Never runs code that comes with a model.
+
+    Raises DataError if there is none, if it cannot be read, or if it is not a fast tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    name = os.fspath(path)
+    if not os.path.isdir(name) and (
+        isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1
+    ):
+        raise DataError(
+            f"{shown(name)}: no such folder. Pass a folder with tokenizer.json, or a model's name on the Hub."
+        )
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # the libraries raise bare Exception for a malformed file
+        raise DataError(
+            f"{shown(name)}: no usable tokenizer: {type(error).__name__}: {reason(error)} "
+            "Pass a folder with tokenizer.json, or a model's name on the Hub."
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"{shown(name)}: {type(tokenizer).__name__} is a slow tokenizer, without tokenizer.json. "
+            "Pass a model with a fast tokenizer, or train one on the data."
+        )
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def plain_backend(tokenizer: PreTrainedTokenizerFast) -> tokenizers.Tokenizer:
+    """A copy of what turns text into ids, without the truncation, padding and dropout that tokenizer.json may ask for."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state |= {"truncation": None, "padding": None}
+    if "dropout" in state["model"]:
+        state["model"]["dropout"] = None
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def end_of_text(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id that ends a document. Raises DataError if the tokenizer has none."""
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"{shown(tokenizer.name_or_path or 'tokenizer')}: it has no end-of-text token (eos_token). "
+            "Set one of its special tokens as eos_token, or train a tokenizer on the data."
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256, in hexadecimal, of everything that decides which ids a text gets, and of the special ids.
+
+    That is the vocabulary, merges, added tokens, normalizer and pre-tokenizer. Options that are off are left out, so a
+    library version that adds an option does not change it. Files, names and chat templates do not count.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    decides = {part: state[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    plain = json.dumps({**_switched_on(decides), "special": special}, sort_keys=True)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _switched_on(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _switched_on(value) for key, value in state.items() if value is not None and value is not False}
+    return [_switched_on(value) for value in state] if isinstance(state, list) else state

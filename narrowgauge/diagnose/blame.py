@@ -1,0 +1,77 @@
+"""Finds where a non-finite number first appears: the module, the product and the operand.
+
+The step's micro-batches are run again, forward and backward, with an eye on every Linear's operands and every module's output
+and gradient. What is reported is the first non-finite tensor in the order of computation; what came before it was finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.qlinear import Observer, QLinear
+from narrowgauge.qtensor import QTensor
+
+WORDS = {"x": "the input x", "w": "the weight w", "gy": "the gradient gy of its output"}
+
+
+def first_nonfinite(model: nn.Module, compute: Callable[[], None]) -> str:
+    """Runs `compute` (a forward and backward pass of `model`) and says in a clause where a non-finite number appeared first."""
+    for name, parameter in model.named_parameters():
+        if not parameter.detach().isfinite().all():
+            return f"the parameter {name!r} itself was not finite before the step"
+    found: list[str] = []
+    handles: list[Any] = []
+    layers = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    quantized = [(name, module) for name, module in model.named_modules() if isinstance(module, QLinear)]
+    try:
+        for name, layer in quantized:
+            layer.observer = _operand_watch(name, found)
+        for name, module in layers:
+            handles.append(module.register_forward_hook(_output_watch(name, found)))
+            handles.append(module.register_full_backward_hook(_gradient_watch(name, found)))
+        compute()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for _, layer in quantized:
+            layer.observer = None
+    return found[0] if found else "no module showed it when the step was repeated, so it arose in the loss itself"
+
+
+def _operand_watch(name: str, found: list[str]) -> Observer:
+    def watch(gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
+        if found:
+            return
+        if not original.isfinite().all():
+            found.append(f"module {name!r}, product {gemm}: {WORDS[role]} was not finite")
+        elif isinstance(operand, QTensor) and not operand.full_scale().isfinite().all():
+            found.append(f"module {name!r}, product {gemm}: the scale of {WORDS[role]} was not finite")
+
+    return watch
+
+
+def _output_watch(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and any(not tensor.isfinite().all() for tensor in _floats(output)):
+            what = "product output: the result" if isinstance(module, QLinear) else "the output"
+            found.append(f"module {name!r} ({type(module).__name__}), {what} was not finite")
+
+    return watch
+
+
+def _gradient_watch(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        if not found and any(not tensor.isfinite().all() for tensor in _floats(grad_input)):
+            what = "product grad_input: the result" if isinstance(module, QLinear) else "the gradient of the input"
+            found.append(f"module {name!r} ({type(module).__name__}), {what} was not finite")
+
+    return watch
+
+
+def _floats(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]

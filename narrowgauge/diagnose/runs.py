@@ -1,0 +1,98 @@
+"""What a run wrote, read back: `run.json` and `metrics.jsonl` of a run folder (docs/architecture.md).
+
+Both are strict JSON, which has no NaN and no infinity: those are the strings "NaN", "Infinity" and "-Infinity", and
+`decode` turns them into floats again wherever a number is expected, that is under every key that is not in TEXT_KEYS.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import ConfigError
+
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+TEXT_KEYS = frozenset({"event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where"})
+
+
+def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """Strict ASCII JSON of a record, on one line unless indented."""
+    return json.dumps(_named(record), allow_nan=False, indent=indent)
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _named(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(each) for each in value]
+    return value
+
+
+def decode(text: str | bytes) -> dict[str, Any]:
+    """The record that `encode` wrote. ValueError if it is no strict JSON, TypeError if it is no object."""
+    record = json.loads(text, parse_constant=_refuse_constant)
+    if not isinstance(record, dict):
+        raise TypeError("not a JSON object")
+    return {key: value if key in TEXT_KEYS else _numbers(value) for key, value in record.items()}
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, str):
+        return NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: value if key in TEXT_KEYS else _numbers(value) for key, value in value.items()}
+    if isinstance(value, list):
+        return [_numbers(each) for each in value]
+    return value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The events of a run in the order of time, as if it had never been interrupted; [] if there is no file yet.
+
+    A `resume` from step k removes what was written before it about later steps; of the events that agree in (event,
+    step, module, role) the last one counts. A line that a crash cut short, at the end, is passed over. ConfigError if
+    any other line is not an event.
+    """
+    events: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            event = decode(line)
+            step = event["step"]
+            if event["event"] == "resume":
+                events = {key: each for key, each in events.items() if each["step"] <= step}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}:{number}: is not an event of a run: {error}. Remove the line.") from None
+        key = (event["event"], step, event.get("module"), event.get("role"))
+        events.pop(key, None)  # so that the last of its kind also stands last
+        events[key] = event
+    return list(events.values())
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}. Name a folder that narrowgauge train wrote."
+        ) from None
+    return data.split(b"\n")[:-1]
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The contents of a run.json. ConfigError if there is none, or it is damaged."""
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        reason = error.strerror
+    except (ValueError, TypeError) as error:
+        reason = f"it is damaged: {error}"
+    raise ConfigError(f"{path}: cannot be read: {reason}. Name a folder that narrowgauge train wrote.")

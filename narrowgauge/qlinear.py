@@ -1,0 +1,335 @@
+"""The Linear: three matrix products, each with its own casts, as one autograd function.
+
+    T tokens, K in_features, N out_features; x [T, K], w [N, K], gy [T, N]
+
+    output       = mm(x,    w)    + bias     [T, N]
+    grad_input   = mm(gy,   w.T)             [T, K]
+    grad_weight  = mm(gy.T, x.T)             [N, K]
+
+Everything inside works on plain tensors, so `torch.compile(fullgraph=True)` traces through. Autocast decides the type of the
+output, as it does for nn.Linear; operands are cast from the tensors as they come.
+
+What is left out: second derivatives (they raise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.delayed import AmaxWindow, observe
+from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.ops.mm import Plan, high_precision, plan
+from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, Recipe, Window
+from narrowgauge.tiles import WHOLE
+
+# Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
+Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
+
+
+@dataclass
+class WeightCache:
+    """The casts of a weight, kept from one optimizer step to the next.
+
+    Valid while the weight is the same tensor at the same version; `advance` empties it, for the optimizers that write
+    through raw pointers and leave the version as it was.
+    """
+
+    key: tuple[Any, ...] = ()
+    casts: dict[str, QTensor | Tensor] = field(default_factory=dict)
+
+    def get(self, gemm: str, weight: Tensor, recipe: Recipe, build: Callable[[], QTensor | Tensor]) -> QTensor | Tensor:
+        """The weight as an operand of `gemm`, built at most once per step."""
+        if weight.is_inference():  # has no version counter
+            return build()
+        key = (weight._version, weight.data_ptr(), weight.dtype, weight.device, recipe)
+        if key != self.key:
+            self.key, self.casts = key, {}
+        if gemm not in self.casts:
+            self.casts[gemm] = build()
+        return self.casts[gemm]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the products need besides tensors.
+
+    records  whether delayed scaling notes what it sees: in training, not in evaluation
+    """
+
+    recipe: Recipe
+    out_dtype: torch.dtype
+    records: bool = True
+    cache: WeightCache | None = None
+    observer: Observer | None = None
+
+    def plan(self, gemm: str, device: torch.device) -> Plan:
+        return plan(getattr(self.recipe, gemm), device)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """x [..., K] @ weight [N, K].T + bias [N] -> [..., N], differentiable in all three, by `recipe`.
+
+    For recipes without memory; delayed scaling needs a QLinear, which holds its windows. The result has autocast's dtype, or
+    x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with a Window.
+    """
+    if recipe.windows():
+        raise ConfigError(
+            f"linear: recipe {recipe.name!r} remembers amax from step to step and a function cannot. "
+            "Use narrowgauge.QLinear, or convert the model."
+        )
+    return _apply(x, weight, bias, Settings(recipe, _out_dtype(x)), (None, None, None))
+
+
+class QLinear(nn.Linear):
+    """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time; None is an ordinary nn.Linear.
+
+    Changing it drops the amax windows of the old recipe. `observer` sees every operand in eager mode (see `Observer`).
+    """
+
+    scaling: nn.ModuleDict | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._become(recipe)
+
+    @classmethod
+    def adopt(cls, module: nn.Linear, recipe: Recipe | None) -> QLinear:
+        """Turns an nn.Linear into a QLinear in place: its identity, parameters, hooks and users stay the same."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module._become(recipe)
+        return module
+
+    def _become(self, recipe: Recipe | None) -> None:
+        self.observer: Observer | None = None
+        self.is_suspended = False
+        self._cache: WeightCache | None = None
+        self._recipe: Recipe | None = None
+        self.scaling = None
+        self.recipe = recipe
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise ConfigError(
+                f"QLinear.recipe is {recipe!r}; it must be a Recipe or None. Look a name up with narrowgauge.recipes.get."
+            )
+        windows = {} if recipe is None else recipe.windows()
+        self._recipe = recipe
+        self.empty_cache()
+        self.scaling = nn.ModuleDict(
+            {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
+        ) if windows else None  # fmt: skip
+
+    def empty_cache(self, keep: bool = False) -> None:
+        """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does)."""
+        self._cache = WeightCache() if keep or self._cache is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._recipe is None or self.is_suspended:
+            return super().forward(x)
+        lives = tuple(None if self.scaling is None else _live(self.scaling, role) for role in ("x", "w", "gy"))
+        compiling = torch.compiler.is_compiling()
+        settings = Settings(
+            self._recipe,
+            _out_dtype(x),
+            self.training,
+            None if compiling else self._cache,
+            None if compiling else self.observer,
+        )
+        return _apply(x, self.weight, self.bias, settings, lives)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copy and pickle take: all but the cached casts and the observer."""
+        kept = None if self._cache is None else WeightCache()
+        return self.__dict__ | {"_cache": kept, "observer": None}
+
+
+def _live(scaling: nn.ModuleDict, role: str) -> Tensor | None:
+    return scaling[role].live if role in scaling else None
+
+
+def _out_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _apply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
+) -> Tensor:
+    if x.shape[-1] != weight.shape[1]:
+        raise ShapeError(
+            f"linear: x is {list(x.shape)}, weight {list(weight.shape)}; the last axis of x must be {weight.shape[1]}."
+        )
+    y = _Products.apply(x.reshape(-1, x.shape[-1]), weight, bias, settings, *lives)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: Settings,
+        x_live: Tensor | None,
+        w_live: Tensor | None,
+        gy_live: Tensor | None,
+    ) -> Tensor:
+        recipe, how = settings.recipe, settings.plan("output", x.device)
+        x_amax = _amax(x, recipe.roles()["x"], x_live, settings)
+        w_amax = _amax(weight, recipe.roles()["w"], w_live, settings)
+        lhs = _operand(x, recipe.output.lhs, how.expand, x_amax, settings)
+        rhs = _weight_operand("output", weight, settings, how, w_amax)
+        _show(settings, "output", ("x", x, lhs), ("w", weight, rhs))
+        y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
+
+        kept: tuple[Tensor | None, ...] = (None, None, None)
+        ctx.kept_cast = None
+        if ctx.needs_input_grad[1]:
+            kept, ctx.kept_cast = _keep(x, lhs, settings, x_amax)
+        ctx.settings, ctx.x_dtype = settings, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.gy_live = gy_live  # an attribute: saved tensors may not change before backward, and this one does
+        ctx.save_for_backward(weight, x_amax, w_amax, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x_amax, w_amax, *kept = ctx.saved_tensors
+        settings: Settings = ctx.settings
+        recipe = settings.recipe
+        grad_input = grad_weight = grad_bias = lhs = None
+        gy_amax = _amax(gy, recipe.roles()["gy"], ctx.gy_live, settings)
+        how = settings.plan("grad_input", gy.device)
+        if ctx.needs_input_grad[0]:
+            lhs = _operand(gy, recipe.grad_input.lhs, how.expand, gy_amax, settings)
+            rhs = _weight_operand("grad_input", weight, settings, how, w_amax)
+            _show(settings, "grad_input", ("gy", gy, lhs), ("w", weight, rhs))
+            grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
+        if ctx.needs_input_grad[1]:
+            earlier, how = how, settings.plan("grad_weight", gy.device)
+            cast = recipe.grad_weight.lhs
+            if lhs is not None and how.expand == earlier.expand and _serves_both(recipe.grad_input.lhs, cast):
+                lhs = _turned(lhs)
+            else:
+                lhs = _operand(gy.T, cast, how.expand, gy_amax, settings)
+            rhs = _kept_operand(kept, ctx.kept_cast, gy.shape[0], settings, how.expand, x_amax)
+            x = kept[0] if ctx.kept_cast is None or settings.observer is None else dequantize(rhs).T
+            _show(settings, "grad_weight", ("gy", gy, lhs), ("x", x, rhs))
+            grad_weight = how.choice.kernel.run(lhs, rhs, None, weight.dtype, recipe.grad_weight.fast_accumulate)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _amax(x: Tensor, casts: tuple[Cast | None, Cast | None], live: Tensor | None, settings: Settings) -> Tensor | None:
+    """The amax [1, 1] that delayed scaling gives this tensor, noted in its window; None where it scales by its own."""
+    if live is None or x.numel() == 0:
+        return None
+    if not any(cast is not None and isinstance(cast.calibrate, Window) for cast in casts):
+        return None
+    return observe(live, tile_amax(x.detach(), (WHOLE, WHOLE)), records=settings.records)
+
+
+def _operand(
+    x: Tensor, cast: Cast | None, expand: torch.dtype | None, amax: Tensor | None, settings: Settings
+) -> QTensor | Tensor:
+    """x [outer, inner] as it enters a GEMM: 16 bits, or quantized with its own or its window's amax."""
+    if cast is None:
+        return high_precision(x, settings.out_dtype)
+    noise = torch.rand(x.shape, device=x.device) if cast.rounding == "stochastic" else None
+    return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
+
+
+def _weight_operand(gemm: str, weight: Tensor, settings: Settings, how: Plan, amax: Tensor | None) -> QTensor | Tensor:
+    """The weight for `gemm`, from the cache where there is one. For grad_input it is w.T, from w's codes if they serve."""
+    recipe, cache = settings.recipe, settings.cache
+
+    def build() -> QTensor | Tensor:
+        if gemm == "output":
+            return _operand(weight, recipe.output.rhs, how.expand, amax, settings)
+        same_form = settings.plan("output", weight.device).expand == how.expand
+        if cache is not None and same_form and _serves_both(recipe.output.rhs, recipe.grad_input.rhs):
+            turned = _turned(_weight_operand("output", weight, settings, how, amax))
+            return turned if how.expand is not None else _row_major(turned)
+        return _operand(weight.T, recipe.grad_input.rhs, how.expand, amax, settings)
+
+    return build() if cache is None else cache.get(gemm, weight, recipe, build)
+
+
+def _serves_both(cast: Cast | None, transposed: Cast | None) -> bool:
+    """Whether a tensor cast by `cast` can be turned instead of casting the turned tensor."""
+    return cast == transposed and (cast is None or (cast.is_symmetric and cast.format.codes_per_byte == 1))
+
+
+def _turned(operand: QTensor | Tensor) -> QTensor | Tensor:
+    return operand.transposed() if isinstance(operand, QTensor) else operand.T
+
+
+def _row_major(operand: QTensor | Tensor) -> QTensor | Tensor:
+    """Contiguous codes: native GEMMs would otherwise turn the weight at every micro-batch."""
+    return replace(operand, data=operand.data.contiguous()) if isinstance(operand, QTensor) else operand.contiguous()
+
+
+def _keep(
+    x: Tensor, lhs: QTensor | Tensor, settings: Settings, amax: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], Cast | None]:
+    """What backward needs of x: (x, None, None), or (codes, scale, global scale) of x.T and the cast that made them."""
+    recipe = settings.recipe
+    cast = recipe.grad_weight.rhs
+    if recipe.save == "original" or cast is None:
+        return (x, None, None), None
+    if isinstance(lhs, QTensor) and _serves_both(recipe.output.lhs, cast):
+        turned = lhs.compact().transposed()
+    else:
+        turned = _operand(x.T, cast, None, amax, settings)
+    return (turned.data, turned.scale, turned.global_scale), cast
+
+
+def _kept_operand(
+    kept: list[Tensor | None],
+    kept_cast: Cast | None,
+    tokens: int,
+    settings: Settings,
+    expand: torch.dtype | None,
+    amax: Tensor | None,
+) -> QTensor | Tensor:
+    """x.T [K, T] for grad_weight, from what `_keep` left."""
+    if kept_cast is None:
+        return _operand(kept[0].T, settings.recipe.grad_weight.rhs, expand, amax, settings)
+    data, scale, global_scale = kept
+    q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
+    return q if expand is None else q.expanded(expand)
+
+
+def _show(settings: Settings, gemm: str, *operands: tuple[str, Tensor, QTensor | Tensor]) -> None:
+    if settings.observer is not None:
+        for role, original, operand in operands:
+            settings.observer(gemm, role, original, operand)

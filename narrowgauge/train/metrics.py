@@ -1,0 +1,78 @@
+"""The log of a run: one JSON object per line, flushed as it is written, so a killed run keeps every finished line.
+
+    with MetricsLog(folder.metrics) as log:
+        log.write("step", 1, loss=8.3, grad_norm=1.2, lr=5e-5, tokens=4096)
+
+Events and their keys: docs/architecture.md. Reading: `narrowgauge.diagnose.runs`, which undoes what a resumed run wrote twice.
+"""
+
+import errno
+import importlib.util
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from narrowgauge.diagnose.runs import encode
+from narrowgauge.errors import ConfigError
+from narrowgauge.train import storage
+
+CURVES = {"step": ("loss", "grad_norm", "lr", "tokens_per_s", "peak_bytes"), "eval": ("loss",)}
+
+
+class MetricsLog:
+    """Appends events to `path`; with `tensorboard`, a folder, their curves go there as well."""
+
+    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
+        self.path = path
+        self._board = _board(tensorboard) if tensorboard else None
+        with storage.refusals("append to", path):
+            self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (open as long as the log)
+            _cut_torn_line(self._file.fileno())
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """One event, handed to the operating system before this returns. StorageError if the disk refuses."""
+        line = encode({"event": event, "step": step, **values}).encode() + b"\n"
+        with storage.refusals("append to", self.path):
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # cut short; the next opening removes the stump
+        if self._board:
+            for key in CURVES.get(event, ()):
+                if key in values:
+                    self._board.add_scalar(f"{event}/{key}", values[key], step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Removes what stands after the last newline: the stump of a line that a crash cut short."""
+    size = os.fstat(descriptor).st_size
+    end = size
+    while end:
+        start = max(0, end - 2**16)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+
+
+def _board(folder: Path) -> Any:
+    if not importlib.util.find_spec("tensorboard"):
+        raise ConfigError("tensorboard = true: the package is not installed. Run: pip install tensorboard.")
+    from torch.utils.tensorboard import SummaryWriter  # 2 s of imports, for those who ask
+
+    return SummaryWriter(str(folder))

@@ -1,0 +1,115 @@
+"""The model of a run: a Llama of the configured sizes, or a causal language model from a folder or the Hub, converted.
+
+Remote code is never run. On a CPU without bfloat16 instructions, Linears that the recipe leaves alone get the recipe `bf16`,
+which rounds the operands and multiplies in float32, and attention computes in float32: the same step, many times faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from narrowgauge.train.config import TrainConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from narrowgauge import recipes
+from narrowgauge.conversion import convert, describe
+from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.ops.registry import device_facts
+from narrowgauge.optim.precision import Precision
+from narrowgauge.recipe import Recipe
+from narrowgauge.train.attention import use_float32_attention
+
+
+def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device, rung: Precision) -> Any:
+    """The converted model on `device`, in the dtype of its rung, in training mode. Random weights come from config.seed."""
+    torch.manual_seed(config.seed)
+    model = _pretrained(config) if config.model else _llama(config, tokenizer)
+    _check_sizes(config, model, tokenizer)
+    model = model.to(device=device, dtype=rung.weights).train()
+    model.config.use_cache = False
+    convert(model, _patterns(config))
+    if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
+        use_float32_attention(model)
+        kept = {row.name: "bf16" for row in describe(model) if row.recipe == "none"}
+        if kept:
+            convert(model, kept)
+    return model
+
+
+def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
+    """The recipe called `name` with the run's `save` option."""
+    recipe = recipes.get(name)
+    if not config.save or recipe.grad_weight.rhs is None:
+        return recipe
+    return replace(recipe, save=config.save)  # type: ignore[arg-type]
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Name and sizes, for run.json."""
+    sizes = getattr(model, "config", None)
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    known = {key: getattr(sizes, key) for key in keys if getattr(sizes, key, None) is not None}
+    renamed = {"num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads"}
+    return {"name": type(model).__name__, "vocab_size": getattr(sizes, "vocab_size", None)} | {
+        renamed.get(key, key): value for key, value in known.items()
+    }
+
+
+def _patterns(config: TrainConfig) -> dict[str, Recipe]:
+    names = {"*": config.recipe, **config.layers_recipe}
+    return {pattern: chosen_recipe(config, name) for pattern, name in names.items()}
+
+
+def _llama(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=-(-len(tokenizer) // 16) * 16,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads or config.heads,
+            max_position_embeddings=config.sequence_length,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _pretrained(config: TrainConfig) -> Any:
+    where = config.model
+    if where.startswith((".", "/", "~")) and not Path(where).expanduser().is_dir():
+        raise ConfigError(
+            f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub."
+        )
+    try:
+        sizes = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        if config.from_scratch:
+            return AutoModelForCausalLM.from_config(sizes, trust_remote_code=False).to(torch.float32)
+        return AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"model = {where!r}: transformers cannot load it as a causal language model: {error} "
+            "Pass a folder or hub name of one whose code is part of transformers."
+        ) from error
+
+
+def _check_sizes(config: TrainConfig, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and config.sequence_length > longest:
+        raise ConfigError(
+            f"sequence_length = {config.sequence_length}: {type(model).__name__} knows positions up to {longest}. "
+            f"Set sequence_length to {longest} or less."
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise DataError(
+            f"tokenizer with {len(tokenizer)} entries, but the model embeds {rows}. "
+            "Use the model's own tokenizer (leave `tokenizer` empty), or train from scratch."
+        )

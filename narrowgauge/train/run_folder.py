@@ -1,0 +1,149 @@
+"""The folder of a run: where its files are, who may write them, and whether they belong to this run.
+
+    with RunFolder.claim(Path("runs/latest"), resume=False) as folder:
+        folder.write_config(config)
+        folder.write_run({"recipe": "fp8-current", ...})
+
+The layout is in docs/architecture.md. One process holds a run at a time: it locks the file `lock` with flock, which the
+kernel gives back when the process ends, by kill -9 too.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from narrowgauge.diagnose.runs import encode, read_run
+from narrowgauge.errors import BusyError, ConfigError
+from narrowgauge.train import config_file, storage
+from narrowgauge.train.config import TrainConfig, key_of, shown
+from narrowgauge.train.manifest import STEP
+
+# What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
+MAY_CHANGE = frozenset({"steps", "device", "threads", "compile", "micro_batches", "cache"})
+
+
+class RunFolder:
+    """The paths of a run. `RunFolder(path)` only names them; `RunFolder.claim` makes the folder and locks it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.run = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.final = path / "final"
+        self.report = path / "report.html"
+        self.lock = path / "lock"
+        self.tensorboard = path / "tensorboard"
+        self._lock_file: IO[bytes] | None = None
+
+    @classmethod
+    def claim(cls, path: Path, resume: bool) -> Self:
+        """The run folder, made if need be, locked and proven writable, with the leftovers of a crash cleared.
+
+        BusyError if another process holds it, ConfigError if it holds a run and `resume` is false, StorageError if it
+        cannot be written to.
+        """
+        folder = cls(path)
+        with storage.refusals("use the run folder", path):
+            path.mkdir(parents=True, exist_ok=True)
+            folder._lock_file = _locked(folder.lock)
+        try:
+            folder._prepare(resume)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    def _prepare(self, resume: bool) -> None:
+        from narrowgauge.train import checkpoint  # imports torch, which naming paths does not need
+
+        if self.has_run() and not resume:
+            raise ConfigError(
+                f"output = '{self.path}': holds a run already. Continue it with --resume, or choose another --output."
+            )
+        storage.probe(self.path)
+        checkpoint.recover(self.checkpoints)
+
+    def has_run(self) -> bool:
+        """Whether something was trained here. A configuration alone, of a start that failed, does not count."""
+        if self.final.exists() or (self.metrics.exists() and self.metrics.stat().st_size > 0):
+            return True
+        return self.checkpoints.is_dir() and any(STEP.fullmatch(each.name) for each in self.checkpoints.iterdir())
+
+    def compared(self, recipe: str) -> Path:
+        """The run folder of the reference that `--compare recipe` trains."""
+        return self.path / f"compare-{recipe}"
+
+    def write_config(self, config: TrainConfig) -> None:
+        storage.replace_file(self.config, config_file.dump(config))
+
+    def read_config(self) -> TrainConfig:
+        return config_file.load(self.config)
+
+    def write_run(self, facts: Mapping[str, Any]) -> None:
+        storage.replace_file(self.run, encode(facts, indent=1) + "\n")
+
+    def read_run(self) -> dict[str, Any]:
+        return read_run(self.run)
+
+    def close(self) -> None:
+        """Gives the lock back. The file stays: removing it could remove the lock of the next holder."""
+        if self._lock_file:
+            self._lock_file.close()
+            self._lock_file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _locked(path: Path) -> IO[bytes]:
+    file = open(path, "ab+", buffering=0)  # noqa: SIM115 (open as long as the run)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with file:
+            raise BusyError(
+                f"output = '{path.parent}': {_holder(file)} is training there. Wait for it, stop it, or choose another --output."
+            ) from None
+    except BaseException:
+        file.close()
+        raise
+    file.truncate(0)
+    file.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
+    return file
+
+
+def _holder(file: IO[bytes]) -> str:
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        return f"process {holder['pid']} on {holder['host']}"
+    except (ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
+        return "another process"
+
+
+def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
+    """ConfigError if `config` would continue the run of `stored` as another one."""
+    changes = [
+        f"{key_of(each)} = {shown(getattr(config, each.name))}, but the run has {shown(getattr(stored, each.name))}"
+        for each in fields(TrainConfig)
+        if each.metadata["group"] != "run"
+        and each.name not in MAY_CHANGE
+        and getattr(config, each.name) != getattr(stored, each.name)
+    ]
+    if changes:
+        listed = "; ".join(changes)
+        raise ConfigError(
+            f"output = '{config.output}': cannot resume with {listed}. Drop the change, or choose another --output."
+        )

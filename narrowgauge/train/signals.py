@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM as a request to stop after the current step, with a checkpoint saved.
+
+    with StopRequest() as stop:
+        for step in range(...):
+            train(step)
+            if stop.requested:
+                save(); return stop.exit_code
+
+The first Ctrl-C asks; the second raises KeyboardInterrupt at once, for whoever does not want to wait. SIGTERM, what a
+scheduler sends before it takes the machine away, asks however often it comes.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+from narrowgauge.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+
+EXIT_CODES = {"": 0, "interrupted": EXIT_INTERRUPTED, "preempted": EXIT_PREEMPTED}
+WAIT = b"\nStopping after this step, with a checkpoint. Ctrl-C again stops at once, without.\n"
+
+
+class StopRequest:
+    """`requested` says what was asked for. Outside the main thread, which alone gets signals, it stays ''."""
+
+    def __init__(self) -> None:
+        self.requested: Literal["", "interrupted", "preempted"] = ""
+        self._interrupts = 0
+        self._old: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.requested]
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._take(signal.SIGINT, self._interrupt)
+            self._take(signal.SIGTERM, self._terminate)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old.clear()
+
+    def _take(self, number: signal.Signals, handler: Any) -> None:
+        """Installs a handler, unless the signal is ignored (as under nohup) or handled outside Python (None)."""
+        old = signal.getsignal(number)
+        if old not in (signal.SIG_IGN, None):
+            self._old[number] = old
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        self.requested = self.requested or "interrupted"
+        _tell(WAIT)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self.requested = "preempted"
+
+
+def _tell(text: bytes) -> None:
+    """Straight to the descriptor: a buffered stream may be in the midst of a write when the signal comes."""
+    with contextlib.suppress(OSError):  # nobody listens
+        os.write(2, text)

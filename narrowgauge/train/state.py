@@ -1,0 +1,116 @@
+"""Everything that a resumed run needs to go on as if it had never stopped, as named tensors and JSON.
+
+    group       holds
+    weights     the model's parameters and buffers
+    scaling     amax windows of delayed scaling
+    optimizer   moments, step counters, master weights, the generator of stochastic rounding
+    rng         torch's, CUDA's, numpy's and Python's generators
+
+The position in the data is the step number (see `data.batches`).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import CheckpointError
+
+Tensors = dict[str, dict[str, Tensor]]
+SCALING = ".scaling."
+
+
+def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
+    """The state as groups of tensors, and the rest of it as JSON."""
+    weights, scaling = split_scaling(model.state_dict())
+    optimizer_tensors, optimizer_rest = flatten(optimizer.state_dict())
+    rng_tensors, rng_rest = _rng_state()
+    tensors = {"weights": weights, "scaling": scaling, "optimizer": optimizer_tensors, "rng": rng_tensors}
+    rest = {"optimizer": optimizer_rest, "rng": rng_rest, "scaler": scaler.state_dict() if scaler else None}
+    return tensors, rest
+
+
+def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, rest: dict[str, Any], where: str) -> None:
+    """Puts `collect`'s result back. Raises CheckpointError if it belongs to another model, before anything is changed."""
+    saved = tensors.get("weights", {}) | tensors.get("scaling", {})
+    _refuse_other_model(model.state_dict(), saved, where)
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(unflatten(rest["optimizer"], tensors["optimizer"]))
+    if scaler:
+        scaler.load_state_dict(rest["scaler"])
+    _set_rng_state(tensors["rng"], rest["rng"])
+
+
+def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A state dict as (what an unconverted model has, amax windows)."""
+    plain = {name: tensor for name, tensor in state.items() if SCALING not in name}
+    return plain, {name: tensor for name, tensor in state.items() if SCALING in name}
+
+
+def flatten(tree: Any, path: str = "") -> tuple[dict[str, Tensor], Any]:
+    """Nested dicts, lists and tuples -> (tensors by path, the same tree as JSON with their paths in place of them)."""
+    if isinstance(tree, Tensor):
+        return {path: tree}, {"tensor": path}
+    if isinstance(tree, dict):
+        pairs = [(key, flatten(value, f"{path}.{key}".lstrip("."))) for key, value in tree.items()]
+        tensors = {name: tensor for _, (found, _) in pairs for name, tensor in found.items()}
+        return tensors, {"items": [[key, rest] for key, (_, rest) in pairs]}
+    if isinstance(tree, (list, tuple)):
+        parts = [flatten(value, f"{path}.{index}".lstrip(".")) for index, value in enumerate(tree)]
+        tensors = {name: tensor for found, _ in parts for name, tensor in found.items()}
+        return tensors, {"tuple" if isinstance(tree, tuple) else "list": [rest for _, rest in parts]}
+    return {}, {"value": tree}
+
+
+def unflatten(rest: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of `flatten`."""
+    [(kind, content)] = rest.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "items":
+        return {key: unflatten(value, tensors) for key, value in content}
+    if kind in ("tuple", "list"):
+        parts = [unflatten(value, tensors) for value in content]
+        return tuple(parts) if kind == "tuple" else parts
+    return content
+
+
+def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
+    differences = [f"{name} is missing" for name in own if name not in saved]
+    differences += [f"{name} is not part of this model" for name in saved if name not in own]
+    differences += [
+        f"{name} is {list(saved[name].shape)}, here {list(own[name].shape)}"
+        for name in own
+        if name in saved and saved[name].shape != own[name].shape
+    ]
+    if differences:
+        shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
+        raise CheckpointError(
+            f"{where}: a checkpoint of another model or recipe: {shown}. Resume with the settings that wrote it."
+        )
+
+
+def _rng_state() -> tuple[dict[str, Tensor], Any]:
+    numpy_name, numpy_key, *numpy_rest = np.random.get_state()
+    tree = {
+        "torch": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+        "numpy_key": torch.from_numpy(np.asarray(numpy_key).astype(np.int64)),
+        "numpy": [numpy_name, *[value.item() if hasattr(value, "item") else value for value in numpy_rest]],
+        "python": random.getstate(),
+    }
+    return flatten(tree)
+
+
+def _set_rng_state(tensors: dict[str, Tensor], rest: Any) -> None:
+    tree = unflatten(rest, tensors)
+    torch.set_rng_state(tree["torch"])
+    if torch.cuda.is_available() and len(tree["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(tree["cuda"])
+    name, *numpy_rest = tree["numpy"]
+    np.random.set_state((name, tree["numpy_key"].numpy().astype(np.uint32), *numpy_rest))
+    random.setstate(tree["python"])

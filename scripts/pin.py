@@ -1,0 +1,66 @@
+"""Writes constraints.txt: the exact version of everything that the extras need, as installed in this environment.
+
+    .venv/bin/python scripts/pin.py > constraints.txt
+
+Starts from the requirements in pyproject.toml and follows each package's own. What is installed beside them is left out.
+Local version tags (2.13.0+cpu) are dropped, so that the pin fits every build of that version.
+Packages that only another platform or Python needs are not installed here and therefore not pinned.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def requirements_of_project() -> list[Requirement]:
+    """Core dependencies and those of every extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    return [Requirement(line) for group in [project["dependencies"], *extras] for line in group]
+
+
+def requirements_of(distribution: metadata.Distribution, extras: set[str]) -> list[Requirement]:
+    """What an installed package asks for here, with these of its extras."""
+    requirements = [Requirement(line) for line in distribution.requires or []]
+    return [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in (extras or {""}))
+    ]
+
+
+def pins() -> dict[str, str]:
+    """Name -> public version, for the whole closure."""
+    found: dict[str, str] = {}
+    visited: set[tuple[str, frozenset[str]]] = set()
+    waiting = requirements_of_project()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if (name, frozenset(requirement.extras)) in visited:
+            continue
+        visited.add((name, frozenset(requirement.extras)))
+        distribution = metadata.distribution(name)
+        found[name] = Version(distribution.version).public
+        waiting += requirements_of(distribution, requirement.extras)
+    return found
+
+
+if __name__ == "__main__":
+    print(
+        "# Exact versions of what the extras need. Written by scripts/pin.py; change pyproject.toml or the environment, then run it again."
+    )
+    try:
+        for name, version in sorted(pins().items()):
+            print(f"{name}=={version}")
+    except metadata.PackageNotFoundError as missing:
+        sys.exit(f"scripts/pin.py: {missing.name!r} is not installed. Install '.[train,tensorboard,dev]' first.")

@@ -1,0 +1,380 @@
+"""The command line: quick, strict, and no traceback for what a user can mend (exact)."""
+
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from narrowgauge import cli
+from narrowgauge.cli import train
+from narrowgauge.errors import BusyError, CheckpointError, ConfigError
+from narrowgauge.train import config_file
+from narrowgauge.train.config import TABLE, TrainConfig, by_key, key_of, resolved
+from narrowgauge.train.run_folder import RunFolder
+from tests.processes import ROOT
+
+HELP_LIMIT_S = 0.3
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "narrowgauge", *arguments],
+        capture_output=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def loop(monkeypatch) -> list[TrainConfig]:
+    """Stands for the training loop, and collects the configurations it was called with."""
+    calls: list[TrainConfig] = []
+    stub = SimpleNamespace(run=lambda config: calls.append(config) or 0)
+    recipes = SimpleNamespace(get=known_recipe, names=lambda: ("bf16", "fp8-current"))
+    monkeypatch.setattr("narrowgauge.train.loop", stub, raising=False)
+    monkeypatch.setattr("narrowgauge.recipes", recipes, raising=False)
+    return calls
+
+
+def known_recipe(name: str) -> str:
+    if name not in ("bf16", "fp8-row", "fp8-current"):
+        raise ConfigError(f"recipes.get: no recipe {name!r}. Closest: 'fp8-row'.")
+    return f"{name}: the recipe"
+
+
+# Speed
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], [], ["--version"], ["train", "--help"], ["report", "--help"], ["trian"]]
+)
+def test_help_imports_neither_torch_nor_what_takes_as_long(arguments):
+    program = (
+        "import sys\nfrom narrowgauge.cli import main\n"
+        f"main({arguments!r})\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'safetensors', 'tokenizers', 'datasets', 'tensorboard'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_front_imports_the_standard_library_alone():
+    program = (
+        "import sys\nfrom narrowgauge.cli import main\nmain(['--help'])\n"
+        "assert not {'cyclopts', 'rich', 'attrs'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_help_answers_in_time():
+    """Quickest of ten processes: the limit is on the program, not on what else the machine does."""
+
+    def elapsed_s() -> float:
+        started_at_s = time.perf_counter()
+        run("--help")
+        return time.perf_counter() - started_at_s
+
+    assert min(elapsed_s() for _ in range(10)) < HELP_LIMIT_S
+
+
+# The front
+
+
+def test_help_lists_every_verb_and_each_has_its_file(capsys):
+    assert cli.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert f"  {verb}" in listed
+        assert (ROOT / "narrowgauge" / "cli" / f"{verb}.py").exists()
+    assert set(cli.VERBS) == {"train", "report", "info", "recipes"}
+    assert cli.main([]) == 0 and capsys.readouterr().out == listed
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == version("narrowgauge")
+
+
+@pytest.mark.parametrize(
+    ("verb", "near"), [("trian", "train"), ("reports", "report"), ("recipe", "recipes"), ("inf", "info")]
+)
+def test_an_unknown_verb_gets_the_closest(capsys, verb, near):
+    assert cli.main([verb]) == 2
+    assert capsys.readouterr().err == f"narrowgauge: {verb!r} is not a command. Closest: {near!r}.\n"
+
+
+def test_an_unknown_verb_unlike_any_is_sent_to_the_help(capsys):
+    assert cli.main(["../../etc"]) == 2
+    assert "See narrowgauge --help." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no"), 2), (ModuleNotFoundError("no", name="cyclopts"), 2), (CheckpointError("no"), 4),
+        (BusyError("no"), 7), (OSError(28, "No space left on device"), 8), (MemoryError(), 9),
+        (KeyboardInterrupt(), 130), (BrokenPipeError(), 141),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_expected_error_is_a_message_and_a_code(monkeypatch, capfd, error, code):
+    def fail(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setattr(cli, "_forget_output", lambda: None)
+    assert cli.main(["train"]) == code
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
+    ours = ModuleNotFoundError("no", name="narrowgauge.lost")
+    for error in (ZeroDivisionError(), FileNotFoundError(2, "No such file", "x"), ours):
+        monkeypatch.setattr(cli, "_dispatch", lambda arguments, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            cli.main([])
+
+
+def test_the_module_exits_with_the_code():
+    done = run("train", "--layers", "0")
+    assert done.returncode == 2 and done.stdout == b""
+    assert done.stderr.decode() == "narrowgauge: --layers: layers = 0: must be from 1 to 4096.\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_a_closed_pipe_is_no_traceback(arguments):
+    program = f'"{sys.executable}" -m narrowgauge {" ".join(arguments)} | true; echo ${{PIPESTATUS[0]}} >&2'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", program], capture_output=True, cwd=ROOT, env=environment, check=True)
+    assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+    assert int(done.stderr.split()[-1]) in (1, 141)  # rich, which prints a verb's help, says 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_standard_output_is_a_storage_error():
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "narrowgauge", "--help"], stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False
+        )
+    assert done.returncode == 8 and b"Traceback" not in done.stderr and b"No space left" in done.stderr
+
+
+def test_a_closed_standard_output_is_no_traceback():
+    program = f'"{sys.executable}" -m narrowgauge --help >&-'
+    done = subprocess.run(["bash", "-c", program], stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}]
+)
+def test_output_is_ascii_where_the_encoding_is(locale):
+    for arguments in (["train", "--help"], ["train", "--data", ""], ["t\u00e9st"], ["--help"]):
+        done = run(*arguments, **locale)
+        assert done.returncode in (0, 2) and b"Traceback" not in done.stderr
+        assert (done.stdout + done.stderr).isascii()
+
+
+def test_a_file_name_that_is_no_utf8_is_no_traceback():
+    done = subprocess.run(
+        [sys.executable.encode(), b"-m", b"narrowgauge", b"train", b"\xff.toml"],
+        capture_output=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 2 and b"cannot be read" in done.stderr
+
+
+# train
+
+
+def test_defaults_are_resolved_before_the_loop_sees_them(loop):
+    assert cli.main(["train"]) == 0
+    assert loop == [resolved(TrainConfig())]
+    assert loop[0].kv_heads == 8
+
+
+def test_every_setting_has_a_flag_that_the_help_shows(capsys):
+    assert cli.main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for key in by_key():
+        assert train.flag(key) in shown, key
+    for group in ("model", "data", "precision", "training", "run"):
+        assert group in shown
+
+
+def other_value(each) -> tuple[str, object]:
+    """A flag's text and the value it must become, other than the default."""
+    special = {
+        "device": "cuda:1", "precision": "fp32", "save": "quantized", "kv_heads": 2, "intermediate_size": 64, "micro_batches": 2,
+        "hidden_size": 512, "heads": 4, "recipe": "bf16", "compare": "bf16", "beta1": 0.5, "beta2": 0.5, "validation_fraction": 0.25,
+    }  # fmt: skip
+    value = special.get(each.name, {int: 300, float: 0.0003, str: "x y=z é"}.get(each.type))
+    return str(value), value
+
+
+def test_every_flag_reaches_its_setting(loop):
+    plain = [
+        each for each in by_key().values() if each.type not in (bool, TABLE) and each.name not in ("model", "tokenizer")
+    ]
+    expected = {each.name: other_value(each)[1] for each in plain}
+    arguments = [text for each in plain for text in (train.flag(key_of(each)), other_value(each)[0])]
+    switches = ["--tensorboard", "--compile", "--recipes", "lm_head=bf16", "--recipes", "layers.*.up=fp8-row"]
+    assert cli.main(["train", *arguments, *switches]) == 0
+    table = {"lm_head": "bf16", "layers.*.up": "fp8-row"}
+    assert loop == [TrainConfig(**expected, tensorboard=True, compile=True, layers_recipe=table)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--learnin-rate", "1"], "Unknown option: --learnin-rate. Did you mean --learning-rate?"),
+        (["--layers", "2.5"], "Invalid value for --layers: '2.5' is not a whole number."),
+        (["--layers", "2.0"], "'2.0' is not a whole number"),
+        (["--layers", "true"], "'true' is not a whole number"),
+        (["--layers", "0x10"], "'0x10' is not a whole number"),
+        (["--layers", "9" * 5000], "is not a whole number"),
+        (["--seed", "1e3"], "'1e3' is not a whole number"),
+        (["--learning-rate", "fast"], "'fast' is not a number"),
+        (["--learning-rate", "nan"], "--learning-rate: learning_rate = nan: must be a finite number"),
+        (["--learning-rate", "1e400"], "--learning-rate: learning_rate = inf: must be a finite number"),
+        (["--layers", "-1"], "--layers: layers = -1: must be from 1"),
+        (["--layers"], "--layers requires an argument"),
+        (["--layers", "2", "--layers", "3"], "--layers specified multiple times"),
+        (["--resume=maybe"], "--resume"),
+        (["--recipes", "lm_head"], "'lm_head' is not 'pattern=recipe'"),
+        (["--recipes", "a=bf16", "--recipes", "a=fp8-row"], "names its pattern twice"),
+        (["--precision", "amp"], "--precision: precision = 'amp': must be one of"),
+        (["a.toml", "b.toml"], "b.toml"),
+        (["absent.toml"], "absent.toml: cannot be read as a configuration: No such file"),
+        (["--recipe", "fp8-rwo"], "no recipe 'fp8-rwo'. Closest: 'fp8-row'"),
+        (["--recipes", "lm_head=fp9"], "no recipe 'fp9'"),
+        (["--compare", "bf61"], "no recipe 'bf61'"),
+        (["--output", ""], "--output: output = '': must be not empty"),
+    ],
+)
+def test_a_wrong_flag_is_refused_with_code_2(loop, capsys, arguments, words):
+    assert cli.main(["train", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert loop == []
+
+
+def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys):
+    """A letter deleted or two swapped in the middle of each flag; at least 95 % suggested rightly."""
+    right = total = 0
+    for key in by_key():
+        middle = len(key) // 2
+        for typo in {
+            key[:middle] + key[middle + 1 :],
+            key[: middle - 1] + key[middle] + key[middle - 1] + key[middle + 1 :],
+        }:
+            if typo not in by_key():
+                total += 1
+                assert cli.main(["train", train.flag(typo) + "=1"]) == 2
+                right += f"Did you mean {train.flag(key)}?" in capsys.readouterr().err
+    assert total > 80 and right / total >= 0.95
+
+
+def test_flags_override_the_file(loop, tmp_path):
+    file = tmp_path / "tiny.toml"
+    file.write_text('steps = 5\nlayers = 2\nrecipe = "fp8-row"\n[recipes]\nlm_head = "bf16"\n')
+    assert cli.main(["train", str(file), "--layers", "3", "--no-compile"]) == 0
+    assert cli.main(["train", "--config", str(file), "--recipes", "q=bf16"]) == 0
+    assert (loop[0].steps, loop[0].layers, loop[0].recipe, loop[0].layers_recipe) == (
+        5,
+        3,
+        "fp8-row",
+        {"lm_head": "bf16"},
+    )
+    assert loop[1].layers_recipe == {"q": "bf16"}
+
+
+def test_a_mistake_in_the_file_is_told_with_its_line(loop, capsys, tmp_path):
+    file = tmp_path / "tiny.toml"
+    file.write_text("steps = 5\nlayres = 2\n")
+    assert cli.main(["train", str(file)]) == 2
+    assert f"{file}:2: 'layres' is not a setting. Closest: 'layers'." in capsys.readouterr().err
+
+
+def a_run(path: Path, **changes: object) -> TrainConfig:
+    config = resolved(TrainConfig(output=str(path), **changes))
+    with RunFolder.claim(path, resume=False) as folder:
+        folder.write_config(config)
+    return config
+
+
+def test_resume_takes_the_configuration_of_the_run(loop, tmp_path):
+    stored = a_run(tmp_path / "run", layers=2, steps=10, layers_recipe={"lm_head": "bf16"})
+    moved = tmp_path / "moved"
+    (tmp_path / "run").rename(moved)
+    assert cli.main(["train", "--resume", "--output", str(moved), "--steps", "20"]) == 0
+    assert (loop[0].layers, loop[0].steps, loop[0].resume, loop[0].output) == (2, 20, True, str(moved))
+    assert loop[0].layers_recipe == stored.layers_recipe
+
+
+def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
+    a_run(tmp_path, layers=2)
+    assert cli.main(["train", "--resume", "--output", str(tmp_path), "--layers", "3"]) == 2
+    assert "cannot resume with layers = 3, but the run has 2" in capsys.readouterr().err
+    file = tmp_path / "other.toml"
+    file.write_text(config_file.dump(TrainConfig(layers=2, seed=1)))
+    assert cli.main(["train", str(file), "--resume", "--output", str(tmp_path)]) == 2
+    assert "seed = 1, but the run has 0" in capsys.readouterr().err
+    file.write_text(config_file.dump(TrainConfig(layers=2, seed=1, resume=True, output=str(tmp_path))))
+    assert cli.main(["train", str(file)]) == 2
+    assert "seed = 1, but the run has 0" in capsys.readouterr().err
+    assert loop == []
+
+
+def test_resume_of_a_run_that_never_began_begins_it(loop, tmp_path):
+    assert cli.main(["train", "--resume", "--output", str(tmp_path / "new")]) == 0
+    assert loop[0].resume
+
+
+def test_the_exit_code_of_the_loop_is_the_commands(monkeypatch, loop):
+    monkeypatch.setattr("narrowgauge.train.loop", SimpleNamespace(run=lambda config: 75))
+    assert cli.main(["train"]) == 75
+
+
+# The other verbs
+
+
+def test_recipes_lists_all_or_explains_one(capsys):
+    from narrowgauge import recipes
+
+    assert cli.main(["recipes"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(recipes.names())
+    assert cli.main(["recipes", "fp8-row"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("fp8-row: ") and [line.split()[0] for line in shown[1:]] == list(
+        recipes.get("fp8-row").gemms()
+    )
+    assert all("e4m3" in line for line in shown[1:])
+    assert cli.main(["recipes", "fp8-rwo"]) == 2
+    assert "Closest: 'fp8-row'" in capsys.readouterr().err
+
+
+def test_report_prints_the_path_of_the_page(monkeypatch, capsys):
+    page = SimpleNamespace(write=lambda folder: folder / "report.html")
+    monkeypatch.setitem(sys.modules, "narrowgauge.diagnose.report", page)
+    monkeypatch.setattr("narrowgauge.diagnose.report", page, raising=False)
+    assert cli.main(["report", "runs/a"]) == 0
+    assert cli.main(["report"]) == 0
+    assert capsys.readouterr().out == f"{Path('runs/a/report.html')}\n{Path('runs/latest/report.html')}\n"
+
+
+def test_info_prints_what_the_hardware_page_says(monkeypatch, capsys):
+    monkeypatch.setattr("narrowgauge.diagnose.hardware", SimpleNamespace(info=lambda: "cpu: exact"), raising=False)
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().out == "cpu: exact\n"
+
+
+@pytest.mark.parametrize("verb", ["info", "report", "recipes"])
+def test_other_verbs_refuse_what_they_do_not_know(capsys, verb):
+    assert cli.main([verb, "--fro", "x"]) == 2
+    assert "Unknown option: --fro" in capsys.readouterr().err
+    assert cli.main([verb, "a", "b"]) == 2

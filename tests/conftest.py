@@ -1,0 +1,71 @@
+"""What every test gets: one thread, a seed, `gpu` tests skipped where there is no GPU, and a guard over torch's globals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+# The same examples on every run and machine; the time of one example says nothing on shared cores.
+hypothesis.settings.register_profile("narrowgauge", derandomize=True, deadline=None)
+
+
+def pytest_configure() -> None:
+    """One thread, so that the order of a sum does not depend on the machine."""
+    hypothesis.settings.load_profile("narrowgauge")
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same random state, in any order and alone."""
+    torch.manual_seed(0)
+
+
+# Name -> how to read it, how to put it back.
+_GLOBALS = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "grad enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic debug mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+}
+
+
+@pytest.fixture(autouse=True)
+def globals_kept() -> Iterator[None]:
+    """Fails a test that leaves one of torch's globals changed, and puts it back for the next."""
+    before: dict[str, Any] = {name: read() for name, (read, _) in _GLOBALS.items()}
+    yield
+    changed = []
+    for name, (read, write) in _GLOBALS.items():
+        if read() != before[name]:
+            changed.append(f"{name}: {before[name]} -> {read()}")
+            write(before[name])
+    assert not changed, "the test left torch's globals changed: " + "; ".join(changed)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh float memory is NaN, fresh integer memory the largest value: a kernel that skips an element is seen.
+
+    For kernel tests: `pytestmark = pytest.mark.usefixtures("poisoned_memory")`.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True)  # torch fills uninitialized memory in this mode
+    yield
+    torch.set_deterministic_debug_mode(before)

@@ -1,0 +1,291 @@
+"""Tables, exactly: strings come out as they went in; every other value, row and header is refused with its place."""
+
+import csv
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.data import documents
+from narrowgauge.errors import ConfigError, DataError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(name: str, content: str | bytes):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    def write(**columns):
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        return path
+
+    return write
+
+
+def read(path, column=None, **options):
+    return [document.text for document in documents(path, column=column, **options)]
+
+
+# JSONL
+
+
+@given(st.lists(TEXT, min_size=1, max_size=5))
+def test_jsonl_returns_the_strings_it_was_given(tmp_path_factory, texts):
+    path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
+    path.write_text("".join(json.dumps({"id": 3, "body": text}) + "\n" for text in texts), encoding="utf-8")
+    assert read(path) == texts
+
+
+def test_jsonl_origin_is_file_and_line_and_blank_lines_and_texts_are_passed_over(file):
+    path = file("a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n{"text": ""}\n{"text": "two"}')
+    assert [(d.text, d.origin) for d in documents(path)] == [("one", f"{path}:1"), ("two", f"{path}:4")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": null}', r":2: column 'text' holds null, not a string"),
+        ('{"text": 5}', r":2: column 'text' holds a number \(5\), not a string"),
+        ('{"text": NaN}', r":2: column 'text' holds a number \(nan\)"),
+        ('{"text": true}', r":2: column 'text' holds a boolean"),
+        ('{"text": ["a"]}', r":2: column 'text' holds an array"),
+        ('{"text": {"a": 1}}', r":2: column 'text' holds an object"),
+        ('{"texts": "a"}', r":2: no column 'text'\. Closest: 'texts'\. Columns: 'texts'\."),
+        ('["a"]', r":2: the line is an array, not a JSON object"),
+        ('"a"', r":2: the line is a string, not a JSON object"),
+        ('{"text": "trunca', r":2: malformed or truncated JSON in column 10: Unterminated string"),
+        ('{"text": "a"} {"text": "b"}', r":2: malformed or truncated JSON in column 15: Extra data"),
+        ('{"text": "a", "text": "b"}', r":2: unusable JSON: the key 'text' stands twice"),
+        ('{"text": "\\ud800"}', r":2: column 'text' holds half of a surrogate pair, \\ud800"),
+        ('{"text": ' + "[" * 5000 + "]" * 5000 + "}", r":2: unusable JSON: nested too deeply"),
+        ('{"n": ' + "1" * 5000 + "}", r":2: unusable JSON: Exceeds the limit"),
+    ],
+)
+def test_jsonl_refuses_a_bad_line_by_its_number(file, line, message):
+    path = file("a.jsonl", '{"text": "good"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message) as caught:
+        read(path, "text")
+    assert str(caught.value).startswith(str(path))
+
+
+def test_jsonl_invalid_utf8_names_the_line(file):
+    path = file("a.jsonl", b'{"text": "good"}\n{"text": "\xe9"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: invalid UTF-8, byte 0xe9 in column 11 \(byte offset 27"):
+        read(path)
+
+
+def test_jsonl_line_beyond_the_limit_is_refused_before_the_rest_is_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as handle:
+        handle.write(b'{"text": "' + b"x" * 100)
+        handle.truncate(2**40)
+    with pytest.raises(DataError, match=rf"a\.jsonl:1 \({2**40} bytes in the file\): a document of more than 64 bytes"):
+        read(path, limit_bytes=64)
+
+
+def test_jsonl_is_a_stream(file):
+    """Documents in front of a bad line arrive before the error."""
+    found = documents(file("a.jsonl", '{"text": "one"}\nbad\n'))
+    assert next(found).text == "one"
+    with pytest.raises(DataError):
+        next(found)
+
+
+@pytest.mark.parametrize(
+    ("row", "chosen"),
+    [({"n": 1, "body": "yes"}, "yes"), ({"text": "yes", "url": "no"}, "yes")],
+    ids=["only column of strings", "called text"],
+)
+def test_the_obvious_column_is_taken(file, row, chosen):
+    assert read(file("a.jsonl", json.dumps(row))) == [chosen]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"title": "a", "body": "b"}, "Pass column= with one of 'title', 'body'"),
+        ({"title": "a", "body": None}, "Pass column= with one of 'title', 'body'"),
+        ({"text": 5, "title": "a"}, r"column 'text' holds a number \(5\)"),
+        ({"text": None, "title": "a"}, "column 'text' holds null"),
+        ({"n": 5}, "no column holds text. Columns: 'n'"),
+        ({}, "no column holds text. Columns: none"),
+    ],
+)
+def test_no_column_is_guessed(file, row, message):
+    with pytest.raises(DataError, match=message):
+        read(file("a.jsonl", json.dumps(row)))
+
+
+def test_json_that_is_no_jsonl_is_refused_with_the_command(file):
+    with pytest.raises(DataError, match="jq -c"):
+        read(file("a.json", "[]"))
+
+
+# CSV and TSV
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=5))
+def test_csv_returns_the_strings_it_was_given(tmp_path_factory, rows):
+    """Property: commas, quotation marks, line breaks and all."""
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        csv.writer(handle).writerows([("title", "body"), *rows])
+    assert read(path, "body") == [body for _, body in rows]
+
+
+def test_csv_origin_is_the_line_where_the_row_begins(file):
+    path = file("a.csv", 'text\n"one\ntwo"\n\nthree\n')
+    assert [(d.text, d.origin) for d in documents(path)] == [("one\ntwo", f"{path}:2"), ("three", f"{path}:5")]
+
+
+def test_tsv_has_no_quoting(file):
+    assert read(file("a.tsv", 'label\ttext\n1\t"Open, he said\n')) == ['"Open, he said']
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("title,text\na,b\nc\n", r":3: 1 fields, but the header has 2"),
+        ("title,text\na,b,c\n", r":2: 3 fields, but the header has 2"),
+        ('text\n"open\nto the end\n', r":2: malformed CSV: unexpected end of data"),
+        ('text\n"a"b\n', r":2: malformed CSV"),
+        ("text,text\na,b\n", r":1: the header names 'text' twice"),
+        ("title;text\na;b\n", r":1: the header 'title;text' is not separated by commas"),
+        ("title,body\na,b\n", r":1: which column holds the text\? Pass column= with one of 'title', 'body'"),
+        ("text\n", r"a\.csv: no document"),
+        ("", r"a\.csv: no document"),
+        (b"text\nok\n\xff\n", r":3: invalid UTF-8"),
+    ],
+)
+def test_csv_refuses_what_is_malformed_by_its_line(file, content, message):
+    with pytest.raises(DataError, match=message):
+        read(file("a.csv", content))
+
+
+def test_csv_missing_column_names_the_closest(file):
+    with pytest.raises(DataError, match=r"no column 'txet'\. Closest: 'text'\. Columns: 'title', 'text'"):
+        read(file("a.csv", "title,text\na,b\n"), "txet")
+
+
+def test_csv_long_field_is_read_up_to_the_limit_and_leaves_the_global_limit_alone(file):
+    before = csv.field_size_limit()
+    long = "x" * 200_000  # the csv module's own limit is 131,072
+    path = file("a.csv", f"text\n{long}\n")
+    found = documents(path)
+    assert next(found).text == long
+    assert csv.field_size_limit() == before
+    many_lines = file("b.csv", 'text\n"' + "line\n" * 100 + '"\n')
+    with pytest.raises(DataError, match=r"b\.csv:2: a document of more than 64 bytes.*quotation mark may be open"):
+        read(many_lines, limit_bytes=64)
+    assert csv.field_size_limit() == before
+
+
+# Parquet
+
+
+def test_parquet_returns_the_strings_it_was_given(parquet):
+    texts = [f"text {number} ä" for number in range(600)]
+    path = parquet(n=list(range(600)), body=texts)
+    assert [(d.text, d.origin) for d in documents(path)] == [(t, f"{path}:{i}") for i, t in enumerate(texts, 1)]
+
+
+@pytest.mark.parametrize(
+    "kind", [pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str
+)
+def test_parquet_reads_every_type_of_string(parquet, kind):
+    assert read(parquet(text=pyarrow.array(["one", "two"]).cast(kind))) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "column", "message"),
+    [
+        ({"text": ["a", None]}, None, r"rows\.parquet:2: column 'text' holds null"),
+        ({"text": [1, 2]}, None, r"column 'text' holds int64, not strings"),
+        ({"text": [["a"]]}, "text", r"column 'text' holds list<.*>, not strings"),
+        ({"title": ["a"], "body": ["b"]}, None, r"Pass column= with one of 'title', 'body'"),
+        ({"title": ["a"], "body": ["b"]}, "boby", r"no column 'boby'\. Closest: 'body'"),
+        ({"text": pyarrow.array([], pyarrow.string())}, None, r"rows\.parquet: no document"),
+    ],
+)
+def test_parquet_refuses_what_is_no_text(parquet, columns, column, message):
+    with pytest.raises(DataError, match=message):
+        read(parquet(**columns), column)
+
+
+def test_parquet_invalid_utf8_names_the_row(parquet):
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, pyarrow.array([b"good", b"\xff\xfe"]).buffers()
+    )  # Arrow does not look into the bytes here
+    with pytest.raises(DataError, match=r"rows\.parquet:2: column 'text' is invalid UTF-8 at byte 0"):
+        read(parquet(text=broken))
+
+
+def test_parquet_document_beyond_the_limit(parquet):
+    with pytest.raises(DataError, match=r"rows\.parquet:2: a document of more than 4 bytes"):
+        read(parquet(text=["abcd", "abcde"]), limit_bytes=4)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 40, -9])
+def test_parquet_truncated(parquet, keep):
+    path = parquet(text=["one"] * 100)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"rows\.parquet: cannot be read as Parquet"):
+        read(path)
+
+
+def test_parquet_column_name_that_is_no_utf8(parquet):
+    """Found by fuzzing: pyarrow decodes names late, and its UnicodeDecodeError is no ArrowException."""
+    path = parquet(column_x=["one"])
+    path.write_bytes(path.read_bytes().replace(b"column_x", b"column_\xff"))
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        read(path)
+
+
+def test_separator_does_not_go_with_a_table(file):
+    with pytest.raises(ConfigError, match="separator is for plain text files"):
+        read(file("a.jsonl", '{"text": "a"}'), separator="x")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.txt"])
+@given(raw=st.binary(max_size=200))
+def test_any_bytes_give_documents_or_a_data_error(tmp_path_factory, name, raw):
+    """Property (fuzz): no other exception reaches the user, whatever a file holds."""
+    path = tmp_path_factory.mktemp("fuzz") / name
+    path.write_bytes(raw)
+    try:
+        assert all(isinstance(text, str) for text in read(path))
+    except DataError as error:
+        assert name in str(error)
+
+
+SEEDS = {
+    "a.jsonl": b'{"text": "one", "n": 1}\n{"text": "two \xc3\xa4", "n": 2}\n',
+    "a.csv": b'title,text\n1,"one, ""two"""\n2,"th\nree"\n',
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+@given(data=st.data())
+def test_a_valid_file_with_changed_bytes_gives_documents_or_a_data_error(tmp_path_factory, name, data):
+    raw = bytearray(SEEDS[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.mktemp("mutants") / name
+    path.write_bytes(raw)
+    try:
+        read(path, "text")
+    except DataError as error:
+        assert name in str(error)

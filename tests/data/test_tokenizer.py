@@ -1,0 +1,246 @@
+"""Tokenizers, exactly: the same text gives the same tokenizer, a fingerprint moves with anything that moves an id."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.data import fingerprint, load, train_bpe
+from narrowgauge.data.tokenizer import END_OF_TEXT, _sample, end_of_text, plain_backend
+from narrowgauge.errors import ConfigError, DataError, StorageError
+
+TEXTS = ["the scale of a tile\n" * 30, "the amax of a tile\n" * 20, "größe 数 🙂"]
+
+
+def test_the_folder_is_what_auto_tokenizer_loads(tmp_path):
+    from transformers import AutoTokenizer
+
+    trained = train_bpe(TEXTS, 270, tmp_path)
+    loaded = AutoTokenizer.from_pretrained(trained.folder)
+    assert loaded.is_fast
+    assert len(loaded) == trained.vocab_size == 270
+    assert loaded.eos_token == END_OF_TEXT
+    assert loaded.eos_token_id == end_of_text(trained.tokenizer) == 0
+    assert fingerprint(loaded) == fingerprint(trained.tokenizer)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: END_OF_TEXT not in text))
+def test_any_text_survives_the_round_trip(tokenizer, text):
+    """Property: byte-level, so there is no unknown token, and no character is normalized away."""
+    ids = plain_backend(tokenizer).encode(text, add_special_tokens=False).ids
+    assert plain_backend(tokenizer).decode(ids) == text
+
+
+def test_the_same_text_is_trained_once(tmp_path, monkeypatch):
+    first = train_bpe(TEXTS, 270, tmp_path)
+    monkeypatch.setattr("narrowgauge.data.tokenizer._train", None)  # a second training would fail
+    second = train_bpe(iter(TEXTS), 270, tmp_path)
+    assert second.folder == first.folder
+    assert second.notes == first.notes == []
+    assert fingerprint(second.tokenizer) == fingerprint(first.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("texts", "vocab_size"), [(TEXTS[:2], 270), (TEXTS[::-1], 270), (TEXTS, 271), (["".join(TEXTS)], 270)]
+)
+def test_other_text_or_size_is_another_folder(tmp_path, texts, vocab_size):
+    assert train_bpe(texts, vocab_size, tmp_path).folder != train_bpe(TEXTS, 270, tmp_path).folder
+
+
+def test_the_number_of_threads_does_not_change_the_merges():
+    code = (
+        "import hashlib, sys; from narrowgauge.data.tokenizer import _train\n"
+        "texts = [f'text {n} of {n % 7} tiles and {n % 11} scales\\n' * 20 for n in range(500)]\n"
+        "print(hashlib.sha256(_train(texts, 600).to_str().encode()).hexdigest())"
+    )
+    prints = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            encoding="ascii",
+            check=True,
+        ).stdout
+        for threads in ("1", "4")
+    }
+    assert len(prints) == 1
+
+
+def test_a_small_text_gives_a_small_vocabulary_and_says_so(tmp_path):
+    trained = train_bpe(["ab ab ab"], 5000, tmp_path)
+    assert trained.vocab_size < 300
+    assert trained.notes == [f"The text yields {trained.vocab_size} vocabulary entries, fewer than the 5000 asked for."]
+
+
+def test_a_large_text_is_sampled_deterministically_and_says_so(tmp_path):
+    texts = [f"document {n} says {n * n}\n" * 20 for n in range(200)]
+    trained = train_bpe(texts, 270, tmp_path / "a", sample_bytes=20_000)
+    total = sum(len(text) for text in texts)
+    assert trained.notes[0].startswith("The tokenizer was trained on a sample of ")
+    assert trained.notes[0].endswith(f" of {total} bytes.")
+    again = train_bpe(texts, 270, tmp_path / "b", sample_bytes=20_000)
+    assert fingerprint(again.tokenizer) == fingerprint(trained.tokenizer)
+
+
+def test_the_sample_is_spread_over_the_text_in_reading_order():
+    """Of 400 equal parts about 100 are kept. Fewer than 25 of them in a half: 2 in a billion (hypergeometric)."""
+    texts = [f"document {n:03}\n" for n in range(400)]
+    kept, _, total = _sample(texts, sample_bytes=100 * len(texts[0]))
+    assert total == sum(map(len, texts))
+    assert len(kept) == 100
+    assert kept == sorted(kept)
+    assert 25 <= sum(text < texts[200] for text in kept) <= 75
+
+
+@pytest.mark.parametrize("damage", ["merge", "truncated", "seal", "missing"])
+def test_a_changed_cache_is_made_again_and_says_so(tmp_path, damage):
+    good = train_bpe(TEXTS, 270, tmp_path)
+    before = fingerprint(good.tokenizer)
+    file = good.folder / "tokenizer.json"
+    if damage == "merge":
+        state = json.loads(file.read_text(encoding="utf-8"))
+        merges = state["model"]["merges"]
+        merges[0], merges[1] = merges[1], merges[0]
+        file.write_text(json.dumps(state), encoding="utf-8")
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:100])
+    elif damage == "seal":
+        (good.folder / "narrowgauge-bpe.json").write_text("[]", encoding="utf-8")
+    else:
+        file.unlink()
+    again = train_bpe(TEXTS, 270, tmp_path)
+    assert fingerprint(again.tokenizer) == before
+    assert "had changed on disk" in again.notes[0]
+    assert train_bpe(TEXTS, 270, tmp_path).notes == []
+
+
+def test_training_refuses_what_cannot_work(tmp_path):
+    with pytest.raises(ConfigError, match="vocab_size: 256 is below 257"):
+        train_bpe(TEXTS, 256, tmp_path)
+    with pytest.raises(DataError, match="no text to train a tokenizer on"):
+        train_bpe([], 300, tmp_path)
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(StorageError, match="cache cannot be used"):
+        train_bpe(TEXTS, 270, tmp_path / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("message", "step"), [("No space left on device (os error 28)", "Free some space"), ("?", "Check")]
+)
+def test_what_the_rust_half_raises_while_writing_is_a_storage_error(tmp_path, monkeypatch, message, step):
+    def refuse(*_, **__):
+        raise Exception(message)  # this bare class is what `tokenizers` raises
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", refuse)
+    with pytest.raises(StorageError, match=step):
+        train_bpe(TEXTS, 270, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_refuses_a_missing_folder_without_asking_the_hub(tmp_path):
+    for name in (tmp_path / "none", str(tmp_path / "none"), "./none", "a/b/c"):
+        with pytest.raises(DataError, match="no such folder"):
+            load(name)
+
+
+def test_load_refuses_an_unknown_model():
+    with pytest.raises(DataError, match="no usable tokenizer"):
+        load("no-such-organisation/no-such-model")
+
+
+@pytest.mark.parametrize("content", ["", '{"x"', "[]", '{"version": "1.0"}'])
+def test_load_refuses_a_malformed_file(tmp_path, content):
+    trained = train_bpe(TEXTS, 270, tmp_path)
+    (trained.folder / "tokenizer.json").write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match="no usable tokenizer"):
+        load(trained.folder)
+
+
+def test_load_refuses_a_slow_tokenizer(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}', encoding="utf-8")
+    with pytest.raises(DataError, match="CanineTokenizer is a slow tokenizer"):
+        load(tmp_path)
+
+
+def test_load_never_runs_code_that_comes_with_a_model(tmp_path):
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "own.py").write_text("open(__file__ + '.ran', 'w')\nclass Own: pass\n", encoding="utf-8")
+    with pytest.raises(DataError, match="no usable tokenizer"):
+        load(tmp_path)
+    assert not list(tmp_path.glob("*.ran"))
+
+
+def edited(tokenizer, edit):
+    """A copy of the tokenizer whose tokenizer.json went through `edit`."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    edit(state)
+    twin = copy.deepcopy(tokenizer)
+    twin._tokenizer = Tokenizer.from_str(json.dumps(state))
+    return twin
+
+
+def _swap_merges(state):
+    merges = state["model"]["merges"]
+    merges[3], merges[4] = merges[4], merges[3]
+
+
+def _swap_ids(state):
+    vocab = state["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+EDITS = {
+    "merges swapped": _swap_merges,
+    "merge dropped": lambda state: state["model"]["merges"].pop(),
+    "ids swapped": _swap_ids,
+    "entry more": lambda state: state["model"]["vocab"].update({"extra": len(state["model"]["vocab"])}),
+    "normalizer": lambda state: state.update(normalizer={"type": "Lowercase"}),
+    "pre-tokenizer": lambda state: state["pre_tokenizer"].update(add_prefix_space=True),
+    "ignore merges": lambda state: state["model"].update(ignore_merges=True),
+    "added token": lambda state: state["added_tokens"].append(
+        dict(state["added_tokens"][0], id=len(state["model"]["vocab"]), content="<|new|>")
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_the_fingerprint_moves_with_whatever_moves_an_id(tokenizer, edit):
+    assert fingerprint(edited(tokenizer, edit)) != fingerprint(tokenizer)
+
+
+def test_the_fingerprint_moves_with_a_special_token(tokenizer):
+    twin = copy.deepcopy(tokenizer)
+    twin.pad_token = END_OF_TEXT
+    assert fingerprint(twin) != fingerprint(tokenizer)
+
+
+def test_the_fingerprint_ignores_truncation_padding_and_name(tokenizer):
+    twin = copy.deepcopy(tokenizer)
+    twin.backend_tokenizer.enable_truncation(8)
+    twin.backend_tokenizer.enable_padding()
+    twin.name_or_path = "another"
+    assert fingerprint(twin) == fingerprint(tokenizer)
+
+
+def test_the_plain_backend_neither_truncates_nor_pads_nor_changes_the_original(tokenizer):
+    twin = copy.deepcopy(tokenizer)
+    twin.backend_tokenizer.enable_truncation(2)
+    backend = plain_backend(twin)
+    assert len(backend.encode("scale tile amax codes cast").ids) > 2
+    assert twin.backend_tokenizer.truncation["max_length"] == 2
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tokenizer):
+    twin = copy.deepcopy(tokenizer)
+    twin.eos_token = None
+    with pytest.raises(DataError, match="no end-of-text token"):
+        end_of_text(twin)

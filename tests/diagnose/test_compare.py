@@ -1,0 +1,191 @@
+"""The comparison of two loss curves: exact where the answer is known, statistical for the noise band's coverage."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from narrowgauge.diagnose import compare
+from narrowgauge.diagnose.compare import estimate, smooth, student_quantile, window_radius
+
+
+def steps(losses: list[float], **keys: Any) -> list[dict[str, Any]]:
+    return [{"event": "step", "step": i, "loss": loss, "tokens": 64, **keys} for i, loss in enumerate(losses, 1)]
+
+
+def evaluation(step: int, loss: float) -> dict[str, Any]:
+    return {"event": "eval", "step": step, "loss": loss}
+
+
+def noise(seed: int, count: int, correlation: float, size: float = 1.0) -> list[float]:
+    """Gaussian values of which each resembles the one before by `correlation`."""
+    source = random.Random(seed)
+    value, values = source.gauss(0, size), []
+    for _ in range(count):
+        values.append(value)
+        value = correlation * value + math.sqrt(1 - correlation**2) * source.gauss(0, size)
+    return values
+
+
+def compared(gap: float, *, count: int = 300, size: float = 0.01) -> compare.Comparison:
+    shared = [2 + random.Random(i).gauss(0, 0.3) for i in range(count)]
+    own = noise(7, count, 0.3, size)
+    run = [loss + gap + extra for loss, extra in zip(shared, own, strict=True)]
+    return compare.compare(steps(run), steps(shared), "narrow", "wide")
+
+
+# --- smoothing ---
+
+
+def test_smoothing_keeps_a_straight_line_up_to_its_ends():
+    line = [3.0 - 0.25 * i for i in range(40)]
+    assert [value for _, value in smooth(line, 5)] == pytest.approx(line, abs=1e-12)
+
+
+def test_smoothing_leaves_out_what_is_not_finite_and_breaks_there():
+    values = [1.0, 1.0, math.nan, 1.0, math.inf, 1.0]
+    smoothed = [value for _, value in smooth(values, 2)]
+    assert [math.isnan(value) for value in smoothed] == [False, False, True, False, True, False]
+    assert all(value == pytest.approx(1.0) for value in smoothed if not math.isnan(value))
+
+
+def test_smoothing_of_a_long_run_keeps_both_ends_and_few_points():
+    places = [place for place, _ in smooth([1.0] * 10_000, 100)]
+    assert len(places) <= 600 and places[0] == 0 and places[-1] == 9_999
+    assert smooth([], 3) == [] and smooth([2.0], 3) == [(0, 2.0)]
+
+
+# --- the noise band ---
+
+
+def test_student_quantile_agrees_with_tables():
+    """Abramowitz and Stegun, table 26.10."""
+    table = {3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 15: 2.131, 31: 2.040, 120: 1.980}
+    for freedom, quantile in table.items():
+        assert student_quantile(freedom) == pytest.approx(quantile, rel=0.008)
+
+
+@pytest.mark.parametrize(("correlation", "promised"), [(0.0, 0.986), (0.5, 0.97), (0.8, 0.94), (0.9, 0.88)])
+def test_the_band_covers_the_true_mean_as_often_as_the_module_says(correlation, promised):
+    """1,000 series of 65 values, fixed seeds; four standard errors below the promise are a false alarm in 30,000."""
+    estimates = [estimate(noise(seed, 65, correlation)) for seed in range(1000)]
+    covered = sum(abs(found.mean) <= found.half_width for found in estimates) / 1000
+    assert covered >= promised - 4 * math.sqrt(promised * (1 - promised) / 1000)
+
+
+def test_the_band_is_wider_than_the_naive_one_where_neighbours_resemble_each_other():
+    values = noise(3, 65, 0.9)
+    naive = 2 * math.sqrt(compare.variance(values) / 65)
+    assert estimate(values).half_width > 2 * naive
+
+
+def test_too_few_values_have_no_band():
+    assert estimate([1.0] * 15).half_width is None
+    assert estimate([1.0] * 16).half_width == 0.0
+
+
+def test_the_longest_blocks_fill_the_window():
+    assert [window_radius(count) for count in (1, 127, 255, 256, 300, 1000, 100_000)] == [16, 16, 16, 32, 32, 64, 256]
+
+
+# --- findings and words ---
+
+
+def test_a_clear_gap_is_found_and_said_with_its_sign():
+    above, below = compared(+0.05), compared(-0.05)
+    assert (above.finding, below.finding) == ("higher", "lower")
+    assert "narrow is higher than that of wide" in above.verdict and "+0.0" in above.verdict
+    assert "narrow is lower than that of wide" in below.verdict and "−0.0" in below.verdict
+    assert above.tail.count == 65 and above.tail.low < 0.05 < above.tail.high
+
+
+def test_a_gap_within_the_noise_is_not_called_a_difference():
+    found = compared(0.0)
+    assert found.finding == "noise"
+    assert "cannot be told from" in found.verdict
+    assert not any(word in found.verdict for word in ("higher", "lower", "equal", "same", "no difference"))
+
+
+def test_equal_losses_are_called_identical_and_nothing_more():
+    found = compare.compare(steps([2.0] * 40), steps([2.0] * 40), "narrow", "wide")
+    assert found.finding == "identical"
+    assert "identical at all 40 common steps" in found.verdict
+
+
+def test_every_verdict_says_that_it_is_one_pair():
+    for found in (compared(0.0), compared(0.1), compared(0.1, count=3)):
+        assert "one pair of runs with one seed" in found.verdict
+
+
+def test_few_steps_give_no_verdict_on_the_difference():
+    found = compared(0.5, count=3)
+    assert found.finding == "unknown" and found.tail.half_width is None
+    assert "too few" in found.verdict and "noise explains" not in found.verdict
+
+
+def test_nothing_in_common_is_said():
+    found = compare.compare(steps([2.0]), [], "narrow", "wide")
+    assert found.finding == "unknown" and found.curve == [] and found.tail is None
+    assert found.verdict == "narrow and wide have no step with a finite loss in common, so nothing can be compared."
+
+
+def test_different_batches_are_not_compared_as_pairs():
+    other = steps([2.0] * 50)
+    other[10]["tokens"] = 63
+    found = compare.compare(steps([2.5] * 50), other, "narrow", "wide")
+    assert found.finding == "unpaired" and "At 1 of 50 common steps" in found.verdict
+    assert "higher" not in found.verdict
+
+
+def test_a_loss_that_is_not_finite_is_named_and_the_steps_before_are_judged_on_their_own():
+    """Noise before the break stays noise in the words, whatever the break."""
+    shared = [2.0] * 100
+    run = [2.0 + extra for extra in noise(5, 100, 0.0, 0.01)]
+    run[90:] = [math.nan] * 10
+    found = compare.compare(steps(run), steps(shared), "narrow", "wide")
+    assert found.finding == "nonfinite" and found.run_nonfinite == 91 and found.reference_nonfinite is None
+    assert found.steps[-1] == 90
+    assert "narrow is not finite at step 91" in found.verdict and "cannot be told from" in found.verdict
+    assert "noise explains" not in found.verdict
+
+
+def test_the_curve_has_a_point_and_a_band_at_both_ends():
+    found = compared(0.05)
+    assert found.curve[0][0] == 1 and found.curve[-1][0] == 300
+    assert all(point.half_width is not None for _, point in found.curve)
+    assert found.curve[0][1].count == 33 and found.curve[150][1].count == 65
+
+
+# --- the other quantities ---
+
+
+def test_validation_is_compared_at_the_last_step_that_both_evaluated():
+    run = [*steps([2.0] * 3), evaluation(1, 2.2), evaluation(2, 2.1), evaluation(3, 2.0)]
+    reference = [*steps([2.0] * 3), evaluation(1, 2.0), evaluation(2, 2.0)]
+    pair = compare.compare(run, reference, "narrow", "wide").validation
+    assert (pair.step, pair.run, pair.reference) == (2, 2.1, 2.0)
+    assert pair.difference == pytest.approx(0.1) and pair.ratio == pytest.approx(1.05)
+
+
+def test_speed_is_the_median_without_the_first_step():
+    run = steps([2.0] * 4)
+    for event, rate in zip(run, (1.0, 90.0, 100.0, 500.0), strict=True):
+        event["tokens_per_s"] = rate
+    assert compare.tokens_per_s(run) == 100.0
+    assert compare.tokens_per_s(run[:1]) == 1.0
+    assert compare.tokens_per_s(steps([2.0])) is None
+
+
+def test_memory_is_the_largest_peak_and_unknown_where_none_was_measured():
+    found = compare.compare(steps([2.0], peak_bytes=50), steps([2.0], peak_bytes=100), "narrow", "wide")
+    assert found.peak_bytes.ratio == 0.5
+    assert compare.peak_bytes(steps([2.0], peak_bytes=0)) is None
+    assert compare.compare(steps([2.0]), steps([2.0], peak_bytes=100), "narrow", "wide").peak_bytes is None
+
+
+def test_ratios_to_zero_or_not_finite_are_not_given():
+    assert compare.Pair(run=1.0, reference=0.0, step=1).ratio is None
+    assert compare.Pair(run=math.nan, reference=1.0, step=1).ratio is None

@@ -1,0 +1,77 @@
+"""The fixtures of every test do what they promise (exact): a pytest of its own runs tests that break each rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, run
+
+TESTS = """
+import pytest, torch, hypothesis, hypothesis.strategies as st
+
+def test_leaves_dtype():
+    torch.set_default_dtype(torch.float64)
+
+def test_leaves_threads():
+    torch.set_num_threads(2)
+
+def test_leaves_deterministic():
+    torch.use_deterministic_algorithms(True)
+
+def test_all_is_back():
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.get_num_threads() == 1 and torch.get_num_interop_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+
+@pytest.mark.parametrize("again", range(2))
+def test_seeded(again):
+    assert torch.initial_seed() == 0
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
+
+def test_poisoned(poisoned_memory):
+    assert torch.empty(3, 5).isnan().all()
+    assert (torch.empty(7, dtype=torch.uint8) == 255).all()
+
+@hypothesis.given(st.integers())
+def test_derandomized(x):
+    assert hypothesis.settings().derandomize and hypothesis.settings().deadline is None
+
+@pytest.mark.gpu
+def test_gpu():
+    torch.zeros(1, device="cuda")
+
+def test_warning_is_an_error():
+    with pytest.raises(UserWarning):
+        import warnings
+        warnings.warn("anything")
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("rules") / "test_rules.py"
+    file.write_text(TESTS, encoding="utf-8")
+    config = ["-c", ROOT / "pyproject.toml", "--rootdir", file.parent, "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    return run([PYTHON, "-m", "pytest", *config, "-rA", file.name], cwd=file.parent).stdout
+
+
+@pytest.mark.parametrize(
+    ("test", "change"),
+    [
+        ("test_leaves_dtype", "default dtype: torch.float32 -> torch.float64"),
+        ("test_leaves_threads", "threads: 1 -> 2"),
+        ("test_leaves_deterministic", "deterministic debug mode: 0 -> 2"),
+    ],
+)
+def test_a_changed_global_fails_the_test_that_left_it(report, test, change):
+    assert f"ERROR test_rules.py::{test}" in report
+    assert f"the test left torch's globals changed: {change}" in report
+
+
+def test_the_others_pass(report):
+    for test in ("all_is_back", "seeded[0]", "seeded[1]", "poisoned", "derandomized", "warning_is_an_error"):
+        assert f"PASSED test_rules.py::test_{test}" in report, report
+
+
+def test_a_gpu_test_runs_or_is_skipped_with_a_reason(report):
+    assert "PASSED test_rules.py::test_gpu" in report or "needs a CUDA device; torch.cuda.is_available()" in report

@@ -1,0 +1,225 @@
+"""convert and describe: what is taken, what stays, and that a model keeps working as the module it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.errors import ConfigError
+from narrowgauge.qlinear import QLinear
+from narrowgauge.recipe import Gemm
+from tests.compare import assert_same
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up_proj = nn.Linear(32, 64)
+        self.down_proj = nn.Linear(64, 32)
+        self.gate = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down_proj(torch.relu(self.up_proj(self.norm(x)))) * self.gate(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(48, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.lm_head = nn.Linear(32, 48, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+IDS = torch.arange(24).reshape(2, 12)
+
+
+def recipe_names(model: nn.Module) -> dict[str, str]:
+    return {row.name: row.recipe for row in ng.describe(model)}
+
+
+def test_one_line_takes_every_linear_but_heads_and_routers() -> None:
+    names = recipe_names(ng.convert(Model(), "fp8-current"))
+    assert {name for name, recipe in names.items() if recipe == "none"} == {
+        "lm_head", "layers.0.gate", "layers.1.gate", "layers.2.gate",
+    }  # fmt: skip
+    assert names["layers.1.up_proj"] == "fp8-current"
+
+
+def test_describe_says_why_a_layer_was_kept() -> None:
+    rows = {row.name: row for row in ng.describe(ng.convert(Model(), "fp8-current"))}
+    assert rows["lm_head"].note == "output head"
+    assert rows["layers.0.gate"].note.startswith("router")
+    assert "no FP8 units" in rows["layers.0.up_proj"].backend
+    assert "emulated exactly" in rows["layers.0.up_proj"].backend
+
+
+def test_later_patterns_win_and_letters_name_kept_layers() -> None:
+    model = ng.convert(Model(), {"*": "fp8-row", "layers.0.*": "mxfp8", "down_proj": None, "lm_head": "bf16"})
+    names = recipe_names(model)
+    assert names["layers.0.up_proj"] == "mxfp8"
+    assert names["layers.1.up_proj"] == "fp8-row"
+    assert names["layers.0.down_proj"] == "none"
+    assert names["lm_head"] == "bf16"
+    assert names["layers.0.gate"] == "none"
+
+
+def test_converting_again_changes_only_what_is_named() -> None:
+    model = ng.convert(ng.convert(Model(), "fp8-row"), {"layers.2.up_proj": "int8"})
+    names = recipe_names(model)
+    assert names["layers.2.up_proj"] == "int8"
+    assert names["layers.1.up_proj"] == "fp8-row"
+
+
+def test_pattern_without_a_match_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"'layers\.\*\.up' matched no Linear\. Closest: 'layers\.\d\.up_proj'"):
+        ng.convert(Model(), {"layers.*.up": "fp8-row"})
+
+
+def test_failed_conversion_changes_nothing() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match="no recipe 'fp8-curent'. Closest: 'fp8-current'"):
+        ng.convert(model, {"*": "fp8-row", "lm_head": "fp8-curent"})
+    assert not any(isinstance(module, QLinear) for module in model.modules())
+
+
+def test_model_without_linears_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="holds no nn.Linear"):
+        ng.convert(nn.Sequential(nn.LayerNorm(4)), "fp8-row")
+
+
+def test_bare_linear_can_be_converted() -> None:
+    layer = nn.Linear(32, 32)
+    assert ng.convert(layer, "fp8-current") is layer
+    assert isinstance(layer, QLinear)
+
+
+def test_identity_hooks_and_ties_survive() -> None:
+    model = Model()
+    layer, parameters = model.layers[0].up_proj, [id(parameter) for parameter in model.parameters()]
+    calls: list[int] = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    ng.convert(model, {"*": "fp8-current", "lm_head": "fp8-current"})
+    assert model.layers[0].up_proj is layer
+    assert [id(parameter) for parameter in model.parameters()] == parameters
+    assert model.lm_head.weight is model.embed.weight
+    model(IDS).sum().backward()
+    assert calls == [1]
+    assert model.embed.weight.grad is not None
+
+
+def test_shared_module_is_converted_once_and_runs_in_both_places() -> None:
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    ng.convert(model, "fp8-delayed")
+    assert model[0] is model[2]
+    model(torch.randn(4, 32)).sum().backward()
+    assert len(ng.describe(model)) == 1
+
+
+def test_none_gives_the_ordinary_model_back() -> None:
+    model, truth = ng.convert(Model(), "fp8-delayed"), Model()
+    ng.convert(model, None)
+    assert not any(isinstance(module, QLinear) for module in model.modules())
+    assert_same(dict(model.state_dict()), dict(truth.state_dict()))
+    assert_same(model(IDS), truth(IDS))
+    assert str(model) == str(truth)
+
+
+def test_suspended_computes_as_before_and_comes_back() -> None:
+    model, truth = ng.convert(Model(), "fp8-current"), Model()
+    narrow = model(IDS)
+    with ng.suspended(model):
+        assert_same(model(IDS), truth(IDS))
+        assert "suspended" in ng.describe(model)[0].note
+    assert_same(model(IDS), narrow)
+    assert not torch.equal(narrow, truth(IDS))
+
+
+def test_suspended_restores_after_an_error() -> None:
+    model = ng.convert(Model(), "fp8-current")
+    with pytest.raises(KeyError), ng.suspended(model):
+        raise KeyError
+    assert not model.layers[0].up_proj.is_suspended
+
+
+def test_frozen_and_subclassed_layers_are_told() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32), nn.Linear(32, 8), nn.Linear(32, 40))
+    model[0].weight.requires_grad_(False)
+    rows = ng.describe(ng.convert(model, "fp8-current"))
+    assert [row.recipe for row in rows] == ["fp8-current", "none", "none", "fp8-current"]
+    assert "frozen" in rows[0].note
+    assert "Own has a forward of its own" in rows[1].note
+    assert "fewer than 16" in rows[2].note
+    assert "multiples of 16" in rows[3].note
+
+
+def test_attention_of_torch_keeps_its_own_projection() -> None:
+    attention = nn.MultiheadAttention(32, 2)
+    rows = ng.describe(ng.convert(nn.Sequential(attention, nn.Linear(32, 32)), "fp8-current"))
+    assert {row.name: row.recipe for row in rows} == {"0.out_proj": "none", "1": "fp8-current"}
+
+
+def test_one_product_can_be_put_back_to_16_bits() -> None:
+    model = ng.convert(Model(), ng.recipes.FP8_CURRENT.with_gemm(grad_weight=Gemm()))
+    row = next(row for row in ng.describe(model) if row.name == "layers.0.up_proj")
+    assert row.grad_weight == "16-bit"
+    assert row.recipe == "fp8-current+grad_weight:16-bit"
+    model(IDS).sum().backward()
+
+
+def test_state_dict_travels_between_converted_models() -> None:
+    first = ng.convert(Model(), "fp8-delayed")
+    first(IDS).sum().backward()
+    ng.advance(first)
+    second = ng.convert(Model(), "fp8-delayed")
+    assert second.load_state_dict(first.state_dict())
+    assert_same(second(IDS), first(IDS))
+    plain = {name: value for name, value in first.state_dict().items() if ".scaling." not in name}
+    assert set(plain) == set(Model().state_dict())
+
+
+def test_deepcopy_is_independent() -> None:
+    model = ng.convert(Model(), "fp8-delayed")
+    twin = copy.deepcopy(model)
+    model(IDS).sum().backward()
+    ng.advance(model)
+    window = twin.layers[0].up_proj.scaling["x"]
+    assert not window.history.any()
+
+
+def test_description_groups_equal_layers() -> None:
+    text = str(ng.describe(ng.convert(Model(), "fp8-current")))
+    assert "layers.0.up_proj ... layers.2.up_proj (3 layers)" in text
+    assert text.isascii()
+    assert "recipe=fp8-current" in repr(ng.convert(Model(), "fp8-current"))
+
+
+def test_training_by_any_optimizer_follows_the_weights() -> None:
+    """Weights written through .data keep their version counter; `advance` alone must be enough."""
+    model = ng.convert(Model(), "fp8-current")
+    for _ in range(2):
+        model.zero_grad()
+        model(IDS).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data.sub_(parameter.grad, alpha=0.5)
+        ng.advance(model)
+        fresh = ng.convert(Model(), "fp8-current")
+        fresh.load_state_dict(model.state_dict())
+        assert_same(model(IDS), fresh(IDS))

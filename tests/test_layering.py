@@ -1,0 +1,141 @@
+"""Who imports whom, and what importing costs (exact; the time limit of --help is in CPU seconds).
+
+The contracts stand in pyproject.toml; planted violations show that they bite.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import statistics
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, run, run_ok
+
+HELP_LIMIT_S = 0.3  # above it a person notices the wait; the interpreter alone takes about 0.02
+
+LINT = [
+    PYTHON,
+    "-c",
+    "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))",
+]
+
+
+def test_the_layers_hold():
+    run_ok(LINT)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("errors.py", "from narrowgauge import formats", "narrowgauge.errors is not allowed to import narrowgauge.formats"),
+        ("data/planted.py", "from narrowgauge import formats", "narrowgauge.data is not allowed to import narrowgauge.formats"),
+        ("recipe.py", "from narrowgauge import recipes", "narrowgauge.recipe is not allowed to import narrowgauge.recipes"),
+        ("ops/planted.py", "def f():\n    import narrowgauge.train", "narrowgauge.ops is not allowed to import narrowgauge.train"),
+        ("train/planted.py", "from narrowgauge.train import planted_too", "No cycles are allowed in narrowgauge.train"),
+        ("unplaced.py", "", "narrowgauge.unplaced"),
+    ],
+)  # fmt: skip
+def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
+    package = tmp_path / "narrowgauge"
+    files = {
+        name: ""
+        for name in ("__init__.py", "errors.py", "formats.py", "recipes.py", "ops/__init__.py", "data/__init__.py")
+    }
+    files |= {"train/__init__.py": "", "train/planted_too.py": "from narrowgauge.train import planted"}
+    files |= {"train/planted.py": "", file: source}
+    for name, text in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text, encoding="utf-8")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    done = run(LINT, cwd=tmp_path, import_from=tmp_path)
+    assert done.returncode == 1 and complaint in " ".join(done.stdout.split()), done.stdout + done.stderr
+
+
+# Touching each name resolves what the package imports lazily. Subpackages (train, cli, ...) may bring their extras.
+IMPORT_EVERY_PUBLIC_NAME = """
+import pkgutil
+import narrowgauge
+packages = {module.name for module in pkgutil.iter_modules(narrowgauge.__path__) if module.ispkg}
+for name in getattr(narrowgauge, "__all__", ()):
+    if name not in packages:
+        getattr(narrowgauge, name)
+"""
+
+
+def test_importing_brings_torch_and_nothing_else():
+    """What torch itself imports (numpy, where installed) is not counted."""
+    code = f"""
+import sys
+import torch
+before = set(sys.modules)
+{IMPORT_EVERY_PUBLIC_NAME}
+roots = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print(*sorted(roots - sys.stdlib_module_names - {{"narrowgauge", "torch", "triton"}}))
+"""
+    assert run_ok([PYTHON, "-c", code]).stdout.split() == []
+
+
+def test_importing_reads_no_environment_and_configures_no_logging():
+    """A read counts when narrowgauge's own code asks for it; torch reads many variables by itself."""
+    code = f"""
+import logging, os, sys, warnings
+import torch
+
+asked = []
+
+def spy(method):
+    def spied(self, *args):
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename.startswith("<frozen") or frame.f_globals["__name__"] in ("os", "_collections_abc"):
+            frame = frame.f_back
+        if frame.f_globals["__name__"].partition(".")[0] == "narrowgauge":
+            asked.append((frame.f_globals["__name__"], *args))
+        return method(self, *args)
+    return spied
+
+for name in ("__getitem__", "__iter__", "__len__"):
+    setattr(os._Environ, name, spy(getattr(os._Environ, name)))
+
+def logging_state():
+    loggers = [logging.root] + [logging.getLogger(name) for name in sorted(logging.root.manager.loggerDict)]
+    return [(each.name, each.level, list(each.handlers)) for each in loggers if each.level or each.handlers]
+
+before = logging_state(), list(warnings.filters)
+{IMPORT_EVERY_PUBLIC_NAME}
+assert not asked, f"environment read at import: {{asked}}"
+assert (logging_state(), list(warnings.filters)) == before, "logging or warnings configured at import"
+exec(compile("import os; os.environ.get('HOME'); 'HOME' in os.environ", "x", "exec"), {{"__name__": "narrowgauge.probe"}})
+assert len(asked) == 2, f"the spy is blind: {{asked}}"
+"""
+    run_ok([PYTHON, "-c", code])
+
+
+def test_help_does_without_torch():
+    code = """
+import runpy, sys
+sys.argv = ["narrowgauge", "--help"]
+try:
+    runpy.run_module("narrowgauge", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = {"torch", "transformers", "datasets", "matplotlib", "numpy"} & set(sys.modules)
+assert not heavy, f"--help imported {sorted(heavy)}"
+"""
+    assert "train" in run_ok([PYTHON, "-c", code]).stdout
+
+
+def test_help_answers_at_once():
+    """Median of five, in CPU seconds of the process: waiting for a busy machine's cores does not count."""
+    times_s = []
+    for _ in range(5):
+        before = _children_cpu_s()
+        run_ok([PYTHON, "-m", "narrowgauge", "--help"])
+        times_s.append(_children_cpu_s() - before)
+    assert statistics.median(times_s) < HELP_LIMIT_S, f"--help took {[round(t, 3) for t in times_s]} s"
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

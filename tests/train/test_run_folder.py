@@ -1,0 +1,168 @@
+"""The run folder: one holder, one run, and refusals before any work is done (exact)."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.errors import BusyError, ConfigError, StorageError
+from narrowgauge.train import storage
+from narrowgauge.train.config import TrainConfig, resolved
+from narrowgauge.train.metrics import MetricsLog
+from narrowgauge.train.run_folder import RunFolder, refuse_other_run
+from tests.processes import PYTHON, ROOT, as_nobody
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from narrowgauge.train.run_folder import RunFolder
+with RunFolder.claim(Path(sys.argv[1]), resume=True):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def start_holder(path: Path) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([PYTHON, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout and process.stdout.readline() == b"held\n"
+    return process
+
+
+def train_something(folder: RunFolder) -> None:
+    with MetricsLog(folder.metrics) as log:
+        log.write("step", 1, loss=1.0)
+
+
+def test_a_new_folder_is_made_with_its_parents(tmp_path):
+    config = resolved(TrainConfig(prompt="é\n"))
+    with RunFolder.claim(tmp_path / "runs" / "a b é", resume=False) as folder:
+        folder.write_config(config)
+        folder.write_run({"recipe": "bf16", "unigram_entropy": math.inf})
+        assert folder.read_config() == config
+        assert folder.read_run() == {"recipe": "bf16", "unigram_entropy": math.inf}
+        json.loads(folder.run.read_text(), parse_constant=pytest.fail)
+    assert sorted(os.listdir(folder.path)) == ["config.toml", "lock", "run.json"]
+
+
+def test_a_second_process_is_refused_and_a_killed_one_frees_the_folder(tmp_path):
+    holder = start_holder(tmp_path)
+    try:
+        with pytest.raises(
+            BusyError, match=rf"process {holder.pid} on {os.uname().nodename} is training there"
+        ) as caught:
+            RunFolder.claim(tmp_path, resume=True)
+        assert caught.value.exit_code == 7 and str(tmp_path) in str(caught.value)
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    started_at_s = time.monotonic()
+    RunFolder.claim(tmp_path, resume=True).close()
+    assert time.monotonic() - started_at_s < 1
+
+
+def test_the_lock_is_given_back_on_the_way_out_and_after_a_refusal(tmp_path):
+    with RunFolder.claim(tmp_path, resume=False) as folder:
+        train_something(folder)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"holds a run already\. Continue it with --resume, or choose another"):
+            RunFolder.claim(tmp_path, resume=False)
+    with RunFolder.claim(tmp_path, resume=True):
+        pass
+
+
+def test_the_same_process_cannot_claim_twice(tmp_path):
+    with RunFolder.claim(tmp_path, resume=True), pytest.raises(BusyError, match=f"process {os.getpid()} on"):
+        RunFolder.claim(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints/step-00000001", "final"])
+def test_what_was_trained_counts_as_a_run(tmp_path, trace):
+    path = tmp_path / trace
+    path.parent.mkdir(exist_ok=True)
+    if trace == "metrics.jsonl":
+        path.write_text("{}\n")
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        RunFolder.claim(tmp_path, resume=False)
+
+
+def test_a_start_that_failed_before_training_is_no_run(tmp_path):
+    with RunFolder.claim(tmp_path, resume=False) as folder:
+        folder.write_config(TrainConfig())
+        folder.checkpoints.mkdir()
+        folder.metrics.touch()
+    with RunFolder.claim(tmp_path, resume=False):
+        pass
+
+
+def test_leftovers_of_a_crash_are_cleared_and_others_kept(tmp_path):
+    for name in (".tmp-step-00000001-7", "mine"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    RunFolder.claim(tmp_path, resume=False).close()
+    assert os.listdir(tmp_path / "checkpoints") == ["mine"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot use the run folder") as caught:
+        RunFolder.claim(tmp_path / "file" / "run", resume=False)
+    assert caught.value.exit_code == 8
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "write_synced", full)
+    with pytest.raises(StorageError, match=r"cannot write to .*: No space left on device"):
+        RunFolder.claim(tmp_path / "full", resume=False)
+    monkeypatch.undo()
+    RunFolder.claim(tmp_path / "full", resume=False).close()  # the lock was given back
+
+
+def test_a_read_only_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o555)
+    with as_nobody(), pytest.raises(StorageError, match="Permission denied"):
+        RunFolder.claim(tmp_path / "run", resume=False)
+    tmp_path.chmod(0o755)
+    assert os.listdir(tmp_path) == []
+
+
+def test_naming_a_folder_touches_nothing(tmp_path):
+    folder = RunFolder(tmp_path / "absent")
+    assert not folder.has_run() and not folder.path.exists()
+    assert folder.compared("bf16") == tmp_path / "absent" / "compare-bf16"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 500}, {"device": "cpu"}, {"keep": 5}, {"output": "moved"}, {"resume": True}, {"compare": "bf16"}],
+)
+def test_a_resumed_run_may_change_how_long_and_where(change):
+    refuse_other_run(TrainConfig(), TrainConfig(**change))
+
+
+def test_a_resumed_run_may_not_become_another():
+    stored = TrainConfig()
+    free = {"steps", "device", "threads", "compile", "micro_batches", "cache"}
+    fixed = {each.name for each in dataclasses.fields(stored) if each.metadata["group"] != "run"} - free
+    assert {
+        "hidden_size",
+        "data",
+        "recipe",
+        "layers_recipe",
+        "precision",
+        "batch_size",
+        "learning_rate",
+        "seed",
+    } <= fixed
+    with pytest.raises(ConfigError) as caught:
+        refuse_other_run(stored, TrainConfig(layers=2, layers_recipe={"lm_head": "bf16"}))
+    assert "layers = 2, but the run has 6" in str(caught.value)
+    assert "recipes = {'lm_head': 'bf16'}, but the run has {}" in str(caught.value)
