@@ -204,7 +204,7 @@ def _windows(layer: QLinear) -> Iterator[AmaxWindow]:
 
 def _restore(layer: QLinear) -> None:
     layer.recipe = None
-    for name in ("observer", "is_suspended", "_cache", "_recipe"):
+    for name in ("observer", "is_suspended", "_cache", "_recipe", "_plans"):
         layer.__dict__.pop(name)
     layer._modules.pop("scaling", None)
     layer.__dict__.pop("scaling", None)

@@ -27,7 +27,7 @@ from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.ops.mm import Plan, high_precision, plan
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Recipe, Window
+from narrowgauge.recipe import GEMMS, Cast, Recipe, Window
 from narrowgauge.tiles import WHOLE
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
@@ -49,12 +49,41 @@ class WeightCache:
         """The weight as an operand of `gemm`, built at most once per step."""
         if weight.is_inference():  # has no version counter
             return build()
-        key = (weight._version, weight.data_ptr(), weight.dtype, weight.device, recipe)
+        key = (weight._version, weight.data_ptr(), weight.dtype, id(recipe))
         if key != self.key:
             self.key, self.casts = key, {}
         if gemm not in self.casts:
             self.casts[gemm] = build()
         return self.casts[gemm]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What a recipe means on a device, worked out once: it would cost more than a small GEMM to do so at every call.
+
+    output, grad_input, grad_weight       the kernel of each product and the form of its operands
+    turn_x, turn_w, turn_gy               whether one quantization serves both products that read the tensor
+    """
+
+    output: Plan
+    grad_input: Plan
+    grad_weight: Plan
+    turn_x: bool
+    turn_w: bool
+    turn_gy: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe, device: torch.device) -> Plans:
+        output, grad_input, grad_weight = (plan(getattr(recipe, gemm), device) for gemm in GEMMS)
+        return cls(
+            output,
+            grad_input,
+            grad_weight,
+            turn_x=_serves_both(recipe.output.lhs, recipe.grad_weight.rhs),
+            turn_w=_serves_both(recipe.output.rhs, recipe.grad_input.rhs) and output.expand == grad_input.expand,
+            turn_gy=_serves_both(recipe.grad_input.lhs, recipe.grad_weight.lhs)
+            and grad_input.expand == grad_weight.expand,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,13 +94,11 @@ class Settings:
     """
 
     recipe: Recipe
+    plans: Plans
     out_dtype: torch.dtype
     records: bool = True
     cache: WeightCache | None = None
     observer: Observer | None = None
-
-    def plan(self, gemm: str, device: torch.device) -> Plan:
-        return plan(getattr(self.recipe, gemm), device)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -85,7 +112,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
             f"linear: recipe {recipe.name!r} remembers amax from step to step and a function cannot. "
             "Use narrowgauge.QLinear, or convert the model."
         )
-    return _apply(x, weight, bias, Settings(recipe, _out_dtype(x)), (None, None, None))
+    return _apply(x, weight, bias, Settings(recipe, Plans.of(recipe, x.device), _out_dtype(x)), (None, None, None))
 
 
 class QLinear(nn.Linear):
@@ -122,6 +149,7 @@ class QLinear(nn.Linear):
         self.is_suspended = False
         self._cache: WeightCache | None = None
         self._recipe: Recipe | None = None
+        self._plans: tuple[torch.device, Plans] | None = None
         self.scaling = None
         self.recipe = recipe
 
@@ -137,6 +165,7 @@ class QLinear(nn.Linear):
             )
         windows = {} if recipe is None else recipe.windows()
         self._recipe = recipe
+        self._plans = None
         self.empty_cache()
         self.scaling = nn.ModuleDict(
             {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
@@ -153,6 +182,7 @@ class QLinear(nn.Linear):
         compiling = torch.compiler.is_compiling()
         settings = Settings(
             self._recipe,
+            Plans.of(self._recipe, x.device) if compiling else self._planned(x.device),
             _out_dtype(x),
             self.training,
             None if compiling else self._cache,
@@ -160,13 +190,19 @@ class QLinear(nn.Linear):
         )
         return _apply(x, self.weight, self.bias, settings, lives)
 
+    def _planned(self, device: torch.device) -> Plans:
+        assert self._recipe is not None
+        if self._plans is None or self._plans[0] != device:
+            self._plans = (device, Plans.of(self._recipe, device))
+        return self._plans[1]
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts and the observer."""
         kept = None if self._cache is None else WeightCache()
-        return self.__dict__ | {"_cache": kept, "observer": None}
+        return self.__dict__ | {"_cache": kept, "observer": None, "_plans": None}
 
 
 def _live(scaling: nn.ModuleDict, role: str) -> Tensor | None:
@@ -201,9 +237,8 @@ class _Products(torch.autograd.Function):
         w_live: Tensor | None,
         gy_live: Tensor | None,
     ) -> Tensor:
-        recipe, how = settings.recipe, settings.plan("output", x.device)
-        x_amax = _amax(x, recipe.roles()["x"], x_live, settings)
-        w_amax = _amax(weight, recipe.roles()["w"], w_live, settings)
+        recipe, how = settings.recipe, settings.plans.output
+        x_amax, w_amax = _amax(x, x_live, settings), _amax(weight, w_live, settings)
         lhs = _operand(x, recipe.output.lhs, how.expand, x_amax, settings)
         rhs = _weight_operand("output", weight, settings, how, w_amax)
         _show(settings, "output", ("x", x, lhs), ("w", weight, rhs))
@@ -226,20 +261,19 @@ class _Products(torch.autograd.Function):
         settings: Settings = ctx.settings
         recipe = settings.recipe
         grad_input = grad_weight = grad_bias = lhs = None
-        gy_amax = _amax(gy, recipe.roles()["gy"], ctx.gy_live, settings)
-        how = settings.plan("grad_input", gy.device)
+        gy_amax = _amax(gy, ctx.gy_live, settings)
+        how = settings.plans.grad_input
         if ctx.needs_input_grad[0]:
             lhs = _operand(gy, recipe.grad_input.lhs, how.expand, gy_amax, settings)
             rhs = _weight_operand("grad_input", weight, settings, how, w_amax)
             _show(settings, "grad_input", ("gy", gy, lhs), ("w", weight, rhs))
             grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
         if ctx.needs_input_grad[1]:
-            earlier, how = how, settings.plan("grad_weight", gy.device)
-            cast = recipe.grad_weight.lhs
-            if lhs is not None and how.expand == earlier.expand and _serves_both(recipe.grad_input.lhs, cast):
+            how = settings.plans.grad_weight
+            if lhs is not None and settings.plans.turn_gy:
                 lhs = _turned(lhs)
             else:
-                lhs = _operand(gy.T, cast, how.expand, gy_amax, settings)
+                lhs = _operand(gy.T, recipe.grad_weight.lhs, how.expand, gy_amax, settings)
             rhs = _kept_operand(kept, ctx.kept_cast, gy.shape[0], settings, how.expand, x_amax)
             x = kept[0] if ctx.kept_cast is None or settings.observer is None else dequantize(rhs).T
             _show(settings, "grad_weight", ("gy", gy, lhs), ("x", x, rhs))
@@ -249,11 +283,9 @@ class _Products(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
-def _amax(x: Tensor, casts: tuple[Cast | None, Cast | None], live: Tensor | None, settings: Settings) -> Tensor | None:
-    """The amax [1, 1] that delayed scaling gives this tensor, noted in its window; None where it scales by its own."""
+def _amax(x: Tensor, live: Tensor | None, settings: Settings) -> Tensor | None:
+    """The amax [1, 1] that delayed scaling gives this tensor, noted in its window; None for a tensor without a window."""
     if live is None or x.numel() == 0:
-        return None
-    if not any(cast is not None and isinstance(cast.calibrate, Window) for cast in casts):
         return None
     return observe(live, tile_amax(x.detach(), (WHOLE, WHOLE)), records=settings.records)
 
@@ -275,8 +307,7 @@ def _weight_operand(gemm: str, weight: Tensor, settings: Settings, how: Plan, am
     def build() -> QTensor | Tensor:
         if gemm == "output":
             return _operand(weight, recipe.output.rhs, how.expand, amax, settings)
-        same_form = settings.plan("output", weight.device).expand == how.expand
-        if cache is not None and same_form and _serves_both(recipe.output.rhs, recipe.grad_input.rhs):
+        if cache is not None and settings.plans.turn_w:
             turned = _turned(_weight_operand("output", weight, settings, how, amax))
             return turned if how.expand is not None else _row_major(turned)
         return _operand(weight.T, recipe.grad_input.rhs, how.expand, amax, settings)
@@ -306,10 +337,12 @@ def _keep(
     cast = recipe.grad_weight.rhs
     if recipe.save == "original" or cast is None:
         return (x, None, None), None
-    if isinstance(lhs, QTensor) and _serves_both(recipe.output.lhs, cast):
-        turned = lhs.compact().transposed()
-    else:
+    if not isinstance(lhs, QTensor) or not settings.plans.turn_x:
         turned = _operand(x.T, cast, None, amax, settings)
+    elif lhs.is_expanded and x.device.type == "cpu":
+        turned = lhs.transposed()  # encoding and decoding on a CPU takes longer than the GEMM
+    else:
+        turned = lhs.compact().transposed()
     return (turned.data, turned.scale, turned.global_scale), cast
 
 
@@ -326,7 +359,7 @@ def _kept_operand(
         return _operand(kept[0].T, settings.recipe.grad_weight.rhs, expand, amax, settings)
     data, scale, global_scale = kept
     q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
-    return q if expand is None else q.expanded(expand)
+    return q if expand is None or q.is_expanded else q.expanded(expand)
 
 
 def _show(settings: Settings, gemm: str, *operands: tuple[str, Tensor, QTensor | Tensor]) -> None:

@@ -129,9 +129,10 @@ class Recipe:
     """The three products of a Linear.
 
     name  how users call it
-    save  what is kept of x for `grad_weight`: "original" (the tensor as it came, usually kept alive by its producer
-          anyway) or "quantized" (its 8-bit codes: a quarter to half of the bytes). Both give the same gradients when the
-          cast is per tensor and rounds to nearest; otherwise "quantized" stores codes tiled for `grad_weight`.
+    save  what is kept of x for `grad_weight`: "original" (the tensor as it came, often kept alive by its producer anyway,
+          cast again in backward) or "quantized" (its 8-bit codes: a quarter to half of the bytes, no second cast). Casts per
+          tensor share the codes of `output`; others store codes tiled for `grad_weight`. The gradients are the same. Where
+          a CPU emulates, the decoded values stand for the codes: encoding them takes longer than the product saves.
     """
 
     name: str

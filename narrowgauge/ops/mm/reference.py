@@ -45,13 +45,15 @@ def run(
     fast_accumulate: bool,
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
-    with torch.autocast(lhs.device.type, enabled=False):
-        (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
-        out = _times_scales(_float_mm(left, right), left_scale, right_scale)
-        if bias is not None:
-            # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
-            out = out + bias.to(torch.float32)
-        return out.to(out_dtype)
+    if torch.is_autocast_enabled(lhs.device.type):  # it would round the operands of torch.mm
+        with torch.autocast(lhs.device.type, enabled=False):
+            return run(lhs, rhs, bias, out_dtype, fast_accumulate)
+    (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
+    out = _times_scales(_float_mm(left, right), left_scale, right_scale)
+    if bias is not None:
+        # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype)
 
 
 def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
