@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from narrowgauge import formats
 from narrowgauge.errors import ShapeError
-from narrowgauge.formats import E2M1, E4M3, INT4, INT8, NF4
+from narrowgauge.formats import E2M1, E4M3, E8M0, INT4, INT8, NF4
 from narrowgauge.ops import dequantize, quantize
-from narrowgauge.qtensor import scale_shape, spread, tile_sizes
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
+from narrowgauge.tiles import scale_shape
 from tests.compare import assert_same
+from tests.oracles import plain
 
 BLOCKS = Cast(format=E4M3, tile=(2, 4), scale=POW2)
 NIBBLES = Cast(format=INT4, tile=(1, 4))
@@ -91,37 +93,6 @@ def test_bytes_are_those_of_codes_and_scales():
     assert quantized(NIBBLES, 16, 63).data.shape == (16, 32)
 
 
-# --- tiles ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "tile", "sizes", "scales"),
-    [
-        ((5, 9), (WHOLE, WHOLE), (5, 9), (1, 1)),
-        ((5, 9), (1, WHOLE), (1, 9), (5, 1)),
-        ((5, 9), (2, 4), (2, 4), (3, 3)),
-        ((4, 8), (2, 4), (2, 4), (2, 2)),
-        ((5, 9), (128, 128), (128, 128), (1, 1)),
-        ((0, 9), (WHOLE, WHOLE), (1, 9), (0, 1)),
-        ((5, 0), (1, WHOLE), (1, 1), (5, 0)),
-        ((0, 0), (2, 2), (2, 2), (0, 0)),
-    ],
-)
-def test_sizes_and_scales_of_tiles(shape, tile, sizes, scales):
-    assert tile_sizes(shape, tile) == sizes and scale_shape(shape, tile) == scales
-
-
-@pytest.mark.parametrize("shape", [(5, 9), (1, 9), (6, 8), (5, 1), (0, 3), (3, 0)], ids=str)
-@pytest.mark.parametrize("tile", [(2, 4), (1, 3), (WHOLE, 2), (1, WHOLE), (WHOLE, WHOLE), (128, 128), (1, 1)], ids=str)
-def test_spread_gives_each_element_the_scale_of_its_tile(shape, tile):
-    rows, columns = scale_shape(shape, tile)
-    scale = torch.arange(1.0, rows * columns + 1).reshape(rows, columns)
-    a, b = tile_sizes(shape, tile)
-    full = spread(scale, shape, tile).expand(shape)
-    expected = torch.tensor([[scale[i // a, j // b] for j in range(shape[1])] for i in range(shape[0])]).reshape(shape)
-    assert_same(full.contiguous(), expected)
-
-
 # --- transposition ----------------------------------------------------------------------------------------------------------
 
 
@@ -158,3 +129,26 @@ def test_tiles_that_do_not_transpose_and_packed_codes_are_refused(q):
 def test_expanded_four_bit_values_can_be_transposed():
     q = quantized(Cast(format=INT4), expand=torch.float32)
     assert_same(dequantize(q.transposed()), dequantize(q).T.contiguous())
+
+
+# --- codes and expanded values ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", [format for format in formats.ALL if format is not E8M0], ids=str)
+@pytest.mark.parametrize("shape", [(3, 7), (4, 8), (0, 5), (5, 0)], ids=str)
+def test_expanding_and_compacting_lose_nothing(format, shape):
+    """Back to the same bytes, NaN where the format has one; expanded is what quantize(expand=) gives (exact)."""
+    x = torch.randn(shape)
+    x[:1, :2] = torch.tensor([float("nan"), -0.0])[: shape[1]]
+    cast = Cast(format=format, tile=(1, 4))
+    q = quantize(x, cast)
+    for dtype in (torch.float32, torch.bfloat16)[: 1 if isinstance(format, formats.TableFormat) else 2]:
+        expanded = q.expanded(dtype)
+        assert expanded.data.dtype == dtype and expanded.is_expanded
+        assert_same(plain(expanded.data), plain(quantize(x, cast, expand=dtype).data))
+        assert_same(plain(dequantize(expanded)), plain(dequantize(q)))
+        assert_same(plain(expanded.compact().values()), plain(q.values()))
+        number = ~x.isnan() & ~dequantize(q).isnan()
+        assert expanded.compact().data.dtype == q.data.dtype
+        assert_same(expanded.compact().values()[number], q.values()[number])
+    assert q.compact() is q

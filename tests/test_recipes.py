@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -47,11 +48,13 @@ def test_delayed_scaling_remembers_every_role():
     assert all(not recipe.windows() for recipe in recipes.ALL if recipe.name != "fp8-delayed")
 
 
-def test_codes_are_saved_only_where_one_quantization_serves_both_products():
-    """Elsewhere x is quantized a second time along the other axis, from the original."""
+def test_codes_are_saved_where_one_quantization_serves_both_products():
+    """Elsewhere x is quantized a second time along the other axis, from the original; codes are an option there too."""
     for recipe in recipes.ALL:
         serves_both = recipe.output.lhs is not None and recipe.output.lhs.is_symmetric
         assert (recipe.save == "quantized") == (serves_both and recipe.output.lhs == recipe.grad_weight.rhs)
+        if recipe.grad_weight.rhs is not None:
+            assert replace(recipe, save="quantized").gemms() == recipe.gemms()
 
 
 def test_recipes_are_found_by_name():

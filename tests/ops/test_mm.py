@@ -468,7 +468,7 @@ def test_compiled_code_computes_the_same(name):
         return lhs.data, lhs.scale, dequantize(rhs), mm(lhs, rhs, bias=bias, out_dtype=torch.bfloat16)
 
     torch._dynamo.reset()
-    x, w, bias = matrix(40, 64) * 3e-3, matrix(48, 64, seed=1), matrix(1, 48, seed=2)[0]
+    x, w, bias = matrix(40, 70) * 3e-3, matrix(48, 70, seed=1), matrix(1, 48, seed=2)[0]
     x[3] = 0
     compiled = torch.compile(step, fullgraph=True)(x, w, bias)
     for actual, expected in zip(compiled, step(x, w, bias), strict=True):
@@ -502,7 +502,7 @@ def on_cuda(q):
 @pytest.mark.parametrize("cast", [*OTHER_CASTS, *{g.lhs: 0 for g in GEMMS.values() if g.lhs}], ids=str)
 def test_a_gpu_quantizes_like_a_cpu(cast):
     """Codes and scales to the bit, at every magnitude (exact)."""
-    x = matrix(200, 333) * torch.exp2(40 * matrix(200, 1, seed=3))
+    x = matrix(200, 333) * torch.exp2((40 * matrix(200, 1, seed=3)).clamp(-110, 110))
     expected, q = quantize(x, cast), quantize(x.cuda(), cast)
     assert_same(q.data.cpu(), expected.data)
     assert_same(q.scale.cpu(), expected.scale)
@@ -511,41 +511,41 @@ def test_a_gpu_quantizes_like_a_cpu(cast):
 
 @pytest.mark.gpu
 @every_gemm
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_reference_on_a_gpu(gemm, shape):
+def test_the_reference_on_a_gpu(gemm):
     """TF32 is off by default, so float32 products are exact there too."""
-    lhs, rhs = (on_cuda(q) if isinstance(q, QTensor) else q.cuda() for q in operands(gemm, shape))
-    out = mm(lhs, rhs, backend="reference").cpu()
-    assert_product(out, *operands(gemm, shape))
+    for shape in SHAPES:
+        lhs, rhs = (on_cuda(q) if isinstance(q, QTensor) else q.cuda() for q in operands(gemm, shape))
+        assert_product(mm(lhs, rhs, backend="reference").cpu(), *operands(gemm, shape))
 
 
 @pytest.mark.gpu
 @every_scaled_gemm
-@pytest.mark.parametrize("shape", [(33, 50, 130), (1, 1, 1), (128, 256, 512), (3, 5, 0), (0, 4, 8)], ids=str)
 @pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
-def test_the_scaled_gemm_on_a_gpu(gemm, shape, fast):
+def test_the_scaled_gemm_on_a_gpu(gemm, fast):
     """Against the float64 product: tensor cores keep about 14 bits of a sum (Hopper), 2**-13 of S.
 
     Two roundings to bfloat16, of row-scaled results and to out_dtype, are 2**-7 of the result.
     """
-    if plan(gemm, torch.device("cuda")).choice.kernel.name != "native":
-        pytest.skip(str(plan(gemm, torch.device("cuda")).choice.refusals))
-    lhs, rhs = operands(gemm, shape)
-    bias = matrix(1, shape[1], seed=2)[0]
-    for out_dtype, b in product(OUT_DTYPES, (None, bias)):
-        out = native.run_scaled(on_cuda(lhs), on_cuda(rhs), None if b is None else b.cuda(), out_dtype, fast).cpu()
-        exact = exactly(lhs) @ exactly(rhs).T
-        size = exactly(lhs).abs() @ exactly(rhs).abs().T
-        if b is not None:
-            exact, size = exact + b.double(), size + b.double().abs()
-        assert ((out.double() - exact).abs() <= 2.0**-13 * size + 2.0**-7 * exact.abs() + 2.0**-25).all()
+    choice = plan(gemm, torch.device("cuda")).choice
+    if choice.kernel.name != "native":
+        pytest.skip(str(choice.refusals))
+    for shape in ((33, 50, 130), (1, 1, 1), (128, 256, 512), (3, 5, 0), (0, 4, 8)):
+        lhs, rhs = operands(gemm, shape)
+        for out_dtype, bias in product(OUT_DTYPES, (None, matrix(1, shape[1], seed=2)[0])):
+            out = native.run_scaled(on_cuda(lhs), on_cuda(rhs), None if bias is None else bias.cuda(), out_dtype, fast)
+            exact = exactly(lhs) @ exactly(rhs).T
+            size = exactly(lhs).abs() @ exactly(rhs).abs().T
+            if bias is not None:
+                exact, size = exact + bias.double(), size + bias.double().abs()
+            error = (out.cpu().double() - exact).abs()
+            assert (error <= 2.0**-13 * size + 2.0**-7 * exact.abs() + 2.0**-25).all(), (shape, out_dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gemm", INT8_GEMMS, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (17, 24, 40)], ids=str)
-def test_the_integer_gemm_on_a_gpu(gemm, shape):
+def test_the_integer_gemm_on_a_gpu(gemm):
     """Exact sums, so the same numbers as on the CPU (exact)."""
-    lhs, rhs = operands(gemm, shape)
-    out = native.run_int8(on_cuda(lhs), on_cuda(rhs), None, torch.float32, False).cpu()
-    assert_same(out, native.run_int8(lhs, rhs, None, torch.float32, False))
+    for shape in (*SHAPES, (17, 24, 40)):
+        lhs, rhs = operands(gemm, shape)
+        out = native.run_int8(on_cuda(lhs), on_cuda(rhs), None, torch.float32, False).cpu()
+        assert_same(out, native.run_int8(lhs, rhs, None, torch.float32, False))

@@ -17,9 +17,9 @@ from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import DYNAMIC_UNSIGNED, E2M1, E4M3, E5M2, E8M0, INT4, INT8, NF4
 from narrowgauge.ops import dequantize, quantize
 from narrowgauge.ops.quantize import tile_amax
-from narrowgauge.qtensor import scale_shape, tile_sizes
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
+from narrowgauge.tiles import scale_shape, tile_sizes
 from tests.compare import assert_same, assert_sqnr, sqnr_db
 from tests.oracles import FLOAT32_MAX, INF, NAN, SMALLEST_SCALE, from_bits, plain, quantize_by_loop
 from tests.test_formats import digests_under_flush_to_zero
