@@ -6,11 +6,13 @@
 #   make test VENV=/elsewhere/venv    another place for the environment
 #   make test PYTHON=python3.12       another interpreter to create it with (3.11 or newer)
 #   make same-loss BASE=main          the commit to compare with
+#   make train OUTPUT=runs/mine       the run folder; a new one each time if not given
 
 PYTHON ?= python3
 VENV ?= .venv
 BASE ?= main
 ARGS ?=
+OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -24,7 +26,7 @@ help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
 train: $(INSTALLED) ## train the demo model of examples/demo.toml and write its report
-	$(BIN)/narrowgauge train examples/demo.toml $(ARGS)
+	$(BIN)/narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)
 
 test: $(INSTALLED) ## the test suite; tests that need a GPU are skipped, with a line, where there is none
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,8 +1,16 @@
-"""`narrowgauge recipes [NAME]`: which number format each matrix product uses."""
+"""`narrowgauge recipes [NAME]`: the table of casts, which number format each matrix product uses."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from narrowgauge.cli import flags
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Recipe
+
+LEGEND = "A cast reads: format, the tile that shares a scale, the rule of the scale. Products are lhs x rhs: see docs/recipes.md."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -10,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def recipes(name: str = "", /) -> int:
-    """List the recipes, or say which number format each matrix product of one of them uses.
+    """Say which number format each recipe gives to the operands of a Linear's three matrix products.
 
     Parameters
     ----------
@@ -19,12 +27,16 @@ def recipes(name: str = "", /) -> int:
     """
     from narrowgauge import recipes as registry
 
-    if name:
-        recipe = registry.get(name)
-        print(f"{name}: {registry.SUMMARIES[name]}")
-        for product, gemm in recipe.gemms().items():
-            print(f"  {product:12} {gemm}")
-    else:
-        for each in registry.names():
-            print(f"{each:16} {registry.SUMMARIES[each]}")
+    chosen = (name,) if name else registry.names()
+    print("\n\n".join(_block(registry.get(each), registry.SUMMARIES[each]) for each in chosen))
+    print(f"\n{LEGEND}")
     return 0
+
+
+def _block(recipe: Recipe, summary: str) -> str:
+    lines = [f"{recipe.name}: {summary}"]
+    for product, gemm in recipe.gemms().items():
+        lines.append(f"    {product:<12} {gemm}" + (", fast accumulation" if gemm.fast_accumulate else ""))
+    if recipe.save == "quantized":
+        lines.append(f"    {'kept':<12} x as codes")
+    return "\n".join(lines)
