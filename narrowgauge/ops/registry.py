@@ -33,7 +33,16 @@ class Device:
     int8_gemm: bool = True
 
 
-@torch.compiler.assume_constant_result
+def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compiler.assume_constant_result does (torch 2.11 to 2.13), without its import of all of Dynamo.
+
+    That import takes a second, brings numpy, and configures logging: too much for `import narrowgauge`.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_while_compiling
 def device_facts(device_type: str, index: int | None) -> Device:
     """The Device behind a torch.device."""
     if device_type == "cuda" and torch.version.hip is None:

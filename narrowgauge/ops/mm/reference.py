@@ -18,7 +18,7 @@ from torch import Tensor
 
 from narrowgauge.formats import TableFormat
 from narrowgauge.ops.quantize.reference import dequantize
-from narrowgauge.ops.registry import Device
+from narrowgauge.ops.registry import Device, constant_while_compiling
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
@@ -80,7 +80,7 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
     return torch.mm(lhs.to(dtype), rhs.to(dtype).T).to(torch.float32)
 
 
-@torch.compiler.assume_constant_result
+@constant_while_compiling
 def _cpu_is_fast_at(dtype: torch.dtype) -> bool:
     return (
         dtype == torch.bfloat16
