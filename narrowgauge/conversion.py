@@ -74,10 +74,13 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
                 f"convert: pattern {pattern!r} matched no Linear. "
                 + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
             )
+    matching = {name: [pattern for pattern in resolved if _matches(name, pattern)] for name in linears}
+    kept = {name: _reason_to_keep(name, layer, matching[name]) for name, layer in linears.items() if matching[name]}
+    if all(kept.values()):
+        raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}.")
     for name, layer in linears.items():
-        matching = [pattern for pattern in resolved if _matches(name, pattern)]
-        if matching and _reason_to_keep(name, layer, matching) is None:
-            chosen = resolved[matching[-1]]
+        if name in kept and kept[name] is None:
+            chosen = resolved[matching[name][-1]]
             if isinstance(layer, QLinear):
                 layer.recipe = chosen
             elif chosen is not None:
@@ -227,6 +230,13 @@ def _matches(name: str, pattern: str) -> bool:
 def _names_in_letters(pattern: str) -> bool:
     """Whether the last part of a pattern holds more than wildcards: "lm_head" and "*.gate" do, "*" and "layers.*" do not."""
     return any(character.isalnum() for character in pattern.rpartition(".")[2])
+
+
+def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
+    """The first reasons, and what a model of another make is built from (GPT-2 of transformers: Conv1D)."""
+    words = [f"{name!r} ({reason})" for name, reason in list(kept.items())[:3]]
+    others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
+    return "; ".join(words) + (f". Its {others} Conv1D layers are no nn.Linear: replace them first" if others else "")
 
 
 def _reason_to_keep(name: str, layer: nn.Linear, matching: list[str]) -> str | None:

@@ -45,11 +45,13 @@ class WeightCache:
     key: tuple[Any, ...] = ()
     casts: dict[str, QTensor | Tensor] = field(default_factory=dict)
 
-    def get(self, gemm: str, weight: Tensor, recipe: Recipe, build: Callable[[], QTensor | Tensor]) -> QTensor | Tensor:
+    def get(
+        self, gemm: str, weight: Tensor, settings: Settings, build: Callable[[], QTensor | Tensor]
+    ) -> QTensor | Tensor:
         """The weight as an operand of `gemm`, built at most once per step."""
         if weight.is_inference():  # has no version counter
             return build()
-        key = (weight._version, weight.data_ptr(), weight.dtype, id(recipe))
+        key = (weight._version, weight.data_ptr(), weight.dtype, settings.out_dtype, id(settings.recipe))
         if key != self.key:
             self.key, self.casts = key, {}
         if gemm not in self.casts:
@@ -321,7 +323,7 @@ def _weight_operand(gemm: str, weight: Tensor, settings: Settings, how: Plan, am
             return turned if how.expand is not None else _row_major(turned)
         return _operand(weight.T, recipe.grad_input.rhs, how.expand, amax, settings)
 
-    return build() if cache is None else cache.get(gemm, weight, recipe, build)
+    return build() if cache is None else cache.get(gemm, weight, settings, build)
 
 
 def _serves_both(cast: Cast | None, transposed: Cast | None) -> bool:

@@ -100,6 +100,15 @@ def test_model_without_linears_is_an_error() -> None:
         ng.convert(nn.Sequential(nn.LayerNorm(4)), "fp8-row")
 
 
+def test_model_whose_linears_are_all_kept_is_an_error_that_says_why() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
+    with pytest.raises(ConfigError, match=r"'lm_head' \(output head\)\. Its 4 Conv1D layers are no nn\.Linear"):
+        ng.convert(model, "fp8-current")
+    ng.convert(model, {"lm_head": "fp8-current"})
+
+
 def test_bare_linear_can_be_converted() -> None:
     layer = nn.Linear(32, 32)
     assert ng.convert(layer, "fp8-current") is layer

@@ -49,6 +49,8 @@ def run(
         with torch.autocast(lhs.device.type, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
+    if left_scale is right_scale is bias is None and left.dtype == right.dtype == out_dtype and _is_fast_at(left):
+        return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
     out = _times_scales(_float_mm(left, right), left_scale, right_scale)
     if bias is not None:
         # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
@@ -71,22 +73,26 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """float32 result of a GEMM in the wider of the operands' types; a CPU without bfloat16 units computes in float32."""
+    """float32 result of a GEMM in the wider of the operands' types; a CPU without such units computes in float32."""
     dtype = torch.promote_types(lhs.dtype, rhs.dtype)
-    if lhs.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
-    if lhs.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) and not _cpu_is_fast_at(dtype):
-        dtype = torch.float32
-    return torch.mm(lhs.to(dtype), rhs.to(dtype).T).to(torch.float32)
+    lhs, rhs = lhs.to(dtype), rhs.to(dtype)
+    if dtype in (torch.bfloat16, torch.float16) and lhs.device.type == "cuda":
+        return torch.mm(lhs, rhs.T, out_dtype=torch.float32)
+    if not _is_fast_at(lhs):
+        lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
+    return torch.mm(lhs, rhs.T).to(torch.float32)
+
+
+def _is_fast_at(operand: Tensor) -> bool:
+    """Whether the device multiplies operands of this type in units of its own."""
+    return operand.device.type != "cpu" or _cpu_is_fast_at(operand.dtype)
 
 
 @constant_while_compiling
 def _cpu_is_fast_at(dtype: torch.dtype) -> bool:
-    return (
-        dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    if dtype == torch.bfloat16:
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype in (torch.float32, torch.float64)
 
 
 def _times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
