@@ -1,7 +1,8 @@
 """Finds where a non-finite number first appears: the module, the product and the operand.
 
 The step's micro-batches are run again, forward and backward, with an eye on every Linear's operands, every module's output
-and gradient, and every parameter's gradient. What is reported is the first non-finite tensor in the order of computation; what came before it was finite.
+and gradient, and every parameter's gradient. What is reported is the first non-finite tensor in the order of computation; what
+came before it was finite.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Trainer:
             group["lr"] = lr
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
-            loss_sum += self._backward(batch, targets)
+            loss_sum += self._backward(self.forward, batch, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
@@ -265,9 +265,9 @@ class Trainer:
         self.step = number
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
 
-    def _backward(self, batch: Batch, targets: int) -> Tensor:
+    def _backward(self, forward: Callable[..., Any], batch: Batch, targets: int) -> Tensor:
         with self.rung.context(self.device.type):
-            loss = summed_loss(self.forward, batch, self.device) / targets
+            loss = summed_loss(forward, batch, self.device) / targets
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
@@ -284,9 +284,10 @@ class Trainer:
 
         def repeat() -> None:
             for batch in micro_batches:
-                self._backward(batch, targets)
+                self._backward(self.model, batch, targets)  # not the compiled one, which has no hooks
 
         where = first_nonfinite(self.model, repeat)
+        self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
         raise NumericsError(
