@@ -141,6 +141,7 @@ class Trainer:
     batches: data.CausalBatches
     evaluation: data.CausalBatches
     step: int = 0
+    saved_step: int = 0
     trained_s: float = 0.0  # over all resumptions
     skipped_steps: int = 0
     fingerprint: str = ""
@@ -190,7 +191,8 @@ class Trainer:
                     f"{self.config.data!r} has now. Restore the data, or start anew in another --output."
                 )
         state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
-        self.step, self.trained_s = found.step, found.facts["trained_s"]
+        self.step = self.saved_step = found.step
+        self.trained_s = found.facts["trained_s"]
         self.skipped_steps = found.facts["skipped_steps"]
         self.resumed_from = str(found.path)
         names = [path.name for path, _ in skipped]
@@ -232,6 +234,8 @@ class Trainer:
                 self._evaluate(show)
             if last or stop.requested or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
                 self._save()
+        if self.step > self.saved_step:  # asked to stop after this step had looked whether to save
+            self._save()
         return stop.requested if self.step < config.steps else "finished"
 
     def _optimizer_step(self) -> dict[str, Any]:
@@ -347,6 +351,7 @@ class Trainer:
             "content_hash": self.corpus.summary["content_hash"],
         }
         path = checkpoint.save(self.folder.checkpoints, self.step, tensors, facts)
+        self.saved_step = self.step
         checkpoint.prune(self.folder.checkpoints, self.config.keep)
         elapsed_s = time.monotonic() - started_at_s
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), elapsed_s=elapsed_s)
