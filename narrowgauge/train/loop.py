@@ -31,7 +31,7 @@ from narrowgauge import data
 from narrowgauge.conversion import advance, describe, nonfinite_amax
 from narrowgauge.diagnose import report
 from narrowgauge.diagnose.blame import first_nonfinite
-from narrowgauge.errors import DataError, NumericsError
+from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError
 from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state, storage
 from narrowgauge.train.config import TrainConfig
@@ -57,12 +57,25 @@ def run(config: TrainConfig) -> int:
         folder.write_config(config)
         print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
         tokenizer, corpus = prepare_data(config)
-        code = _train_and_log(config, folder, tokenizer, corpus, stop)
-        if code == 0 and config.compare:
-            code = _train_reference(config, folder, tokenizer, corpus, stop)
-        if folder.run.exists():
-            print(f"Report: {report.write(folder.path)}", file=sys.stderr, flush=True)
+        try:
+            code = _train_and_log(config, folder, tokenizer, corpus, stop)
+            if code == 0 and config.compare:
+                code = _train_reference(config, folder, tokenizer, corpus, stop)
+        except NumericsError as error:
+            try:
+                _write_report(folder)
+            except NarrowgaugeError as second:  # must not hide the first
+                error.add_note(f"The report was not written: {second}")
+            raise
+        _write_report(folder)
     return code
+
+
+def _write_report(folder: RunFolder) -> None:
+    """Of a run and the reference in it. A run that failed before it began has nothing to tell."""
+    if folder.run.exists():
+        with storage.refusals("write the report to", folder.path):
+            print(f"Report: {report.write(folder.path)}", file=sys.stderr, flush=True)
 
 
 def prepare_data(config: TrainConfig) -> tuple[Any, data.Corpus]:
@@ -113,7 +126,6 @@ def _train_and_log(
                 reason = trainer.train(show, stop)
             except NumericsError:
                 log.write("done", trainer.step, reason="nonfinite", exit_code=NumericsError.exit_code)
-                report.write(folder.path)
                 raise
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
