@@ -32,10 +32,10 @@ from narrowgauge import data
 from narrowgauge.conversion import advance, describe, nonfinite_amax
 from narrowgauge.diagnose import report
 from narrowgauge.diagnose.blame import first_nonfinite
-from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError
+from narrowgauge.errors import CheckpointError, DataError, NarrowgaugeError, NumericsError
 from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state, storage
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config import TrainConfig, resolved
 from narrowgauge.train.console import Console, console
 from narrowgauge.train.generate import sample
 from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
@@ -43,7 +43,7 @@ from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
 from narrowgauge.train.objective import Batch, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer
-from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.tensors import watched
 
@@ -55,6 +55,8 @@ def run(config: TrainConfig) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     with RunFolder.claim(Path(config.output), config.resume) as folder, StopRequest() as stop:
+        if config.resume and folder.config.exists():
+            refuse_other_run(resolved(folder.read_config()), resolved(config))  # again: it may have changed until now
         folder.write_config(config)
         print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
         tokenizer, corpus = prepare_data(config)
@@ -197,6 +199,12 @@ class Trainer:
             print(f"WARNING: passed over the damaged checkpoint {path}: {why}", file=sys.stderr, flush=True)
         if found is None:
             return
+        for key, own in self._numbers().items():
+            if found.facts[key] != own:
+                raise CheckpointError(
+                    f"{found.path}: was written with {key} = {found.facts[key]!r}, this run has {own!r}. "
+                    "Resume with the settings that wrote it, or start anew in another --output."
+                )
         for key, own in (("tokenizer", self.fingerprint), ("content_hash", self.corpus.summary["content_hash"])):
             if found.facts[key] != own:
                 raise DataError(
@@ -210,6 +218,11 @@ class Trainer:
         self.resumed_from = str(found.path)
         names = [path.name for path, _ in skipped]
         self.log.write("resume", self.step, path=str(found.path.relative_to(self.folder.path)), skipped=names)
+
+    def _numbers(self) -> dict[str, Any]:
+        """What decides the arithmetic and leaves no trace in the tensors' names and shapes."""
+        config = self.config
+        return {"recipe": config.recipe, "recipes": dict(config.layers_recipe), "precision": config.precision}
 
     def announce(self, show: Console) -> None:
         summary = self.corpus.summary
@@ -360,6 +373,7 @@ class Trainer:
             "state": rest,
             "trained_s": self.trained_s,
             "skipped_steps": self.skipped_steps,
+            **self._numbers(),
             "tokenizer": self.fingerprint,
             "content_hash": self.corpus.summary["content_hash"],
         }
