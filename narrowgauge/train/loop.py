@@ -38,7 +38,7 @@ from narrowgauge.train import checkpoint, state, storage
 from narrowgauge.train.config import TrainConfig, resolved
 from narrowgauge.train.console import Console, console
 from narrowgauge.train.generate import sample
-from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
+from narrowgauge.train.machine import chosen_device, device_words, peak_bytes, refuse_without_compiler
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
 from narrowgauge.train.objective import Batch, count_targets, learning_rate, summed_loss
@@ -52,6 +52,9 @@ MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no lo
 
 def run(config: TrainConfig) -> int:
     """Trains what `config` says, then its reference if one is asked for, and writes the report. Returns the exit code."""
+    device = chosen_device(config.device)  # before anything is read or written
+    if config.compile:
+        refuse_without_compiler(device)
     if config.threads:
         torch.set_num_threads(config.threads)
     with RunFolder.claim(Path(config.output), config.resume) as folder, StopRequest() as stop:
