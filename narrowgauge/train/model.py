@@ -29,8 +29,9 @@ def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch
     torch.manual_seed(config.seed)
     model = _pretrained(config) if config.model else _llama(config, tokenizer)
     _check_sizes(config, model, tokenizer)
-    model = model.to(device=device, dtype=rung.weights).train()
-    model.config.use_cache = False
+    model = model.to(device).train()
+    for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
+        parameter.data = parameter.data.to(rung.weights)
     convert(model, _patterns(config))
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
