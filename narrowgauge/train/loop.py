@@ -201,6 +201,8 @@ class Trainer:
         for path, why in skipped:
             print(f"WARNING: passed over the damaged checkpoint {path}: {why}", file=sys.stderr, flush=True)
         if found is None:
+            if self.log.path.stat().st_size:  # it ended before its first checkpoint: what it logged does not count
+                self.log.write("resume", 0, path="", skipped=[])
             return
         for key, own in self._numbers().items():
             if found.facts[key] != own:
