@@ -125,8 +125,7 @@ def _train_and_log(
     with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
         trainer = Trainer.start(config, folder, tokenizer, corpus, log)
         with console(config.steps, config.log_every, trainer.step) as show:
-            if trainer.step == 0:
-                folder.write_run(trainer.facts())
+            folder.write_run(trainer.facts())
             trainer.announce(show)
             try:
                 reason = trainer.train(show, stop)
@@ -389,15 +388,18 @@ class Trainer:
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), elapsed_s=elapsed_s)
 
     def facts(self) -> dict[str, Any]:
-        """run.json, see docs/architecture.md."""
+        """run.json, see docs/architecture.md. A resumed run keeps the time at which it was started."""
         config = self.config
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        if self.step and self.folder.run.exists():
+            started_at = self.folder.read_run().get("started_at", started_at)
         return {
             "narrowgauge": narrowgauge.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "device": device_words(self.device),
             "threads": torch.get_num_threads(),
-            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "started_at": started_at,
             "command": ["narrowgauge", *sys.argv[1:]],
             "seed": config.seed,
             "recipe": config.recipe,
