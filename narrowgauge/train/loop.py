@@ -32,7 +32,7 @@ from narrowgauge import data
 from narrowgauge.conversion import advance, describe, nonfinite_amax
 from narrowgauge.diagnose import report
 from narrowgauge.diagnose.blame import first_nonfinite
-from narrowgauge.errors import CheckpointError, DataError, NarrowgaugeError, NumericsError
+from narrowgauge.errors import CheckpointError, DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state, storage
 from narrowgauge.train.config import TrainConfig, resolved
@@ -57,6 +57,16 @@ def run(config: TrainConfig) -> int:
         refuse_without_compiler(device)
     if config.threads:
         torch.set_num_threads(config.threads)
+    try:
+        return _run(config)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
+            first = str(error).splitlines()[0]
+            raise OutOfMemoryError(f"{device}: {first} Raise micro_batches, or lower batch_size.") from error
+        raise
+
+
+def _run(config: TrainConfig) -> int:
     with RunFolder.claim(Path(config.output), config.resume) as folder, StopRequest() as stop:
         if config.resume and folder.config.exists():
             refuse_other_run(resolved(folder.read_config()), resolved(config))  # again: it may have changed until now
