@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -93,12 +94,20 @@ def _pretrained(config: TrainConfig) -> Any:
         sizes = AutoConfig.from_pretrained(where, trust_remote_code=False)
         if config.from_scratch:
             return AutoModelForCausalLM.from_config(sizes, trust_remote_code=False).to(torch.float32)
-        return AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            where, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"model = {where!r}: transformers cannot load it as a causal language model: {error} "
             "Pass a folder or hub name of one whose code is part of transformers."
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"model = {where!r}: holds no weights for {missing[0]!r}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
+            + f" of {type(model).__name__}, which would start at random. Pass a whole model, or --from-scratch."
+        )
+    return model
 
 
 def _check_sizes(config: TrainConfig, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
