@@ -104,7 +104,8 @@ def _pretrained(config: TrainConfig) -> Any:
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(
-            f"model = {where!r}: holds no weights for {missing[0]!r}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
+            f"model = {where!r}: holds no weights for {missing[0]!r}"
+            + f" and {len(missing) - 1} more" * (len(missing) > 1)
             + f" of {type(model).__name__}, which would start at random. Pass a whole model, or --from-scratch."
         )
     return model
