@@ -26,7 +26,9 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None]) -> str:
             return f"the parameter {name!r} itself was not finite before the step"
     found: list[str] = []
     handles: list[Any] = []
-    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, QLinear) or not list(each.children())]
+    layers = [
+        (name, each) for name, each in model.named_modules() if isinstance(each, QLinear) or not list(each.children())
+    ]
     quantized = [(name, module) for name, module in model.named_modules() if isinstance(module, QLinear)]
     try:
         for name, layer in quantized:

@@ -52,6 +52,7 @@ MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no lo
 
 def run(config: TrainConfig) -> int:
     """Trains what `config` says, then its reference if one is asked for, and writes the report. Returns the exit code."""
+    config = resolved(config)
     device = chosen_device(config.device)  # before anything is read or written
     if config.compile:
         refuse_without_compiler(device)
@@ -69,7 +70,7 @@ def run(config: TrainConfig) -> int:
 def _run(config: TrainConfig) -> int:
     with RunFolder.claim(Path(config.output), config.resume) as folder, StopRequest() as stop:
         if config.resume and folder.config.exists():
-            refuse_other_run(resolved(folder.read_config()), resolved(config))  # again: it may have changed until now
+            refuse_other_run(resolved(folder.read_config()), config)  # again: it may have changed until now
         folder.write_config(config)
         print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
         tokenizer, corpus = prepare_data(config)
@@ -96,7 +97,7 @@ def _write_report(folder: RunFolder) -> None:
 
 def prepare_data(config: TrainConfig) -> tuple[Any, data.Corpus]:
     """The tokenizer, given or trained on the data, and the tokenized corpus; both cached by their content."""
-    cache = Path(config.cache or Path(config.output).parent / "cache")
+    cache = Path(resolved(config).cache)
     column = config.column or None
     notes: list[str] = []
     if config.tokenizer or config.model:
