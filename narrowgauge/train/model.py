@@ -95,12 +95,12 @@ def _pretrained(config: TrainConfig) -> Any:
         if config.from_scratch:
             return AutoModelForCausalLM.from_config(sizes, trust_remote_code=False).to(torch.float32)
         model, found = AutoModelForCausalLM.from_pretrained(
-            where, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+            where, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
-            f"model = {where!r}: transformers cannot load it as a causal language model: {error} "
-            "Pass a folder or hub name of one whose code is part of transformers."
+            f"model = {where!r}: transformers cannot load it as a causal language model: {str(error).rstrip('. ')}. "
+            "Pass a folder or hub name of one with safetensors whose code is part of transformers."
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(
