@@ -291,7 +291,9 @@ def test_a_tokenizer_larger_than_the_model(model_folder, make, text, tmp_path):
 def test_cuda_where_there_is_none(make, text, capfd, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ConfigError, match="device = 'cuda': PyTorch sees no CUDA device here. Use --device auto") as caught:
+    with pytest.raises(
+        ConfigError, match="device = 'cuda': PyTorch sees no CUDA device here. Use --device auto"
+    ) as caught:
         loop.run(make(device="cuda"))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
@@ -326,10 +328,17 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
     assert "narrowgauge: compile = true: torch.compile needs a C++ compiler on cpu, and there is none." in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # minutes: forward, backward and evaluation are three graphs, each a C++ compilation
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # torch._dynamo, of its own making
 @pytest.mark.skipif(hardware.cpp_compiler() is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_steps_are_those_of_eager_mode(make):
-    eager, compiled = make("eager", steps=2, layers=1), make("compiled", steps=2, layers=1, compile=True, tensor_every=1)
+    eager, compiled = (
+        make("eager", steps=2, layers=1),
+        make("compiled", steps=2, layers=1, compile=True, tensor_every=1),
+    )
     assert loop.run(eager) == loop.run(compiled) == 0
     left, right = tiny.losses(Path(eager.output)), tiny.losses(Path(compiled.output))
     # Fused bfloat16 arithmetic rounds less often, and an fp8 code may flip by it: 2**-9 of a loss of 5.8.
@@ -450,20 +459,23 @@ def test_a_step_that_is_not_finite_ends_the_run(make, installed, recipe, where, 
 
 
 def test_the_bad_micro_batch_need_not_be_the_first(make, installed):
-    installed(lambda model: in_operand(model, Poison(math.inf, first=12)))  # the last of step 3; the repetition has it first
+    installed(
+        lambda model: in_operand(model, Poison(math.inf, first=12))
+    )  # the last of step 3; the repetition has it first
     with pytest.raises(NumericsError, match=f"step 3: .*{UP}"):
         loop.run(make(micro_batches=4))
 
 
 def test_float16_skips_a_step_that_overflows(make, installed):
-    config = make(precision="amp-fp16", steps=4, checkpoint_every=1, keep=9)
+    config = make(precision="amp-fp16", steps=5, checkpoint_every=1, keep=9)
     installed(lambda model: in_weight_gradient(model, Poison(math.inf, first=3, last=3)))
     assert loop.run(config) == 0
     folder = Path(config.output)
-    assert not tiny.events(folder, "nonfinite") and list(tiny.losses(folder)) == [1, 2, 3, 4]
+    assert not tiny.events(folder, "nonfinite") and list(tiny.losses(folder)) == [1, 2, 3, 4, 5]
     before, skipped, after = (checkpoint.load(folder / "checkpoints" / f"step-{step:08}") for step in (2, 3, 4))
-    assert_same(skipped.tensors["weights"], before.tensors["weights"])
-    assert_same(skipped.tensors["optimizer"], before.tensors["optimizer"])
+    for group in ("weights", "optimizer"):
+        for name, tensor in before.tensors[group].items():
+            assert_same(skipped.tensors[group][name], tensor, at=name)
     assert not torch.equal(after.tensors["weights"]["lm_head.weight"], before.tensors["weights"]["lm_head.weight"])
     scales = [each.facts["state"]["scaler"]["scale"] for each in (before, skipped, after)]
     assert scales[1] == scales[0] / 2 == scales[2]
@@ -517,7 +529,9 @@ def test_a_disk_that_is_full_at_the_export(make, monkeypatch, refuse):
     config = make(steps=2)
     with monkeypatch.context() as broken:
         broken.setattr(PreTrainedModel, "save_pretrained", refuse)
-        with pytest.raises(StorageError, match=r"cannot write the trained model to .*: No space left on device") as caught:
+        with pytest.raises(
+            StorageError, match=r"cannot write the trained model to .*: No space left on device"
+        ) as caught:
             loop.run(config)
     assert caught.value.exit_code == 8
     folder = Path(config.output)

@@ -232,10 +232,15 @@ def start(config, text, *more):
     )  # fmt: skip
 
 
-def signal_after(process, folder, event, number):
-    """Sends the signal as soon as the log holds `event`; returns the exit code and what was printed."""
+def signal_after(process, folder, first, then, number):
+    """Sends the signal as soon as the log holds `first` and, after that, `then`; returns the exit code and the output."""
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
-    while not metrics.exists() or event not in metrics.read_text("utf-8"):
+
+    def seen():
+        log = metrics.read_text("utf-8") if metrics.exists() else ""
+        return first in log and then in log[log.index(first) :]
+
+    while not seen():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.005)
     process.send_signal(number)
@@ -248,12 +253,12 @@ def test_kill_then_sigterm_then_the_rest_each_in_a_new_process(make, text):
     reference, config = make("reference", **common), make("killed", **common)
     assert loop.run(reference) == 0
     folder = Path(config.output)
-    code, printed = signal_after(start(config, text), folder, '"checkpoint", "step": 4', signal.SIGKILL)
+    code, printed = signal_after(start(config, text), folder, "", '"checkpoint", "step": 4', signal.SIGKILL)
     assert code == -signal.SIGKILL, printed
     first = checkpoint.newest_valid(folder / "checkpoints")[0].step
     assert 4 <= first < 40
 
-    code, printed = signal_after(start(config, text, "--resume"), folder, '"resume"', signal.SIGTERM)
+    code, printed = signal_after(start(config, text, "--resume"), folder, '"resume"', '"event": "step"', signal.SIGTERM)
     assert code == 75, printed
     second, skipped = checkpoint.newest_valid(folder / "checkpoints")
     assert first < second.step < 40 and not skipped
