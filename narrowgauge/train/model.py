@@ -23,11 +23,12 @@ from narrowgauge.optim.precision import Precision
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
 from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.state import seed_all
 
 
 def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device, rung: Precision) -> Any:
     """The converted model on `device`, in the dtype of its rung, in training mode. Random weights come from config.seed."""
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     model = _pretrained(config) if config.model else _llama(config, tokenizer)
     _check_sizes(config, model, tokenizer)
     model = model.to(device).train()

@@ -24,6 +24,13 @@ Tensors = dict[str, dict[str, Tensor]]
 SCALING = ".scaling."
 
 
+def seed_all(seed: int) -> None:
+    """Starts every generator that a checkpoint holds; numpy's and Python's would else start from the operating system's noise."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
     """The state as groups of tensors, and the rest of it as JSON."""
     weights, scaling = split_scaling(model.state_dict())
