@@ -147,8 +147,7 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
         assert event["scale"] == float(scales.max()) and event["format"] == cast.format.name
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
-@pytest.mark.parametrize("precision", ["amp-bf16", "bf16-o3"])
+@pytest.mark.parametrize(("recipe", "precision"), [("fp8-delayed", "amp-bf16"), ("mxfp8", "bf16-o3")])
 def test_looking_changes_nothing(make, recipe, precision):
     """Evaluation, samples, statistics and checkpoints at every step, or none of them: the same run, bit for bit."""
     common = {"recipe": recipe, "precision": precision, "micro_batches": 2, "steps": 4}
@@ -269,7 +268,7 @@ def test_a_missing_model_folder(make, tmp_path):
 
 
 def test_a_sequence_longer_than_the_model_knows(model_folder, make):
-    with pytest.raises(ConfigError, match="sequence_length = 32: LlamaForCausalLM knows positions up to 16. Set sequ"):
+    with pytest.raises(ConfigError, match=r"sequence_length = 32: LlamaForCausalLM knows positions up to 16. Set sequ"):
         loop.run(make(model=str(model_folder), sequence_length=32, vocab_size=4096))
 
 
@@ -292,7 +291,7 @@ def test_cuda_where_there_is_none(make, text, capfd, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(
-        ConfigError, match="device = 'cuda': PyTorch sees no CUDA device here. Use --device auto"
+        ConfigError, match=r"device = 'cuda': PyTorch sees no CUDA device here. Use --device auto"
     ) as caught:
         loop.run(make(device="cuda"))
     assert caught.value.exit_code == 2
@@ -303,7 +302,7 @@ def test_cuda_where_there_is_none(make, text, capfd, tmp_path):
 
 def test_a_second_run_in_the_same_folder(full):
     before = Path(full.output, "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match="holds a run already. Continue it with --resume"):
+    with pytest.raises(ConfigError, match=r"holds a run already. Continue it with --resume"):
         loop.run(full)
     assert Path(full.output, "metrics.jsonl").read_bytes() == before
 
@@ -558,7 +557,7 @@ def test_an_export_that_fails_leaves_the_older_one(make, monkeypatch):
 def test_a_disk_that_is_full_at_the_report(make, monkeypatch):
     config = make(steps=2)
     monkeypatch.setattr(loop.report, "write", full_disk)
-    with pytest.raises(StorageError, match="cannot write the report to .*No space left on device"):
+    with pytest.raises(StorageError, match=r"cannot write the report to .*No space left on device"):
         loop.run(config)
     folder = Path(config.output)
     assert checkpoint.newest_valid(folder / "checkpoints")[0].step == 2 and (folder / "final").is_dir()
@@ -585,7 +584,7 @@ def test_memory_that_does_not_suffice(make, before_step, error):
 
     config = make(steps=3, checkpoint_every=1)
     before_step(3, fail)
-    with pytest.raises(OutOfMemoryError, match="cpu: .*allocate.* Raise micro_batches, or lower batch_size") as caught:
+    with pytest.raises(OutOfMemoryError, match=r"cpu: .*allocate.* Raise micro_batches, or lower batch_size") as caught:
         loop.run(config)
     assert caught.value.exit_code == 9
     assert checkpoint.newest_valid(Path(config.output, "checkpoints"))[0].step == 2
@@ -596,7 +595,7 @@ def test_an_error_of_ours_stays_what_it_is(make, before_step):
         raise RuntimeError("a bug")
 
     before_step(1, fail)
-    with pytest.raises(RuntimeError, match="^a bug$"):
+    with pytest.raises(RuntimeError, match=r"^a bug$"):
         loop.run(make(steps=1))
 
 

@@ -57,7 +57,11 @@ def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every tensor of the newest checkpoint, with its dtype and shape."""
     found, skipped = checkpoint.newest_valid(folder / "checkpoints")
     assert found is not None and not skipped
-    result = {"step": str(found.step), "scaler": str(found.facts["state"]["scaler"])}
+    result = {
+        "step": str(found.step),
+        "scaler": str(found.facts["state"]["scaler"]),
+        "rng": str(found.facts["state"]["rng"]),
+    }
     for group, members in found.tensors.items():
         for name, tensor in members.items():
             data = bits(tensor).numpy().tobytes()
