@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from narrowgauge import recipes
 from narrowgauge.cli import main
 from narrowgauge.diagnose import hardware
 from narrowgauge.errors import ConfigError, DataError, NumericsError, OutOfMemoryError, StorageError
@@ -94,9 +95,9 @@ def test_run_json_follows_the_contract(full):
     assert {"name", "hidden_size", "layers", "heads", "vocab_size"} <= set(run["model"])
     assert {"source", "documents", "train_tokens", "validation_tokens", "unigram_entropy"} <= set(run["data"])
     assert run["started_at"].endswith("+00:00") and run["parameters"] > 30_000
-    recipes = {row["name"]: row["recipe"] for row in run["describe"]}
-    assert len(recipes) == 15 and recipes["model.layers.0.mlp.down_proj"] == "mxfp8"
-    assert recipes["model.layers.0.mlp.up_proj"] == "fp8-delayed" and recipes["lm_head"] != "fp8-delayed"
+    chosen = {row["name"]: row["recipe"] for row in run["describe"]}
+    assert len(chosen) == 15 and chosen["model.layers.0.mlp.down_proj"] == "mxfp8"
+    assert chosen["model.layers.0.mlp.up_proj"] == "fp8-delayed" and chosen["lm_head"] != "fp8-delayed"
     assert all(isinstance(value, str) for row in run["describe"] for value in row.values())
 
 
@@ -134,7 +135,7 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
     assert len(events) == 3
     for event in events:
         weight = weights[event["module"] + ".weight"]
-        cast = loop.describe.__globals__["recipes"].get(recipe).output.rhs
+        cast = recipes.get(recipe).output.rhs
         amax = tile_amax(weight, (WHOLE, WHOLE)) if recipe == "fp8-delayed" else None
         scales = quantize(weight, cast, amax=amax).full_scale()
         rows, columns = (n if t == WHOLE else t for n, t in zip(weight.shape, cast.tile, strict=True))
