@@ -1,7 +1,8 @@
 """Finds where a non-finite number first appears: the module, the product and the operand.
 
-The step's micro-batches are run again, forward and backward, with an eye on every Linear's operands and every module's output
-and gradient. What is reported is the first non-finite tensor in the order of computation; what came before it was finite.
+The step's micro-batches are run again, forward and backward, with an eye on every Linear's operands, every module's output
+and gradient, and every parameter's gradient. What is reported is the first non-finite tensor in the order of computation; what
+came before it was finite.
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None]) -> str:
             return f"the parameter {name!r} itself was not finite before the step"
     found: list[str] = []
     handles: list[Any] = []
-    layers = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    layers = [
+        (name, each) for name, each in model.named_modules() if isinstance(each, QLinear) or not list(each.children())
+    ]
     quantized = [(name, module) for name, module in model.named_modules() if isinstance(module, QLinear)]
     try:
         for name, layer in quantized:
             layer.observer = _operand_watch(name, found)
         for name, module in layers:
             handles.append(module.register_forward_hook(_output_watch(name, found)))
-            handles.append(module.register_full_backward_hook(_gradient_watch(name, found)))
+            if not isinstance(module, nn.Embedding):  # its input is no float, so it has no gradient
+                handles.append(module.register_full_backward_hook(_gradient_watch(name, found)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_hook(_parameter_watch(model, name, found)))
         compute()
     finally:
         for handle in handles:
@@ -67,6 +74,19 @@ def _gradient_watch(name: str, found: list[str]) -> Callable[[nn.Module, Any, An
     def watch(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
         if not found and any(not tensor.isfinite().all() for tensor in _floats(grad_input)):
             what = "product grad_input: the result" if isinstance(module, QLinear) else "the gradient of the input"
+            found.append(f"module {name!r} ({type(module).__name__}), {what} was not finite")
+
+    return watch
+
+
+def _parameter_watch(model: nn.Module, parameter: str, found: list[str]) -> Callable[[Tensor], None]:
+    name, _, last = parameter.rpartition(".")
+    module = model.get_submodule(name)
+    in_product = isinstance(module, QLinear) and last == "weight"
+
+    def watch(gradient: Tensor) -> None:
+        if not found and not gradient.isfinite().all():
+            what = "product grad_weight: the result" if in_product else f"the gradient of its {last}"
             found.append(f"module {name!r} ({type(module).__name__}), {what} was not finite")
 
     return watch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -35,6 +37,18 @@ def processor_name() -> str:
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine()
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch.compile takes for the CPU: $CXX, or g++ (clang++ on a Mac); None if it is not there."""
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return name if shutil.which(name) else None
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton takes for its launchers: $CC, gcc or clang; None if there is none."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    return next((name for name in names if shutil.which(name)), None)
 
 
 def _devices() -> list[torch.device]:
@@ -80,7 +94,7 @@ def _product(gemm: Gemm, device: torch.device) -> str:
 
 
 def _compiler_words() -> str:
-    found = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    found = cpp_compiler()
     if found:
         return f"C++ compiler: {found}. --compile can fuse casts on the CPU."
     return "C++ compiler: none. Training on the CPU works; --compile does not, and casts are not fused there."

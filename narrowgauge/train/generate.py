@@ -8,6 +8,7 @@ import torch
 
 TEMPERATURE = 0.8
 TOP_K = 40
+NOT_FINITE = " [ended here: the next logits were not finite]"
 
 
 @torch.no_grad()
@@ -27,6 +28,8 @@ def sample(model: Any, tokenizer: Any, prompt: str, tokens: int, *, longest: int
         for _ in range(tokens):
             context = torch.tensor([ids[-longest:]], device=device)
             logits = model(input_ids=context, use_cache=False).logits[0, -1, : len(tokenizer)].float().cpu()
+            if not logits.isfinite().all():
+                return tokenizer.decode(ids[len(start) :], skip_special_tokens=True) + NOT_FINITE
             best = torch.topk(logits / TEMPERATURE, min(TOP_K, len(logits)))
             choice = torch.multinomial(torch.softmax(best.values, 0), 1, generator=generator)
             ids.append(int(best.indices[choice]))

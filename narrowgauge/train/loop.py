@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -31,18 +32,18 @@ from narrowgauge import data
 from narrowgauge.conversion import advance, describe, nonfinite_amax
 from narrowgauge.diagnose import report
 from narrowgauge.diagnose.blame import first_nonfinite
-from narrowgauge.errors import DataError, NumericsError
+from narrowgauge.errors import CheckpointError, DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state, storage
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config import TrainConfig, resolved
 from narrowgauge.train.console import Console, console
 from narrowgauge.train.generate import sample
-from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
+from narrowgauge.train.machine import chosen_device, device_words, peak_bytes, refuse_without_compiler
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
 from narrowgauge.train.objective import Batch, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer
-from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.tensors import watched
 
@@ -51,23 +52,52 @@ MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no lo
 
 def run(config: TrainConfig) -> int:
     """Trains what `config` says, then its reference if one is asked for, and writes the report. Returns the exit code."""
+    config = resolved(config)
+    device = chosen_device(config.device)  # before anything is read or written
+    if config.compile:
+        refuse_without_compiler(device)
     if config.threads:
         torch.set_num_threads(config.threads)
+    try:
+        return _run(config)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
+            first = str(error).splitlines()[0]
+            raise OutOfMemoryError(f"{device}: {first} Raise micro_batches, or lower batch_size.") from error
+        raise
+
+
+def _run(config: TrainConfig) -> int:
     with RunFolder.claim(Path(config.output), config.resume) as folder, StopRequest() as stop:
+        if config.resume and folder.config.exists():
+            refuse_other_run(resolved(folder.read_config()), config)  # again: it may have changed until now
         folder.write_config(config)
         print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
         tokenizer, corpus = prepare_data(config)
-        code = _train_and_log(config, folder, tokenizer, corpus, stop)
-        if code == 0 and config.compare:
-            code = _train_reference(config, folder, tokenizer, corpus, stop)
-        if folder.run.exists():
-            print(f"Report: {report.write(folder.path)}", file=sys.stderr, flush=True)
+        try:
+            code = _train_and_log(config, folder, tokenizer, corpus, stop)
+            if code == 0 and config.compare:
+                code = _train_reference(config, folder, tokenizer, corpus, stop)
+        except NumericsError as error:
+            try:
+                _write_report(folder)
+            except NarrowgaugeError as second:  # must not hide the first
+                error.add_note(f"The report was not written: {second}")
+            raise
+        _write_report(folder)
     return code
+
+
+def _write_report(folder: RunFolder) -> None:
+    """Of a run and the reference in it. A run that failed before it began has nothing to tell."""
+    if folder.run.exists():
+        with storage.refusals("write the report to", folder.path):
+            print(f"Report: {report.write(folder.path)}", file=sys.stderr, flush=True)
 
 
 def prepare_data(config: TrainConfig) -> tuple[Any, data.Corpus]:
     """The tokenizer, given or trained on the data, and the tokenized corpus; both cached by their content."""
-    cache = Path(config.cache or Path(config.output).parent / "cache")
+    cache = Path(resolved(config).cache)
     column = config.column or None
     notes: list[str] = []
     if config.tokenizer or config.model:
@@ -106,14 +136,12 @@ def _train_and_log(
     with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
         trainer = Trainer.start(config, folder, tokenizer, corpus, log)
         with console(config.steps, config.log_every, trainer.step) as show:
-            if trainer.step == 0:
-                folder.write_run(trainer.facts())
+            folder.write_run(trainer.facts())
             trainer.announce(show)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
                 log.write("done", trainer.step, reason="nonfinite", exit_code=NumericsError.exit_code)
-                report.write(folder.path)
                 raise
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
@@ -141,6 +169,7 @@ class Trainer:
     batches: data.CausalBatches
     evaluation: data.CausalBatches
     step: int = 0
+    saved_step: int = 0
     trained_s: float = 0.0  # over all resumptions
     skipped_steps: int = 0
     fingerprint: str = ""
@@ -182,7 +211,15 @@ class Trainer:
         for path, why in skipped:
             print(f"WARNING: passed over the damaged checkpoint {path}: {why}", file=sys.stderr, flush=True)
         if found is None:
+            if self.log.path.stat().st_size:  # it ended before its first checkpoint: what it logged does not count
+                self.log.write("resume", 0, path="", skipped=[])
             return
+        for key, own in self._numbers().items():
+            if found.facts[key] != own:
+                raise CheckpointError(
+                    f"{found.path}: was written with {key} = {found.facts[key]!r}, this run has {own!r}. "
+                    "Resume with the settings that wrote it, or start anew in another --output."
+                )
         for key, own in (("tokenizer", self.fingerprint), ("content_hash", self.corpus.summary["content_hash"])):
             if found.facts[key] != own:
                 raise DataError(
@@ -190,11 +227,17 @@ class Trainer:
                     f"{self.config.data!r} has now. Restore the data, or start anew in another --output."
                 )
         state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
-        self.step, self.trained_s = found.step, found.facts["trained_s"]
+        self.step = self.saved_step = found.step
+        self.trained_s = found.facts["trained_s"]
         self.skipped_steps = found.facts["skipped_steps"]
         self.resumed_from = str(found.path)
         names = [path.name for path, _ in skipped]
         self.log.write("resume", self.step, path=str(found.path.relative_to(self.folder.path)), skipped=names)
+
+    def _numbers(self) -> dict[str, Any]:
+        """What decides the arithmetic and leaves no trace in the tensors' names and shapes."""
+        config = self.config
+        return {"recipe": config.recipe, "recipes": dict(config.layers_recipe), "precision": config.precision}
 
     def announce(self, show: Console) -> None:
         summary = self.corpus.summary
@@ -232,6 +275,8 @@ class Trainer:
                 self._evaluate(show)
             if last or stop.requested or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
                 self._save()
+        if self.step > self.saved_step:  # asked to stop after this step had looked whether to save
+            self._save()
         return stop.requested if self.step < config.steps else "finished"
 
     def _optimizer_step(self) -> dict[str, Any]:
@@ -249,7 +294,7 @@ class Trainer:
             group["lr"] = lr
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
-            loss_sum += self._backward(batch, targets)
+            loss_sum += self._backward(self.forward, batch, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
@@ -265,9 +310,9 @@ class Trainer:
         self.step = number
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
 
-    def _backward(self, batch: Batch, targets: int) -> Tensor:
+    def _backward(self, forward: Callable[..., Any], batch: Batch, targets: int) -> Tensor:
         with self.rung.context(self.device.type):
-            loss = summed_loss(self.forward, batch, self.device) / targets
+            loss = summed_loss(forward, batch, self.device) / targets
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
@@ -284,9 +329,10 @@ class Trainer:
 
         def repeat() -> None:
             for batch in micro_batches:
-                self._backward(batch, targets)
+                self._backward(self.model, batch, targets)  # not the compiled one, which has no hooks
 
         where = first_nonfinite(self.model, repeat)
+        self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
         raise NumericsError(
@@ -342,24 +388,29 @@ class Trainer:
             "state": rest,
             "trained_s": self.trained_s,
             "skipped_steps": self.skipped_steps,
+            **self._numbers(),
             "tokenizer": self.fingerprint,
             "content_hash": self.corpus.summary["content_hash"],
         }
         path = checkpoint.save(self.folder.checkpoints, self.step, tensors, facts)
+        self.saved_step = self.step
         checkpoint.prune(self.folder.checkpoints, self.config.keep)
         elapsed_s = time.monotonic() - started_at_s
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), elapsed_s=elapsed_s)
 
     def facts(self) -> dict[str, Any]:
-        """run.json, see docs/architecture.md."""
+        """run.json, see docs/architecture.md. A resumed run keeps the time at which it was started."""
         config = self.config
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        if self.step and self.folder.run.exists():
+            started_at = self.folder.read_run().get("started_at", started_at)
         return {
             "narrowgauge": narrowgauge.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "device": device_words(self.device),
             "threads": torch.get_num_threads(),
-            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "started_at": started_at,
             "command": ["narrowgauge", *sys.argv[1:]],
             "seed": config.seed,
             "recipe": config.recipe,
@@ -375,12 +426,30 @@ class Trainer:
 
 def export(trainer: Trainer, folder: Path) -> None:
     """The trained model and tokenizer as a Hugging Face folder that transformers loads; replaces an older one whole."""
-    temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
+    temporary = folder.with_name(f".{folder.name}.tmp")  # the run folder's lock keeps others away
+    weights, _ = state.split_scaling(trainer.model.state_dict())
     with storage.refusals("write the trained model to", folder):
         shutil.rmtree(temporary, ignore_errors=True)
-        weights, _ = state.split_scaling(trainer.model.state_dict())
-        trainer.model.save_pretrained(temporary, state_dict=weights)
-        trainer.tokenizer.save_pretrained(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(temporary, folder)
+        try:
+            _write_pretrained(temporary, trainer, weights)
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.rename(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         storage.sync_folder(folder.parent)
+
+
+def _write_pretrained(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:
+    """OSError if the disk refuses; safetensors and tokenizers tell that in exceptions of their own, by words alone."""
+    try:
+        trainer.model.save_pretrained(folder, state_dict=weights)
+        trainer.tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from narrowgauge.diagnose.hardware import processor_name
+from narrowgauge.diagnose.hardware import c_compiler, cpp_compiler, processor_name
 from narrowgauge.errors import ConfigError
 
 
@@ -23,6 +23,17 @@ def chosen_device(name: str) -> torch.device:
             raise ConfigError(f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.")
         return torch.device("cuda", device.index or 0)
     return device
+
+
+def refuse_without_compiler(device: torch.device) -> None:
+    """ConfigError where torch.compile would fail in the first step for want of a compiler."""
+    compiler = cpp_compiler() if device.type == "cpu" else c_compiler()
+    if compiler is None:
+        language, package = ("C++", "g++") if device.type == "cpu" else ("C", "gcc")
+        raise ConfigError(
+            f"compile = true: torch.compile needs a {language} compiler on {device.type}, and there is none. "
+            f"Install {package}, name one in the variable {'CXX' if language == 'C++' else 'CC'}, or train without --compile."
+        )
 
 
 def device_words(device: torch.device) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -22,15 +23,17 @@ from narrowgauge.optim.precision import Precision
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
 from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.state import seed_all
 
 
 def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device, rung: Precision) -> Any:
     """The converted model on `device`, in the dtype of its rung, in training mode. Random weights come from config.seed."""
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     model = _pretrained(config) if config.model else _llama(config, tokenizer)
     _check_sizes(config, model, tokenizer)
-    model = model.to(device=device, dtype=rung.weights).train()
-    model.config.use_cache = False
+    model = model.to(device).train()
+    for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
+        parameter.data = parameter.data.to(rung.weights)
     convert(model, _patterns(config))
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
@@ -92,12 +95,21 @@ def _pretrained(config: TrainConfig) -> Any:
         sizes = AutoConfig.from_pretrained(where, trust_remote_code=False)
         if config.from_scratch:
             return AutoModelForCausalLM.from_config(sizes, trust_remote_code=False).to(torch.float32)
-        return AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            where, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
-            f"model = {where!r}: transformers cannot load it as a causal language model: {error} "
-            "Pass a folder or hub name of one whose code is part of transformers."
+            f"model = {where!r}: transformers cannot load it as a causal language model: {str(error).rstrip('. ')}. "
+            "Pass a folder or hub name of one with safetensors whose code is part of transformers."
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"model = {where!r}: holds no weights for {missing[0]!r}"
+            + f" and {len(missing) - 1} more" * (len(missing) > 1)
+            + f" of {type(model).__name__}, which would start at random. Pass a whole model, or --from-scratch."
+        )
+    return model
 
 
 def _check_sizes(config: TrainConfig, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -24,6 +24,13 @@ Tensors = dict[str, dict[str, Tensor]]
 SCALING = ".scaling."
 
 
+def seed_all(seed: int) -> None:
+    """Starts every generator that a checkpoint holds; numpy's and Python's would else start from the operating system's noise."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
     """The state as groups of tensors, and the rest of it as JSON."""
     weights, scaling = split_scaling(model.state_dict())
@@ -83,15 +90,19 @@ def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where:
     differences = [f"{name} is missing" for name in own if name not in saved]
     differences += [f"{name} is not part of this model" for name in saved if name not in own]
     differences += [
-        f"{name} is {list(saved[name].shape)}, here {list(own[name].shape)}"
+        f"{name} is {_form(saved[name])}, here {_form(own[name])}"
         for name in own
-        if name in saved and saved[name].shape != own[name].shape
+        if name in saved and _form(saved[name]) != _form(own[name])
     ]
     if differences:
         shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise CheckpointError(
             f"{where}: a checkpoint of another model or recipe: {shown}. Resume with the settings that wrote it."
         )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _rng_state() -> tuple[dict[str, Tensor], Any]:

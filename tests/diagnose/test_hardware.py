@@ -1,0 +1,127 @@
+"""`narrowgauge info` on this CPU, on simulated ones and on simulated GPUs (exact, in words)."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from narrowgauge import recipes
+from narrowgauge.diagnose import hardware
+from narrowgauge.ops.registry import Device
+
+
+@pytest.fixture
+def simulate(monkeypatch):
+    """simulate(cpu=Device(...), cuda=(9, 0)): what the registry and torch say of the machine."""
+    mm = importlib.import_module("narrowgauge.ops.mm")  # the package's attribute of that name is the function
+
+    def install(cpu=None, cuda=None):
+        def facts(kind, index):
+            return Device("cuda", cuda) if kind == "cuda" else cpu or Device("cpu")
+
+        for module in (hardware, mm):
+            monkeypatch.setattr(module, "device_facts", facts)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda is not None))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Simulated GPU")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(total_memory=80 * 2**30)
+        )
+
+    return install
+
+
+def verdicts(text, device):
+    """recipe -> words, from the block of one device."""
+    block = text.partition(f"{device}:")[2].split("\n\n")[1]
+    return dict(line.strip().split(maxsplit=1) for line in block.splitlines())
+
+
+def test_every_recipe_is_listed_for_every_device(simulate):
+    simulate(cuda=(9, 0))
+    for device in ("cuda:0", "cpu"):
+        assert tuple(verdicts(hardware.info(), device)) == recipes.names()
+
+
+def test_the_real_machine():
+    text = hardware.info()
+    assert text.startswith("narrowgauge ") and f"torch {torch.__version__}" in text.splitlines()[0]
+    assert hardware.processor_name() in text and "cpu:" in text
+
+
+def test_a_plain_cpu_says_that_it_multiplies_in_float32(simulate):
+    simulate(cpu=Device("cpu", bf16_gemm=False, int8_gemm=False))
+    text = hardware.info()
+    assert "no fast bfloat16 or int8 GEMM" in text
+    found = verdicts(text, "cpu")
+    assert found["bf16"] == "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
+    assert found["fp8-current"] == "emulated exactly in float32: cpu has no FP8 units"
+    assert "no VNNI" in found["int8"]
+
+
+def test_a_cpu_with_narrow_units(simulate):
+    simulate(cpu=Device("cpu", bf16_gemm=True, int8_gemm=True))
+    text = hardware.info()
+    assert "fast bfloat16 and int8 (VNNI) GEMM" in text
+    found = verdicts(text, "cpu")
+    assert found["bf16"] == "native" and found["int8"] == "native"
+    assert found["fp8-current"].startswith("emulated exactly in ")
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [
+        ((8, 0), {"bf16", "int8"}),
+        ((8, 9), {"bf16", "int8", "fp8-delayed", "fp8-current"}),
+        ((9, 0), {"bf16", "int8", "fp8-delayed", "fp8-current", "fp8-row"}),
+    ],
+)
+def test_gpus(simulate, capability, native):
+    simulate(cuda=capability)
+    text = hardware.info()
+    major, minor = capability
+    assert f"cuda:0: Simulated GPU, compute capability {major}.{minor}, 80 GiB" in text
+    found = verdicts(text, "cuda:0")
+    assert {name for name, words in found.items() if words == "native"} == native
+    assert all(words.startswith("emulated exactly in ") for name, words in found.items() if name not in native)
+    assert all(": " in words for name, words in found.items() if name not in native), "an emulation without its reason"
+
+
+def test_the_compiler_is_the_one_that_torch_takes(monkeypatch, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.cpp_compiler() == "g++"
+    assert "C++ compiler: g++" in hardware.info()
+    monkeypatch.setenv("CXX", "icpx")  # torch would call this one, and fail
+    assert hardware.cpp_compiler() is None
+    compiler.rename(tmp_path / "clang++")
+    monkeypatch.delenv("CXX")
+    assert "C++ compiler: none" in hardware.info()
+
+
+def test_the_c_compiler(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.c_compiler() is None
+    compiler = tmp_path / "clang"
+    compiler.write_text("#!/bin/sh\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    assert hardware.c_compiler() == "clang"
+    monkeypatch.setenv("CC", str(tmp_path / "missing"))
+    assert hardware.c_compiler() is None
+
+
+def test_a_machine_without_proc(monkeypatch):
+    monkeypatch.setattr(hardware, "Path", lambda name: SimpleNamespace(read_text=_refuse))
+    assert hardware.processor_name()
+
+
+def _refuse(encoding):
+    raise FileNotFoundError(encoding)

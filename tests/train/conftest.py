@@ -1,0 +1,46 @@
+"""One corpus, one tokenizer and one cache for all runs of these tests."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.train import tiny
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    return tiny.write_text(tmp_path_factory.mktemp("corpus") / "text")
+
+
+@pytest.fixture
+def own_text(text, tmp_path):
+    """A copy of the corpus that a test may change."""
+    return shutil.copytree(text, tmp_path / "own" / "text")
+
+
+@pytest.fixture
+def make(text, tmp_path):
+    """make("name", steps=3): the configuration of a tiny run in a folder of that name."""
+    return lambda name="run", **changes: tiny.settings(text, tmp_path / name, **changes)
+
+
+@pytest.fixture
+def before_step(monkeypatch):
+    """before_step(3, do): calls do(trainer) once, just before optimizer step 3 is computed."""
+    from narrowgauge.train import loop
+
+    def install(number, do):
+        real = loop.Trainer._optimizer_step
+        done = []
+
+        def step(trainer):
+            if trainer.step + 1 == number and not done:
+                done.append(number)
+                do(trainer)
+            return real(trainer)
+
+        monkeypatch.setattr(loop.Trainer, "_optimizer_step", step)
+
+    return install

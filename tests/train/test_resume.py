@@ -1,0 +1,286 @@
+"""A run that was stopped and resumed is, bit for bit, the run that never was (exact).
+
+Compared are the loss of every step in metrics.jsonl and SHA-256 over every tensor of the last checkpoint: weights, amax windows,
+optimizer, generators. Two combinations stop and go on in processes of their own, the others in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.cli import main
+from narrowgauge.errors import CheckpointError, ConfigError, DataError
+from narrowgauge.train import checkpoint, loop
+from narrowgauge.train.config import replace
+from tests.processes import PYTHON, ROOT
+from tests.train import tiny
+
+
+def same_run(folder, reference):
+    assert tiny.losses(folder) == tiny.losses(reference)
+    assert tiny.digests(folder) == tiny.digests(reference)
+
+
+def stop(number):
+    """Sends a real signal to this process, just before a step: it is finished, and saved."""
+    return lambda trainer: signal.raise_signal(number)
+
+
+# --- in this process ------------------------------------------------------------------------------------------------------
+
+COMBINATIONS = [
+    ("fp8-delayed", "amp-bf16", 1),
+    ("fp8-current", "bf16-o2", 1),
+    ("mxfp8", "amp-fp16", 1),
+    ("fp8-delayed", "bf16-o3", 2),
+    ("fp8-delayed", "amp-fp16", 2),
+    ("fp8-row", "fp32", 1),
+]
+
+
+@pytest.mark.parametrize(("recipe", "precision", "micro_batches"), COMBINATIONS)
+def test_stopped_twice_and_resumed(make, before_step, recipe, precision, micro_batches):
+    common = {"recipe": recipe, "precision": precision, "micro_batches": micro_batches}
+    reference = make("reference", **common)
+    assert loop.run(reference) == 0
+    config = make("stopped", **common)
+    before_step(2, stop(signal.SIGTERM))
+    assert loop.run(config) == 75
+    before_step(5, stop(signal.SIGINT))
+    assert loop.run(replace(config, resume=True)) == 130
+    assert loop.run(replace(config, resume=True)) == 0
+    folder = Path(config.output)
+    same_run(folder, Path(reference.output))
+    assert [event["step"] for event in tiny.events(folder, "resume")] == [2, 5]
+    done = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines() if '"done"' in line]
+    assert [(event["reason"], event["step"], event["exit_code"]) for event in done] == [
+        ("preempted", 2, 75), ("interrupted", 5, 130), ("finished", 6, 0),
+    ]  # fmt: skip
+
+
+def test_a_request_after_the_step_had_looked_is_saved_too(make, monkeypatch):
+    """The signal comes when step 2 is done and its checkpoint was not due."""
+    config = make(steps=4)
+    looks = []
+
+    class LateStop(loop.StopRequest):
+        @property
+        def requested(self):
+            looks.append(1)
+            return "preempted" if len(looks) > 4 else ""  # two looks a step: before it, and whether to save
+
+        @requested.setter
+        def requested(self, value):
+            pass
+
+        exit_code = 75
+
+    monkeypatch.setattr(loop, "StopRequest", LateStop)
+    assert loop.run(config) == 75
+    [saved] = (Path(config.output) / "checkpoints").iterdir()
+    assert saved.name == "step-00000002"
+
+
+def test_a_finished_run_resumed_changes_nothing(make):
+    config = make(steps=2)
+    loop.run(config)
+    before = tiny.digests(Path(config.output))
+    assert loop.run(replace(config, resume=True)) == 0
+    assert tiny.digests(Path(config.output)) == before and len(tiny.losses(Path(config.output))) == 2
+
+
+def test_more_steps_than_were_asked_for_first(make):
+    config = make(steps=2, min_learning_rate=1e-3)
+    loop.run(config)
+    assert loop.run(replace(config, steps=3, resume=True)) == 0
+    folder = Path(config.output)
+    assert list(tiny.losses(folder)) == [1, 2, 3]
+    assert json.loads((folder / "run.json").read_text("utf-8"))["steps"] == 3
+
+
+def test_a_torn_line_of_metrics(make, before_step):
+    config = make(steps=3)
+    before_step(2, stop(signal.SIGTERM))
+    loop.run(config)
+    metrics = Path(config.output) / "metrics.jsonl"
+    with metrics.open("ab") as file:
+        file.write(b'{"event": "step", "step": 3, "lo')
+    assert loop.run(replace(config, resume=True)) == 0
+    assert list(tiny.losses(metrics.parent)) == [1, 2, 3]
+    assert all(json.loads(line) for line in metrics.read_text("utf-8").splitlines())
+
+
+def test_steps_of_a_run_that_died_before_its_first_checkpoint_do_not_count(make):
+    config = make(steps=2)
+    folder = Path(config.output)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"event": "step", "step": 7, "loss": 1.0}\n', encoding="utf-8")
+    assert loop.run(replace(config, resume=True)) == 0
+    assert list(tiny.losses(folder)) == [1, 2]
+
+
+# --- damaged and foreign checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    config = tiny.settings(text, tmp_path_factory.mktemp("finished") / "run", steps=4, checkpoint_every=2)
+    assert loop.run(config) == 0
+    return config
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of a run of 4 steps with checkpoints at 2 and 4."""
+    return replace(finished, output=str(shutil.copytree(finished.output, tmp_path / "copy")), resume=True)
+
+
+def damage(config, step):
+    path = Path(config.output, "checkpoints", f"step-{step:08}", "weights-0.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def command(config, text):
+    return ["train", *tiny.flags(config, text), "--resume"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly(copy, finished, capfd):
+    damage(copy, 4)
+    assert loop.run(copy) == 0
+    warned = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(warned) == 1 and "step-00000004" in warned[0] and "weights-0.safetensors" in warned[0]
+    [event] = tiny.events(Path(copy.output), "resume")
+    assert event["path"] == "checkpoints/step-00000002" and event["skipped"] == ["step-00000004"]
+    same_run(Path(copy.output), Path(finished.output))
+
+
+def test_all_damaged(copy, text, capfd):
+    damage(copy, 2)
+    damage(copy, 4)
+    metrics = Path(copy.output, "metrics.jsonl").read_bytes()
+    assert main(command(replace(copy, steps=4), text)) == 4
+    printed = capfd.readouterr().err
+    assert "none of the 2 checkpoints is intact" in printed and "Traceback" not in printed
+    assert Path(copy.output, "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 64}, "another model or recipe"),
+        ({"recipe": "fp8-delayed"}, "recipe = 'fp8-current', this run has 'fp8-delayed'"),
+        ({"recipe": "mxfp8"}, "recipe = 'fp8-current', this run has 'mxfp8'"),
+        ({"layers_recipe": {"lm_head": "bf16"}}, "recipes = {}, this run has {'lm_head': 'bf16'}"),
+        ({"precision": "bf16-o2"}, "precision = 'amp-bf16', this run has 'bf16-o2'"),
+    ],
+    ids=["size", "windows", "recipe", "recipes", "precision"],
+)
+def test_a_checkpoint_of_another_run_is_refused(copy, change, words):
+    """Twice: against config.toml, and, should that be lost, against the checkpoint."""
+    folder = Path(copy.output)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    with pytest.raises(ConfigError, match="cannot resume with"):
+        loop.run(replace(copy, **change))
+    assert {path: path.read_bytes() for path in before} == before
+    (folder / "config.toml").unlink()
+    with pytest.raises(CheckpointError, match=words.replace("{", r"\{")):
+        loop.run(replace(copy, **change))
+    rest = {path: data for path, data in before.items() if path.name != "config.toml"}
+    assert {path: path.read_bytes() for path in rest} == rest
+
+
+def test_changed_data(finished, own_text, tmp_path, text):
+    output = shutil.copytree(finished.output, tmp_path / "copy")
+    (output / "config.toml").unlink()
+    (own_text / "00.txt").write_text("Other words stand here now, and nothing is as it was.\n", encoding="utf-8")
+    config = replace(finished, output=str(output), data=str(own_text), resume=True)
+    with pytest.raises(DataError, match=r"trained with another tokenizer than .* Restore the data") as caught:
+        loop.run(config)
+    assert caught.value.exit_code == 3
+
+
+def test_changed_data_with_the_same_tokenizer(finished, own_text, tmp_path):
+    """Through the command line, where the data's path is the same and its content is not."""
+    own = replace(finished, output=str(tmp_path / "first"), data=str(own_text), steps=1)
+    loop.run(own)
+    shutil.copytree(tmp_path / "first" / "final", tmp_path / "tokenizer")
+    config = replace(own, output=str(tmp_path / "second"), tokenizer=str(tmp_path / "tokenizer"), vocab_size=4096)
+    loop.run(config)
+    (own_text / "01.txt").write_text("the of and\n", encoding="utf-8")
+    with pytest.raises(DataError, match="another data content"):
+        loop.run(replace(config, resume=True))
+
+
+# --- in processes of their own --------------------------------------------------------------------------------------------
+
+
+def start(config, text, *more):
+    words = [PYTHON, "-m", "narrowgauge", "train", *tiny.flags(config, text), *more]
+    return subprocess.Popen(
+        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
+    )  # fmt: skip
+
+
+def signal_after(process, folder, first, then, number):
+    """Sends the signal as soon as the log holds `first` and, after that, `then`; returns the exit code and the output."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+
+    def seen():
+        log = metrics.read_text("utf-8") if metrics.exists() else ""
+        return first in log and then in log[log.index(first) :]
+
+    while not seen():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.005)
+    process.send_signal(number)
+    printed = process.communicate(timeout=120)[0]
+    return process.returncode, printed
+
+
+def test_kill_then_sigterm_then_the_rest_each_in_a_new_process(make, text):
+    common = {"recipe": "fp8-delayed", "precision": "amp-bf16", "steps": 40, "checkpoint_every": 4}
+    reference, config = make("reference", **common), make("killed", **common)
+    assert loop.run(reference) == 0
+    folder = Path(config.output)
+    code, printed = signal_after(start(config, text), folder, "", '"checkpoint", "step": 4', signal.SIGKILL)
+    assert code == -signal.SIGKILL, printed
+    first = checkpoint.newest_valid(folder / "checkpoints")[0].step
+    assert 4 <= first < 40
+
+    code, printed = signal_after(start(config, text, "--resume"), folder, '"resume"', '"event": "step"', signal.SIGTERM)
+    assert code == 75, printed
+    second, skipped = checkpoint.newest_valid(folder / "checkpoints")
+    assert first < second.step < 40 and not skipped
+    assert tiny.events(folder, "done")[-1] == {
+        "event": "done", "step": second.step, "reason": "preempted", "exit_code": 75
+    }  # fmt: skip
+    assert max(tiny.losses(folder)) == second.step  # saved at the step that was finished
+
+    process = start(config, text, "--resume")
+    printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, printed
+    assert f"resumed from {second.path}" in printed
+    same_run(folder, Path(reference.output))
+
+
+def test_stochastic_rounding_in_a_new_process(make, text, before_step):
+    common = {"recipe": "mxfp8", "precision": "bf16-o3"}
+    reference, config = make("reference", **common), make("stopped", **common)
+    assert loop.run(reference) == 0
+    before_step(3, stop(signal.SIGINT))
+    assert loop.run(config) == 130
+    process = start(config, text, "--resume")
+    printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, printed
+    same_run(Path(config.output), Path(reference.output))
