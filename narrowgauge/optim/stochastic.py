@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import ConfigError
+
 _DROPPED_BITS = 16
 _KEPT = -(1 << _DROPPED_BITS)
 
@@ -89,7 +91,13 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = dict(state_dict)
-        self.generator.set_state(state_dict.pop("generator").cpu())
+        state = state_dict.pop("generator").cpu()
+        if state.numel() != self.generator.get_state().numel():
+            raise ConfigError(
+                "StochasticAdamW: the saved generator belongs to another kind of device than "
+                f"{self.generator.device}, and its random numbers cannot go on there. Resume on the device that saved it."
+            )
+        self.generator.set_state(state)
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge import recipes
 from narrowgauge.cli import main
+from narrowgauge.conversion import suspended
 from narrowgauge.diagnose import hardware
 from narrowgauge.errors import ConfigError, DataError, NumericsError, OutOfMemoryError, StorageError
 from narrowgauge.qlinear import QLinear
 from narrowgauge.train import checkpoint, loop
+from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.config import replace
 from tests.compare import assert_same
 from tests.processes import PYTHON, ROOT
@@ -43,14 +45,14 @@ def installed(monkeypatch):
     """installed(do): calls do(model) on each model that a run builds."""
 
     def install(do):
-        real = loop.build
+        real = trainer_module.build
 
         def build(*arguments):
             model = real(*arguments)
             do(model)
             return model
 
-        monkeypatch.setattr(loop, "build", build)
+        monkeypatch.setattr(trainer_module, "build", build)
 
     return install
 
@@ -184,7 +186,7 @@ def test_final_is_the_trained_model(make, monkeypatch, precision):
     ids = tokenizer("the narrow scale rounds", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(ids[0]) == "the narrow scale rounds"
     assert len(tokenizer) == 300
-    with torch.no_grad(), loop.narrowgauge.suspended(trainer.model.eval()):
+    with torch.no_grad(), suspended(trainer.model.eval()):
         trainer.model.set_attn_implementation(model.config._attn_implementation)
         for kept in (layer for layer in trainer.model.modules() if isinstance(layer, QLinear)):
             assert kept.is_suspended
@@ -483,7 +485,7 @@ def test_float16_skips_a_step_that_overflows(make, installed):
 
 
 def test_float16_gives_up_when_no_loss_scale_helps(make, installed, monkeypatch):
-    monkeypatch.setattr(loop, "MOST_SKIPPED_STEPS", 2)
+    monkeypatch.setattr(trainer_module, "MOST_SKIPPED_STEPS", 2)
     installed(lambda model: in_weight_gradient(model, Poison(math.inf, first=2)))
     config = make(precision="amp-fp16")
     with pytest.raises(NumericsError, match=f"step 4: .*{UP}.*product grad_weight"):

@@ -1,0 +1,44 @@
+"""The trained model as a Hugging Face folder, whole or not there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from narrowgauge.train import state, storage
+from narrowgauge.train.trainer import Trainer
+
+
+def export(trainer: Trainer, folder: Path) -> None:
+    """The trained model and tokenizer as a Hugging Face folder that transformers loads; replaces an older one whole."""
+    temporary = folder.with_name(f".{folder.name}.tmp")  # the run folder's lock keeps others away
+    weights, _ = state.split_scaling(trainer.model.state_dict())
+    with storage.refusals("write the trained model to", folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            _write_pretrained(temporary, trainer, weights)
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.rename(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        storage.sync_folder(folder.parent)
+
+
+def _write_pretrained(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:
+    """OSError if the disk refuses; safetensors and tokenizers tell that in exceptions of their own, by words alone."""
+    try:
+        trainer.model.save_pretrained(folder, state_dict=weights)
+        trainer.tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error

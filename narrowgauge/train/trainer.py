@@ -1,0 +1,318 @@
+"""A run in progress: its parts, one optimizer step, what is logged, evaluated and saved.
+
+    for each micro-batch:  loss = sum of -log p / targets of the whole step;  backward
+    stop here if loss or gradient norm is not finite: nothing has been changed yet
+    clip, optimizer.step(), advance(model)
+
+A step synchronises with the host once, to read its loss and gradient norm. The position in the data is the step number, so a
+checkpoint of step k continues with batch k + 1 of the same sequence.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import narrowgauge
+from narrowgauge import data
+from narrowgauge.conversion import advance, describe, nonfinite_amax
+from narrowgauge.diagnose.blame import first_nonfinite
+from narrowgauge.errors import CheckpointError, DataError, NumericsError
+from narrowgauge.optim import precision
+from narrowgauge.train import checkpoint, state
+from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.console import Console
+from narrowgauge.train.generate import sample
+from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
+from narrowgauge.train.metrics import MetricsLog
+from narrowgauge.train.model import build, describe_model
+from narrowgauge.train.objective import Batch, count_targets, learning_rate, summed_loss
+from narrowgauge.train.optimizer import build_optimizer
+from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.signals import StopRequest
+from narrowgauge.train.tensors import watched
+
+MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
+
+
+@dataclass
+class Trainer:
+    """The parts of a run in progress. `step` counts finished optimizer steps."""
+
+    config: TrainConfig
+    folder: RunFolder
+    tokenizer: Any
+    corpus: data.Corpus
+    log: MetricsLog
+    device: torch.device
+    rung: precision.Precision
+    model: Any
+    forward: Callable[..., Any]
+    optimizer: Any
+    scaler: torch.amp.GradScaler | None
+    batches: data.CausalBatches
+    evaluation: data.CausalBatches
+    step: int = 0
+    saved_step: int = 0
+    trained_s: float = 0.0  # over all resumptions
+    skipped_steps: int = 0
+    fingerprint: str = ""
+    resumed_from: str = ""
+    poisoned: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    @classmethod
+    def start(
+        cls, config: TrainConfig, folder: RunFolder, tokenizer: Any, corpus: data.Corpus, log: MetricsLog
+    ) -> Trainer:
+        """Builds everything, and takes up the newest valid checkpoint of the folder if it has one."""
+        device = chosen_device(config.device)
+        rung = precision.get(config.precision)
+        model = build(config, tokenizer, device, rung)
+        data.check_vocabulary(corpus, model.get_input_embeddings().weight.shape[0])
+        trainer = cls(
+            config=config,
+            folder=folder,
+            tokenizer=tokenizer,
+            corpus=corpus,
+            log=log,
+            device=device,
+            rung=rung,
+            model=model,
+            forward=torch.compile(model) if config.compile else model,
+            optimizer=build_optimizer(config, model, rung),
+            scaler=torch.amp.GradScaler(device.type) if rung.scales_loss else None,
+            batches=data.CausalBatches(corpus.train, config.sequence_length, config.batch_size, config.seed),
+            evaluation=data.CausalBatches(
+                corpus.validation, min(config.sequence_length, len(corpus.validation) - 1), config.batch_size, config.seed
+            ),
+            fingerprint=data.fingerprint(tokenizer),
+        )  # fmt: skip
+        trainer._resume()
+        return trainer
+
+    def _resume(self) -> None:
+        found, skipped = checkpoint.newest_valid(self.folder.checkpoints)
+        for path, why in skipped:
+            print(f"WARNING: passed over the damaged checkpoint {path}: {why}", file=sys.stderr, flush=True)
+        if found is None:
+            if self.log.path.stat().st_size:  # it ended before its first checkpoint: what it logged does not count
+                self.log.write("resume", 0, path="", skipped=[])
+            return
+        for key, own in self._numbers().items():
+            if found.facts[key] != own:
+                raise CheckpointError(
+                    f"{found.path}: was written with {key} = {found.facts[key]!r}, this run has {own!r}. "
+                    "Resume with the settings that wrote it, or start anew in another --output."
+                )
+        for key, own in (("tokenizer", self.fingerprint), ("content_hash", self.corpus.summary["content_hash"])):
+            if found.facts[key] != own:
+                raise DataError(
+                    f"{found.path}: trained with another {key.replace('content_hash', 'data content')} than "
+                    f"{self.config.data!r} has now. Restore the data, or start anew in another --output."
+                )
+        state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
+        self.step = self.saved_step = found.step
+        self.trained_s = found.facts["trained_s"]
+        self.skipped_steps = found.facts["skipped_steps"]
+        self.resumed_from = str(found.path)
+        names = [path.name for path, _ in skipped]
+        self.log.write("resume", self.step, path=str(found.path.relative_to(self.folder.path)), skipped=names)
+
+    def _numbers(self) -> dict[str, Any]:
+        """What decides the arithmetic and leaves no trace in the tensors' names and shapes."""
+        config = self.config
+        return {"recipe": config.recipe, "recipes": dict(config.layers_recipe), "precision": config.precision}
+
+    def announce(self, show: Console) -> None:
+        summary = self.corpus.summary
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        show.say(
+            f"{self.config.recipe} ({self.config.precision}) on {device_words(self.device)}: {parameters:,} parameters, "
+            f"{summary['train_tokens']:,} training tokens"
+            + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
+        )
+        if self.config.compile and self.config.tensor_every:
+            show.say("Compiled code cannot be observed: no tensor statistics in this run.")
+
+    def train(self, show: Console, stop: StopRequest) -> str:
+        """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
+        config = self.config
+        while self.step < config.steps and not stop.requested:
+            started_at_s = time.monotonic()
+            looks = config.tensor_every and (self.step + 1) % config.tensor_every == 0 and not config.compile
+            if looks:
+                with watched(self.model) as events:
+                    numbers = self._optimizer_step()
+                for event in events:
+                    self.log.write("tensor", self.step, **event)
+            else:
+                numbers = self._optimizer_step()
+            spent_s = time.monotonic() - started_at_s
+            self.trained_s += spent_s
+            speed = numbers["tokens"] / spent_s
+            peak = peak_bytes(self.device)
+            self.log.write(
+                "step", self.step, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s, peak_bytes=peak
+            )  # fmt: skip
+            show.step(self.step, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=peak)
+            self._report_poisoned(show)
+            last = self.step == config.steps
+            if last or (config.eval_every and self.step % config.eval_every == 0):
+                self._evaluate(show)
+            if last or stop.requested or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+                self._save()
+        if self.step > self.saved_step:  # asked to stop after this step had looked whether to save
+            self._save()
+        return stop.requested if self.step < config.steps else "finished"
+
+    def _optimizer_step(self) -> dict[str, Any]:
+        """One step, all micro-batches; returns what the log says of it. Raises NumericsError before anything changes."""
+        config, number = self.config, self.step + 1
+        micro_batches = [
+            self.batches.batch(self.step, part, config.micro_batches) for part in range(config.micro_batches)
+        ]
+        targets = count_targets(micro_batches, number)
+        lr = learning_rate(
+            number, steps=config.steps, warmup_steps=config.warmup_steps,
+            peak=config.learning_rate, lowest=config.min_learning_rate,
+        )  # fmt: skip
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss_sum = torch.zeros((), device=self.device)
+        for batch in micro_batches:
+            loss_sum += self._backward(self.forward, batch, targets)
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
+        loss, grad_norm = torch.stack((loss_sum, norm.to(loss_sum.dtype))).tolist()  # the step's only synchronisation
+        self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        advance(self.model)
+        self.optimizer.zero_grad()
+        self.step = number
+        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
+
+    def _backward(self, forward: Callable[..., Any], batch: Batch, targets: int) -> Tensor:
+        with self.rung.context(self.device.type):
+            loss = summed_loss(forward, batch, self.device) / targets
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        return loss.detach()
+
+    def _refuse_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> None:
+        finite = torch.tensor([loss, grad_norm]).isfinite()
+        if finite.all():
+            self.skipped_steps = 0
+            return
+        self.skipped_steps += 1
+        if self.scaler and finite[0] and self.skipped_steps <= MOST_SKIPPED_STEPS:
+            return  # float16 overflowed: the scaler leaves this step out and lowers its scale
+        number = self.step + 1
+        self.optimizer.zero_grad()
+
+        def repeat() -> None:
+            for batch in micro_batches:
+                self._backward(self.model, batch, targets)  # not the compiled one, which has no hooks
+
+        where = first_nonfinite(self.model, repeat)
+        self.optimizer.zero_grad()
+        self.log.write("step", number, loss=loss, grad_norm=grad_norm)
+        self.log.write("nonfinite", number, where=where)
+        raise NumericsError(
+            f"step {number}: loss {loss}, gradient norm {grad_norm}. It appeared first at {where}. "
+            f"The weights are those of step {self.step}; nothing was saved since the last checkpoint. "
+            "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'."
+        )
+
+    def _report_poisoned(self, show: Console) -> None:
+        """Logs amax readings that were not finite, at the steps where somebody looks (it synchronises)."""
+        if self.step % self.config.log_every and self.step != self.config.steps:
+            return
+        counts = nonfinite_amax(self.model)
+        for (module, role), count in counts.items():
+            if count > self.poisoned.get((module, role), 0):
+                self.log.write("nonfinite_amax", self.step, module=module, role=role, count=count)
+                show.say(
+                    f"step {self.step}: amax of {role} in {module} was not finite in {count} steps; kept out of its window"
+                )
+        self.poisoned = counts
+
+    @torch.no_grad()
+    def _evaluate(self, show: Console) -> None:
+        """Validation loss, and a sample of text."""
+        config = self.config
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for batch in self.evaluation.evaluation(config.eval_tokens):
+            with self.rung.context(self.device.type):
+                total += float(summed_loss(self.forward, batch, self.device))
+            tokens += data.valid_targets(batch)
+        self.model.train()
+        self.log.write("eval", self.step, loss=total / tokens, tokens=tokens, elapsed_s=self.trained_s)
+        show.say(f"step {self.step}: validation loss {total / tokens:.4f}")
+        if config.sample_tokens:
+            prompt = config.prompt or self._default_prompt()
+            with self.rung.context(self.device.type):
+                text = sample(
+                    self.model, self.tokenizer, prompt, config.sample_tokens,
+                    longest=config.sequence_length, seed=config.seed,
+                )  # fmt: skip
+            self.log.write("sample", self.step, prompt=prompt, text=text)
+
+    def _default_prompt(self) -> str:
+        if self.config.data == "stdlib":
+            return "def "
+        return self.tokenizer.decode(self.corpus.validation.tokens[:12].tolist(), skip_special_tokens=True)
+
+    def _save(self) -> None:
+        started_at_s = time.monotonic()
+        tensors, rest = state.collect(self.model, self.optimizer, self.scaler)
+        facts = {
+            "state": rest,
+            "trained_s": self.trained_s,
+            "skipped_steps": self.skipped_steps,
+            **self._numbers(),
+            "tokenizer": self.fingerprint,
+            "content_hash": self.corpus.summary["content_hash"],
+        }
+        path = checkpoint.save(self.folder.checkpoints, self.step, tensors, facts)
+        self.saved_step = self.step
+        checkpoint.prune(self.folder.checkpoints, self.config.keep)
+        elapsed_s = time.monotonic() - started_at_s
+        self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), elapsed_s=elapsed_s)
+
+    def facts(self) -> dict[str, Any]:
+        """run.json, see docs/architecture.md. A resumed run keeps the time at which it was started."""
+        config = self.config
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        if self.step and self.folder.run.exists():
+            started_at = self.folder.read_run().get("started_at", started_at)
+        return {
+            "narrowgauge": narrowgauge.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": device_words(self.device),
+            "threads": torch.get_num_threads(),
+            "started_at": started_at,
+            "command": ["narrowgauge", *sys.argv[1:]],
+            "seed": config.seed,
+            "recipe": config.recipe,
+            "precision": config.precision,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "model": describe_model(self.model) | {"sequence_length": config.sequence_length},
+            "data": self.corpus.summary,
+            "tokens_per_step": config.batch_size * config.sequence_length,
+            "steps": config.steps,
+            "describe": [asdict(row) for row in describe(self.model)],
+        }
