@@ -307,7 +307,7 @@ def _operand(
 
 
 def _quantized(x: Tensor, cast: Cast, expand: torch.dtype | None, amax: Tensor | None) -> QTensor:
-    noise = torch.rand(x.shape, device=x.device) if cast.rounding == "stochastic" else None
+    noise = torch.rand(x.shape, dtype=torch.float32, device=x.device) if cast.rounding == "stochastic" else None
     return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
 
 
