@@ -39,10 +39,12 @@ class WeightCache:
     """The casts of a weight, kept from one optimizer step to the next.
 
     Valid while the weight is the same tensor at the same version; `advance` empties it, for the optimizers that write
-    through raw pointers and leave the version as it was.
+    through raw pointers and leave the version as it was. `held` keeps the memory of the weight: freed, its address could
+    come back as another weight's.
     """
 
     key: tuple[Any, ...] = ()
+    held: Tensor | None = None
     casts: dict[str, QTensor | Tensor] = field(default_factory=dict)
 
     def get(
@@ -51,12 +53,14 @@ class WeightCache:
         """The weight as an operand of `gemm`, built at most once per step."""
         if weight.is_inference():  # has no version counter
             return build()
-        key = (weight._version, weight.data_ptr(), weight.dtype, settings.out_dtype, id(settings.recipe))
+        address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
+        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe))
         if key != self.key:
-            self.key, self.casts = key, {}
-        if gemm not in self.casts:
-            self.casts[gemm] = build()
-        return self.casts[gemm]
+            self.key, self.held, self.casts = key, weight.detach(), {}
+        casts = self.casts  # of this key, should another thread bring another one meanwhile
+        if gemm not in casts:
+            casts[gemm] = build()
+        return casts[gemm]
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,19 @@ class QLinear(nn.Linear):
             None if compiling else self.observer,
         )
         return _apply(x, self.weight, self.bias, settings, lives)
+
+    def train(self, mode: bool = True) -> QLinear:
+        """As ever; and a change of mode forgets the quantized weight, since averaged weights are swapped in around it."""
+        if mode != self.training:
+            self.empty_cache()
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QLinear:
+        """model.to(...), and all that moves or converts the weight: its casts are made anew."""
+        super()._apply(fn, recurse)
+        self.empty_cache()
+        return self
 
     def _planned(self, device: torch.device) -> Plans:
         assert self._recipe is not None

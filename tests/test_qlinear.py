@@ -337,3 +337,51 @@ def test_compiled_agrees_with_eager(name: str) -> None:
         torch.testing.assert_close(right, left, rtol=2e-6, atol=0, msg=key)  # gy's sums may differ in their order
     for left, right in zip(eager.parameters(), twin.parameters(), strict=True):
         assert sqnr_db(left.grad, right.grad) > 90  # float32 sums in another order; a flipped code would leave 60
+
+
+def test_averaged_weights_are_seen_after_a_change_of_mode() -> None:
+    """Moving averages are swapped in through .data, which leaves the version counter as it was."""
+    layer = layer_of(recipes.FP8_CURRENT)
+    layer.empty_cache(keep=True)
+    x = torch.randn(8, 64)
+    own = layer.weight.detach().clone()
+    trained = layer(x).detach()
+    layer.eval()
+    layer.weight.data.copy_(own * 0.5)
+    assert_same(layer(x).detach(), layer_with_weight(layer)(x).detach())
+    layer.weight.data.copy_(own)
+    layer.train()
+    assert_same(layer(x).detach(), trained)
+
+
+def test_cached_casts_keep_the_memory_of_their_weight() -> None:
+    """A weight computed anew at each forward may else come back at the same address, at version 0 (exact)."""
+    layer = layer_of(recipes.FP8_CURRENT, bias=False)
+    layer.empty_cache(keep=True)
+    x = torch.randn(8, 64)
+    for _ in range(4):
+        weight = torch.randn(32, 64)
+        y = torch.func.functional_call(layer, {"weight": weight}, (x,))
+        assert_same(y, linear(x, weight, None, recipes.FP8_CURRENT))
+        assert layer._cache is not None and layer._cache.held is not None
+        assert layer._cache.held.data_ptr() == weight.data_ptr()
+        del weight, y
+
+
+def test_moving_a_layer_drops_its_casts() -> None:
+    layer = layer_of(recipes.FP8_CURRENT)
+    layer.empty_cache(keep=True)
+    layer(torch.randn(8, 64))
+    assert layer._cache is not None and layer._cache.casts
+    layer.to(torch.bfloat16)
+    assert not layer._cache.casts and layer._cache.held is None
+
+
+def test_a_view_of_the_weight_at_the_same_address_is_another_weight() -> None:
+    """Transposed, a square weight has the same address, version and shape; only its strides differ."""
+    layer = layer_of(recipes.FP8_CURRENT, k=32, bias=False)
+    layer.empty_cache(keep=True)
+    x, weight = torch.randn(8, 32), torch.randn(32, 32)
+    for view in (weight, weight.T):
+        y = torch.func.functional_call(layer, {"weight": view}, (x,))
+        assert_same(y, linear(x, view, None, recipes.FP8_CURRENT))
