@@ -385,3 +385,52 @@ def test_a_view_of_the_weight_at_the_same_address_is_another_weight() -> None:
     for view in (weight, weight.T):
         y = torch.func.functional_call(layer, {"weight": view}, (x,))
         assert_same(y, linear(x, view, None, recipes.FP8_CURRENT))
+
+
+X, W = torch.zeros(8, 32), torch.zeros(16, 32)
+
+
+@pytest.mark.parametrize("recipe", [recipes.BF16, recipes.FP8_CURRENT], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "words"),
+    [
+        (X.int(), W, None, "x is a torch.int32"),
+        (X.bool(), W, None, "x is a torch.bool"),
+        (X.to(torch.complex64), W, None, "x is a torch.complex64"),
+        (X.to(torch.float8_e4m3fn), W, None, "x is a torch.float8_e4m3fn"),
+        (X.to_sparse(), W, None, "x is a torch.float32 torch.sparse_coo"),
+        ([1.0], W, None, "x is a list"),
+        (X.numpy(), W, None, "x is a ndarray"),
+        (torch.tensor(1.0), W, None, r"x is \[\], weight \[16, 32\]; the last axis of x must be 32"),
+        (X, W.int(), None, "weight is a torch.int32"),
+        (X, None, None, "weight is a NoneType"),
+        (X, W[0], None, r"weight is \[32\]; it must be \[out_features, in_features\]"),
+        (X, W.to("meta"), None, "x is on cpu, weight on meta"),
+        (X, W, torch.zeros(1), r"bias is \[1\].*bias must be \[16\]"),
+        (X, W, torch.zeros(8, 16), r"bias must be \[16\]"),
+        (X, W, torch.zeros(16).int(), "bias is a torch.int32"),
+    ],
+)
+def test_what_is_no_float_matrix_is_refused_in_words(x, weight, bias, words, recipe) -> None:  # type: ignore[no-untyped-def]
+    """Integers and complex numbers once gave integers and real parts; a bias of another shape was spread in silence."""
+    with pytest.raises(ShapeError, match=words):
+        linear(x, weight, bias, recipe)
+    if weight is W and bias is None:
+        with pytest.raises(ShapeError, match=words):
+            QLinear(32, 16, recipe=recipe)(x)
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-current"])
+def test_function_wants_a_recipe(recipe: object) -> None:
+    with pytest.raises(ConfigError, match=r"it must be a Recipe. Look a name up with"):
+        linear(X, W, None, recipe)  # type: ignore[arg-type]
+
+
+def test_meta_tensors_pass_through() -> None:
+    y = QLinear(32, 16, device="meta", recipe=recipes.FP8_DELAYED)(X.to("meta"))
+    assert y.is_meta and y.shape == (8, 16)
+
+
+def test_autocast_leaves_float64_alone_as_it_does_for_a_linear() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(X.double(), W.double(), None, recipes.FP8_CURRENT).dtype == torch.float64
