@@ -45,7 +45,9 @@ def run(
     fast_accumulate: bool,
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
-    if torch.is_autocast_enabled(lhs.device.type):  # it would round the operands of torch.mm
+    if lhs.device.type != "meta" and torch.is_autocast_enabled(
+        lhs.device.type
+    ):  # it would round the operands of torch.mm
         with torch.autocast(lhs.device.type, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
