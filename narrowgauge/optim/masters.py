@@ -16,7 +16,6 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError
 
-
 _NARROW = (torch.bfloat16, torch.float16)
 
 
