@@ -61,6 +61,14 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
         return model
     patterns: Mapping[str, str | Recipe | None] = recipe if isinstance(recipe, Mapping) else {"*": recipe}
     resolved = {pattern: recipes.get(r) if isinstance(r, str) else r for pattern, r in patterns.items()}
+    for pattern, chosen in resolved.items():
+        if not isinstance(pattern, str) or not (chosen is None or isinstance(chosen, Recipe)):
+            raise ConfigError(
+                f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
+                "pattern; narrowgauge.recipes.names() lists the names."
+            )
+    if not resolved:
+        raise ConfigError('convert: no pattern was given. Give a recipe, or patterns such as {"*": "fp8-current"}.')
     linears = dict(_linears(model))
     if not linears:
         raise ConfigError(
@@ -216,6 +224,8 @@ def _windows(layer: QLinear) -> Iterator[AmaxWindow]:
 
 def _restore(layer: QLinear) -> None:
     layer.recipe = None
+    if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
+        return
     for name in ("observer", "is_suspended", "_cache", "_recipe", "_plans"):
         layer.__dict__.pop(name)
     layer._modules.pop("scaling", None)

@@ -35,17 +35,27 @@ class AmaxWindow(nn.Module):
     def __init__(self, window: Window, device: torch.device) -> None:
         super().__init__()
         self.window = window
-        self.register_buffer("history", torch.zeros(window.length, device=device))
-        self.register_buffer("live", torch.zeros(3, device=device))
+        self.register_buffer("history", torch.zeros(window.length, dtype=torch.float32, device=device))
+        self.register_buffer("live", torch.zeros(3, dtype=torch.float32, device=device))
         self.register_buffer("nonfinite", torch.zeros(1, dtype=torch.int64, device=device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> AmaxWindow:
-        """model.to(bfloat16) moves this state but leaves its type: amax is kept in float32."""
+        """model.to(bfloat16) moves this state but leaves its type: amax is kept in float32.
+
+        From the meta device it arrives (to_empty) as whatever was in memory, and begins anew.
+        """
         for name, buffer in self._buffers.items():
             assert buffer is not None
             moved = fn(buffer)
-            self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            moved = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            self._buffers[name] = torch.zeros_like(moved) if buffer.is_meta and not moved.is_meta else moved
         return self
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forgets everything; the name is the one by which frameworks initialize modules that were made on meta."""
+        for buffer in (self.history, self.live, self.nonfinite):
+            buffer.zero_()
 
     def extra_repr(self) -> str:
         return str(self.window)

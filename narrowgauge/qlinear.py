@@ -34,15 +34,20 @@ from narrowgauge.tiles import WHOLE
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
 
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 @dataclass
 class WeightCache:
     """The casts of a weight, kept from one optimizer step to the next.
 
     Valid while the weight is the same tensor at the same version; `advance` empties it, for the optimizers that write
-    through raw pointers and leave the version as it was.
+    through raw pointers and leave the version as it was. `held` keeps the memory of the weight: freed, its address could
+    come back as another weight's.
     """
 
     key: tuple[Any, ...] = ()
+    held: Tensor | None = None
     casts: dict[str, QTensor | Tensor] = field(default_factory=dict)
 
     def get(
@@ -51,12 +56,14 @@ class WeightCache:
         """The weight as an operand of `gemm`, built at most once per step."""
         if weight.is_inference():  # has no version counter
             return build()
-        key = (weight._version, weight.data_ptr(), weight.dtype, settings.out_dtype, id(settings.recipe))
+        address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
+        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe))
         if key != self.key:
-            self.key, self.casts = key, {}
-        if gemm not in self.casts:
-            self.casts[gemm] = build()
-        return self.casts[gemm]
+            self.key, self.held, self.casts = key, weight.detach(), {}
+        casts = self.casts  # of this key, should another thread bring another one meanwhile
+        if gemm not in casts:
+            casts[gemm] = build()
+        return casts[gemm]
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     For recipes without memory; delayed scaling needs a QLinear, which holds its windows. The result has autocast's dtype, or
     x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with a Window.
     """
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with narrowgauge.recipes.get."
+        )
+    _check(x, weight, bias)
     if recipe.windows():
         raise ConfigError(
             f"linear: recipe {recipe.name!r} remembers amax from step to step and a function cannot. "
@@ -180,6 +192,8 @@ class QLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self._recipe is None or self.is_suspended:
             return super().forward(x)
+        weight, bias = self.weight, self.bias
+        _check(x, weight, bias)
         lives = tuple(None if self.scaling is None else _live(self.scaling, role) for role in ("x", "w", "gy"))
         compiling = torch.compiler.is_compiling()
         settings = Settings(
@@ -190,7 +204,20 @@ class QLinear(nn.Linear):
             None if compiling else self._cache,
             None if compiling else self.observer,
         )
-        return _apply(x, self.weight, self.bias, settings, lives)
+        return _apply(x, weight, bias, settings, lives)
+
+    def train(self, mode: bool = True) -> QLinear:
+        """As ever; and a change of mode forgets the quantized weight, since averaged weights are swapped in around it."""
+        if mode != self.training:
+            self.empty_cache()
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QLinear:
+        """model.to(...), and all that moves or converts the weight: its casts are made anew."""
+        super()._apply(fn, recurse)
+        self.empty_cache()
+        return self
 
     def _planned(self, device: torch.device) -> Plans:
         assert self._recipe is not None
@@ -217,16 +244,39 @@ def _live(scaling: nn.ModuleDict, role: str) -> Tensor | None:
 
 def _out_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64:  # no autocast there; and as nn.Linear, it leaves float64 alone
+        return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuses in words what the products would compute wrongly or stumble over."""
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS or tensor.layout != torch.strided:
+            kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ShapeError(
+                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. "
+                f"Convert it first."
+            )
+        if tensor.device != x.device:
+            raise ShapeError(f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.")
+    if weight.ndim != 2:
+        raise ShapeError(f"linear: weight is {list(weight.shape)}; it must be [out_features, in_features].")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ShapeError(
+            f"linear: x is {list(x.shape)}, weight {list(weight.shape)}; the last axis of x must be {weight.shape[1]}."
+        )
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
+        raise ShapeError(
+            f"linear: bias is {list(bias.shape)}, weight {list(weight.shape)}; bias must be [{weight.shape[0]}]."
+        )
 
 
 def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
 ) -> Tensor:
-    if x.shape[-1] != weight.shape[1]:
-        raise ShapeError(
-            f"linear: x is {list(x.shape)}, weight {list(weight.shape)}; the last axis of x must be {weight.shape[1]}."
-        )
     y = _Products.apply(x.reshape(-1, x.shape[-1]), weight, bias, settings, *lives)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -307,7 +357,7 @@ def _operand(
 
 
 def _quantized(x: Tensor, cast: Cast, expand: torch.dtype | None, amax: Tensor | None) -> QTensor:
-    noise = torch.rand(x.shape, device=x.device) if cast.rounding == "stochastic" else None
+    noise = torch.rand(x.shape, dtype=torch.float32, device=x.device) if cast.rounding == "stochastic" else None
     return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
 
 

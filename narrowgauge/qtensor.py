@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import ShapeError
+from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.formats import TableFormat
 from narrowgauge.recipe import Cast
 from narrowgauge.tiles import scale_shape
 
@@ -98,7 +99,9 @@ class QTensor:
         return self.cast.format.decode(codes)
 
     def expanded(self, dtype: torch.dtype) -> QTensor:
-        """The same tensor holding decoded values in `dtype` (bfloat16 holds those of every format but tables)."""
+        """The same tensor holding decoded values in `dtype`: float32, or bfloat16, which holds those of all but tables."""
+        if dtype == torch.bfloat16 and isinstance(self.cast.format, TableFormat):
+            raise ConfigError(f"expanded: levels of {self.cast.format} are not exact in {dtype}. Use torch.float32.")
         return replace(self, data=self.values().to(dtype))
 
     def compact(self) -> QTensor:

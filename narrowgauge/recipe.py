@@ -16,13 +16,19 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.formats import Format
+from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, Format
 from narrowgauge.scaling import FP32, ScaleRule
 from narrowgauge.tiles import WHOLE
 
 GEMMS = ("output", "grad_input", "grad_weight")
 
+LARGEST_MARGIN = 32  # beyond it every element of a narrow format would be zero, or saturate
+
 Algorithm = Literal["max", "most_recent"]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,13 @@ class Window:
     algorithm: Algorithm = "max"
 
     def __post_init__(self) -> None:
+        if not _is_whole(self.length):
+            raise ConfigError(f"Window: length is {self.length!r}; it must be a whole number of steps.")
+        if not _is_whole(self.margin) or abs(self.margin) > LARGEST_MARGIN:
+            raise ConfigError(
+                f"Window: margin is {self.margin!r}; it is an exponent of two, a whole number from "
+                f"{-LARGEST_MARGIN} to {LARGEST_MARGIN}."
+            )
         if self.length < 1:
             raise ConfigError(f"Window: length is {self.length}; it must be at least 1.")
         if self.algorithm not in ("max", "most_recent"):
@@ -60,6 +73,13 @@ class Window:
 
 
 CURRENT = Current()
+
+# What to do when a part of a Cast is of the wrong type.
+_NEXT = {
+    "format": "it must be a Format. Take a constant of narrowgauge.formats, or look a name up with formats.get.",
+    "scale": "it must be a ScaleRule. Take a constant of narrowgauge.scaling.",
+    "calibrate": "it must be CURRENT or a Window(...).",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +100,17 @@ class Cast:
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
+        for name, value, wanted in (
+            ("format", self.format, Format),
+            ("scale", self.scale, ScaleRule),
+            ("calibrate", self.calibrate, Current | Window),
+        ):
+            if not isinstance(value, wanted):
+                raise ConfigError(f"Cast: {name} is {value!r}; {_NEXT[name]}")
+        if not isinstance(self.tile, tuple) or not all(_is_whole(size) for size in self.tile):
+            raise ConfigError(
+                f"Cast: tile is {self.tile!r}; it must be a tuple of two whole numbers, such as (1, 128)."
+            )
         if len(self.tile) != 2 or any(size == 0 or size < WHOLE for size in self.tile):
             raise ConfigError(f"Cast: tile is {self.tile}; give two sizes of at least 1, or -1 for a whole axis.")
         if isinstance(self.calibrate, Window) and self.tile != (WHOLE, WHOLE):
@@ -118,6 +149,13 @@ class Gemm:
     rhs: Cast | None = None
     fast_accumulate: bool = False
 
+    def __post_init__(self) -> None:
+        for name, cast in (("lhs", self.lhs), ("rhs", self.rhs)):
+            if cast is not None and not isinstance(cast, Cast):
+                raise ConfigError(f"Gemm: {name} is {cast!r}; it must be a Cast, or None for 16 bits.")
+        if not isinstance(self.fast_accumulate, bool):
+            raise ConfigError(f"Gemm: fast_accumulate is {self.fast_accumulate!r}; choose True or False.")
+
     def __str__(self) -> str:
         if self.lhs is None and self.rhs is None:
             return "16-bit"
@@ -142,6 +180,20 @@ class Recipe:
     save: Literal["original", "quantized"] = "original"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ConfigError(f"Recipe: name is {self.name!r}; it must be a string.")
+        for product, gemm in self.gemms().items():
+            if not isinstance(gemm, Gemm):
+                raise ConfigError(
+                    f"Recipe {self.name!r}: {product} is {gemm!r}; it must be a Gemm. Gemm() leaves it in 16 bits."
+                )
+        for role, casts in self.roles().items():
+            for cast in casts:
+                if cast is not None and cast.format in (E8M0, DYNAMIC_UNSIGNED):
+                    raise ConfigError(
+                        f"Recipe {self.name!r}: {role} is cast to {cast.format}, which has no negative numbers. "
+                        "Choose a signed format."
+                    )
         if self.save not in ("original", "quantized"):
             raise ConfigError(f"Recipe {self.name!r}: save is {self.save!r}; choose 'original' or 'quantized'.")
         if self.save == "quantized" and self.grad_weight.rhs is None:

@@ -232,3 +232,21 @@ def test_training_by_any_optimizer_follows_the_weights() -> None:
         fresh = ng.convert(Model(), "fp8-current")
         fresh.load_state_dict(model.state_dict())
         assert_same(model(IDS), fresh(IDS))
+
+
+def test_layer_parametrized_after_conversion_can_be_turned_back() -> None:
+    """torch gave it a class of its own, whose weight is a property: it stays, without a recipe."""
+    model = nn.Sequential(nn.Linear(32, 32))
+    ng.convert(model, "fp8-current")
+    nn.utils.parametrizations.weight_norm(model[0])
+    ng.convert(model, None)
+    x = torch.randn(4, 32)
+    assert_same(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+@pytest.mark.parametrize("recipe", [5, {"*": 5}, {3: "fp8-row"}, {}], ids=str)
+def test_wrong_types_change_nothing(recipe: object) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ConfigError, match="convert: "):
+        ng.convert(model, recipe)  # type: ignore[arg-type]
+    assert type(model[0]) is nn.Linear

@@ -147,3 +147,28 @@ def test_two_windows_for_one_tensor_are_refused() -> None:
     other = replace(forward, calibrate=Window(length=16))
     with pytest.raises(ConfigError, match="x is cast with two different windows"):
         Recipe(name="two", output=Gemm(lhs=forward, rhs=forward), grad_weight=Gemm(lhs=forward, rhs=other))
+
+
+def test_windows_are_float32_whatever_the_default_type() -> None:
+    """Models are often built under a default of bfloat16, which would round every amax."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = QLinear(16, 16, recipe=recipes.FP8_DELAYED)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.scaling is not None
+    for name, value in layer.scaling.state_dict().items():
+        assert value.dtype == (torch.int64 if name.endswith("nonfinite") else torch.float32), name
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_windows_made_on_meta_begin_empty() -> None:
+    """to_empty brings them as whatever was in memory."""
+    layer = QLinear(16, 16, device="meta", recipe=recipes.FP8_DELAYED).to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.scaling is not None
+    assert all(not value.any() for value in layer.scaling.state_dict().values())
+    layer(torch.full((4, 16), 3.0))
+    advance(layer)
+    layer.scaling["x"].reset_parameters()
+    assert not layer.scaling["x"].history.any() and not layer.scaling["x"].live.any()

@@ -337,3 +337,100 @@ def test_compiled_agrees_with_eager(name: str) -> None:
         torch.testing.assert_close(right, left, rtol=2e-6, atol=0, msg=key)  # gy's sums may differ in their order
     for left, right in zip(eager.parameters(), twin.parameters(), strict=True):
         assert sqnr_db(left.grad, right.grad) > 90  # float32 sums in another order; a flipped code would leave 60
+
+
+def test_averaged_weights_are_seen_after_a_change_of_mode() -> None:
+    """Moving averages are swapped in through .data, which leaves the version counter as it was."""
+    layer = layer_of(recipes.FP8_CURRENT)
+    layer.empty_cache(keep=True)
+    x = torch.randn(8, 64)
+    own = layer.weight.detach().clone()
+    trained = layer(x).detach()
+    layer.eval()
+    layer.weight.data.copy_(own * 0.5)
+    assert_same(layer(x).detach(), layer_with_weight(layer)(x).detach())
+    layer.weight.data.copy_(own)
+    layer.train()
+    assert_same(layer(x).detach(), trained)
+
+
+def test_cached_casts_keep_the_memory_of_their_weight() -> None:
+    """A weight computed anew at each forward may else come back at the same address, at version 0 (exact)."""
+    layer = layer_of(recipes.FP8_CURRENT, bias=False)
+    layer.empty_cache(keep=True)
+    x = torch.randn(8, 64)
+    for _ in range(4):
+        weight = torch.randn(32, 64)
+        y = torch.func.functional_call(layer, {"weight": weight}, (x,))
+        assert_same(y, linear(x, weight, None, recipes.FP8_CURRENT))
+        assert layer._cache is not None and layer._cache.held is not None
+        assert layer._cache.held.data_ptr() == weight.data_ptr()
+        del weight, y
+
+
+def test_moving_a_layer_drops_its_casts() -> None:
+    layer = layer_of(recipes.FP8_CURRENT)
+    layer.empty_cache(keep=True)
+    layer(torch.randn(8, 64))
+    assert layer._cache is not None and layer._cache.casts
+    layer.to(torch.bfloat16)
+    assert not layer._cache.casts and layer._cache.held is None
+
+
+def test_a_view_of_the_weight_at_the_same_address_is_another_weight() -> None:
+    """Transposed, a square weight has the same address, version and shape; only its strides differ."""
+    layer = layer_of(recipes.FP8_CURRENT, k=32, bias=False)
+    layer.empty_cache(keep=True)
+    x, weight = torch.randn(8, 32), torch.randn(32, 32)
+    for view in (weight, weight.T):
+        y = torch.func.functional_call(layer, {"weight": view}, (x,))
+        assert_same(y, linear(x, view, None, recipes.FP8_CURRENT))
+
+
+X, W = torch.zeros(8, 32), torch.zeros(16, 32)
+
+
+@pytest.mark.parametrize("recipe", [recipes.BF16, recipes.FP8_CURRENT], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "words"),
+    [
+        (X.int(), W, None, "x is a torch.int32"),
+        (X.bool(), W, None, "x is a torch.bool"),
+        (X.to(torch.complex64), W, None, "x is a torch.complex64"),
+        (X.to(torch.float8_e4m3fn), W, None, "x is a torch.float8_e4m3fn"),
+        (X.to_sparse(), W, None, "x is a torch.float32 torch.sparse_coo"),
+        ([1.0], W, None, "x is a list"),
+        (X.numpy(), W, None, "x is a ndarray"),
+        (torch.tensor(1.0), W, None, r"x is \[\], weight \[16, 32\]; the last axis of x must be 32"),
+        (X, W.int(), None, "weight is a torch.int32"),
+        (X, None, None, "weight is a NoneType"),
+        (X, W[0], None, r"weight is \[32\]; it must be \[out_features, in_features\]"),
+        (X, W.to("meta"), None, "x is on cpu, weight on meta"),
+        (X, W, torch.zeros(1), r"bias is \[1\].*bias must be \[16\]"),
+        (X, W, torch.zeros(8, 16), r"bias must be \[16\]"),
+        (X, W, torch.zeros(16).int(), "bias is a torch.int32"),
+    ],
+)
+def test_what_is_no_float_matrix_is_refused_in_words(x, weight, bias, words, recipe) -> None:  # type: ignore[no-untyped-def]
+    """Integers and complex numbers once gave integers and real parts; a bias of another shape was spread in silence."""
+    with pytest.raises(ShapeError, match=words):
+        linear(x, weight, bias, recipe)
+    if weight is W and bias is None:
+        with pytest.raises(ShapeError, match=words):
+            QLinear(32, 16, recipe=recipe)(x)
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-current"])
+def test_function_wants_a_recipe(recipe: object) -> None:
+    with pytest.raises(ConfigError, match=r"it must be a Recipe. Look a name up with"):
+        linear(X, W, None, recipe)  # type: ignore[arg-type]
+
+
+def test_meta_tensors_pass_through() -> None:
+    y = QLinear(32, 16, device="meta", recipe=recipes.FP8_DELAYED)(X.to("meta"))
+    assert y.is_meta and y.shape == (8, 16)
+
+
+def test_autocast_leaves_float64_alone_as_it_does_for_a_linear() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(X.double(), W.double(), None, recipes.FP8_CURRENT).dtype == torch.float64

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.formats import E2M1, E4M3, E5M2
+from narrowgauge.formats import E2M1, E4M3, E5M2, E8M0
 from narrowgauge.recipe import CURRENT, GEMMS, WHOLE, Cast, Current, Gemm, Recipe, Window
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, POW2
 
@@ -197,3 +197,39 @@ def test_replacing_grad_weight_by_16_bits_keeps_x_as_it_is():
 def test_with_gemm_rejects_other_names():
     with pytest.raises(ConfigError, match=r"\['wgrad'\] are not products of a Linear; choose from"):
         Recipe(name="r").with_gemm(wgrad=Gemm())
+
+
+# --- wrong types ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Cast(format="e4m3"), r"format is 'e4m3'; it must be a Format.*formats\.get"),
+        (lambda: Cast(format=E4M3, tile=None), r"tile is None; it must be a tuple of two whole numbers"),
+        (lambda: Cast(format=E4M3, tile=[1, 128]), r"tile is \[1, 128\]; it must be a tuple"),
+        (lambda: Cast(format=E4M3, tile=(1.5, 2)), r"tile is \(1\.5, 2\)"),
+        (lambda: Cast(format=E4M3, tile=(True, 2)), r"tile is \(True, 2\)"),
+        (lambda: Cast(format=E4M3, tile="ab"), r"tile is 'ab'"),
+        (lambda: Cast(format=E4M3, scale="fp32"), r"scale is 'fp32'; it must be a ScaleRule"),
+        (lambda: Cast(format=E4M3, calibrate="current"), r"calibrate is 'current'; it must be CURRENT or a Window"),
+        (lambda: Cast(format=E4M3, calibrate=Window), r"it must be CURRENT or a Window\(\.\.\.\)"),
+        (lambda: Window(length=1.5), r"length is 1\.5; it must be a whole number"),
+        (lambda: Window(length=None), r"length is None"),
+        (lambda: Window(margin=1.5), r"margin is 1\.5; it is an exponent of two, a whole number from -32 to 32"),
+        (lambda: Window(margin=float("nan")), r"margin is nan"),
+        (lambda: Window(margin=5000), r"margin is 5000"),
+        (lambda: Gemm(lhs="e4m3"), r"lhs is 'e4m3'; it must be a Cast, or None"),
+        (lambda: Gemm(rhs=E4M3), r"rhs is .*it must be a Cast"),
+        (lambda: Gemm(fast_accumulate="yes"), r"fast_accumulate is 'yes'; choose True or False"),
+        (lambda: Recipe(name="r", output=ROWS), r"Recipe 'r': output is .*it must be a Gemm"),
+        (lambda: Recipe(name="r", grad_weight=None), r"grad_weight is None; it must be a Gemm\. Gemm\(\) leaves it"),
+        (lambda: Recipe(name=3), r"name is 3; it must be a string"),
+        (lambda: Recipe(name="r").with_gemm(output="x"), r"output is 'x'; it must be a Gemm"),
+        (lambda: Recipe(name="r", output=Gemm(lhs=Cast(format=E8M0))), r"x is cast to e8m0, which has no negative"),
+    ],
+)
+def test_wrong_types_are_refused_where_they_are_made(build, words):
+    """They once passed, and came to light in the first forward, if at all."""
+    with pytest.raises(ConfigError, match=words):
+        build()

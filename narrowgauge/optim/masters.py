@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import ConfigError
+
+_NARROW = (torch.bfloat16, torch.float16)
+
 
 class MasterWeights:
     """A torch optimizer over float32 copies of 16-bit parameters, with the optimizer's own interface.
 
-    parameters  those of the model; float32 ones among them are optimized directly, without a copy
+    parameters  those of the model; wider ones among them are optimized directly, without a copy
     build       makes the optimizer from the list of float32 parameters, e.g. lambda p: torch.optim.AdamW(p, lr=1e-3)
 
     Costs 4 bytes per 16-bit parameter, and during `step` 4 more for the float32 gradients.
@@ -30,8 +34,13 @@ class MasterWeights:
         build: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
         self.parameters = list(parameters)
+        if not all(isinstance(parameter, Tensor) for parameter in self.parameters):
+            raise ConfigError(
+                "MasterWeights: parameters holds something else than tensors. Give model.parameters(); groups are made "
+                "from the masters in build."
+            )
         self.masters = [
-            p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().to(torch.float32)) for p in self.parameters
+            p if p.dtype not in _NARROW else torch.nn.Parameter(p.detach().to(torch.float32)) for p in self.parameters
         ]
         self.optimizer = build(self.masters)
 
@@ -45,6 +54,9 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         for parameter, master in self._copied():
+            # A weight that was loaded, clipped or swapped since is taken over: the master would undo it in silence.
+            changed = parameter != master.to(parameter.dtype)
+            master.copy_(torch.where(changed, parameter.to(torch.float32), master))
             master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
         self.optimizer.step()
         for parameter, master in self._copied():

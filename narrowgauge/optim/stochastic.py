@@ -50,7 +50,14 @@ class StochasticAdamW(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        device = self.param_groups[0]["params"][0].device
+        ours = [parameter for group in self.param_groups for parameter in group["params"]]
+        wrong = next((p for p in ours if p.dtype not in (torch.bfloat16, torch.float32)), None)
+        if wrong is not None or not ours:
+            raise ConfigError(
+                f"StochasticAdamW: {'no parameter' if wrong is None else f'a parameter of {wrong.dtype}'} was given; "
+                "it trains bfloat16 and float32 ones. Use torch.optim.AdamW or MasterWeights for others."
+            )
+        device = ours[0].device
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
     @torch.no_grad()

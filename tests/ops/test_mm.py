@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge import recipes
-from narrowgauge.errors import BackendError, ShapeError
+from narrowgauge.errors import BackendError, ConfigError, ShapeError
 from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NF4
 from narrowgauge.ops import dequantize, mm, quantize
 from narrowgauge.ops.mm import high_precision, native, plan, reference
 from narrowgauge.ops.registry import Device
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Gemm
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, POW2
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
 from tests.compare import assert_same, assert_sqnr, sqnr_db
 
 ops_mm = importlib.import_module("narrowgauge.ops.mm")  # `narrowgauge.ops.mm` is the function
@@ -549,3 +549,20 @@ def test_the_integer_gemm_on_a_gpu(gemm):
         lhs, rhs = operands(gemm, shape)
         out = native.run_int8(on_cuda(lhs), on_cuda(rhs), None, torch.float32, False).cpu()
         assert_same(out, native.run_int8(lhs, rhs, None, torch.float32, False))
+
+
+@pytest.mark.parametrize("scale", [FP32, E4M3_TWO_LEVEL], ids=str)
+def test_bfloat16_values_keep_the_bits_of_their_scales(scale):
+    """Scales that are no powers of two once became bfloat16 before they multiplied expanded bfloat16 values (exact)."""
+    x, w = torch.randn(16, 64), torch.randn(24, 64)
+    cast = Cast(format=E4M3, tile=(1, 32), scale=scale)
+    codes = mm(quantize(x, cast), quantize(w, cast))
+    expanded = mm(quantize(x, cast, expand=torch.bfloat16), quantize(w, cast, expand=torch.bfloat16))
+    assert_same(expanded, codes)
+
+
+def test_levels_of_tables_are_not_squeezed_into_bfloat16():
+    q = quantize(torch.randn(4, 16), Cast(format=NF4))
+    assert q.expanded(torch.float32).is_expanded
+    with pytest.raises(ConfigError, match="levels of nf4 are not exact"):
+        q.expanded(torch.bfloat16)

@@ -532,3 +532,19 @@ def test_multiplying_by_a_rounded_reciprocal_would_be_noticed(tile):
     q = quantize(x, Cast(format=E4M3, tile=tile), amax=amax)
     assert_same(q.values(), E4M3.round(x / q.scale))
     assert 0.01 < (E4M3.round(x * (1 / q.scale)) != q.values()).double().mean() < 0.5
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: quantize([1.0], q.cast),
+        lambda q: quantize(q, q.cast),
+        lambda q: quantize(torch.zeros(2, 2), "e4m3"),
+        lambda q: dequantize(torch.zeros(2, 2)),
+        lambda q: dequantize(q, torch.int32),
+        lambda q: dequantize(q, "float32"),
+    ],
+)
+def test_wrong_types_are_told(call):
+    with pytest.raises(ConfigError, match=r"quantize: .*; give a"):
+        call(quantize(torch.zeros(2, 2), Cast(format=E4M3)))

@@ -119,3 +119,24 @@ def test_stochastic_adamw_resumes_exactly() -> None:
     assert again.state[resumed]["exp_avg"].dtype == torch.float32
     steps(resumed, again, 3, 6)
     assert_same(resumed.detach(), weight.detach())
+
+
+def test_master_weights_take_over_what_was_written_into_the_model() -> None:
+    """Weights loaded after the optimizer was made were once undone by its next step (exact)."""
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = MasterWeights([weight], lambda masters: torch.optim.SGD(masters, lr=2.0**-12))
+    weight.data.fill_(1.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert_same(optimizer.masters[0].detach(), torch.full((4,), 1 - 2.0**-12))
+    optimizer.step()
+    assert_same(optimizer.masters[0].detach(), torch.full((4,), 1 - 2.0**-11))
+
+
+def test_optimizers_refuse_or_keep_what_they_would_narrow() -> None:
+    wide = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    assert MasterWeights([wide], lambda masters: torch.optim.SGD(masters)).masters[0] is wide
+    with pytest.raises(ConfigError, match=r"a parameter of torch.float64 was given"):
+        StochasticAdamW([wide])
+    with pytest.raises(ConfigError, match=r"something else than tensors"):
+        MasterWeights([{"params": [wide]}], lambda masters: torch.optim.SGD(masters))  # type: ignore[list-item]

@@ -45,7 +45,9 @@ def run(
     fast_accumulate: bool,
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
-    if torch.is_autocast_enabled(lhs.device.type):  # it would round the operands of torch.mm
+    if lhs.device.type != "meta" and torch.is_autocast_enabled(
+        lhs.device.type
+    ):  # it would round the operands of torch.mm
         with torch.autocast(lhs.device.type, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
@@ -61,14 +63,16 @@ def run(
 def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
     """The matrix that enters the GEMM, and the scales that its rows of the result are multiplied by: [outer or 1, 1] or None.
 
-    Expanded values keep their dtype, in which their product with a scale that stays in the sum is exact (`compute_dtype`).
+    Expanded values keep their dtype where their product with a scale that stays in the sum is exact in it, as in every plan
+    of `compute_dtype`; bfloat16 values whose scales are no powers of two, which only a caller of `mm` makes, become float32.
     """
     if not isinstance(operand, QTensor):
         return operand, None
     if operand.scale.shape[1] <= 1:
         return operand.values(), _row_scale(operand)
     if operand.is_expanded:
-        return times_scale(operand.data, operand.full_scale(), operand.cast.tile), None
+        data = operand.data if operand.cast.scale.power_of_two else operand.data.to(torch.float32)
+        return times_scale(data, operand.full_scale(), operand.cast.tile), None
     return dequantize(operand), None
 
 

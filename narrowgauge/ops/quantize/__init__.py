@@ -41,6 +41,10 @@ def quantize(
     expand: torch.dtype | None = None,
 ) -> QTensor:
     """x [outer, inner] -> QTensor of the same shape; see the module for the contract."""
+    if not isinstance(x, Tensor) or not isinstance(cast, Cast):
+        raise ConfigError(
+            f"quantize: x is a {type(x).__name__} and cast a {type(cast).__name__}; give a torch.Tensor and a Cast."
+        )
     if x.ndim != 2 or not x.is_floating_point():
         raise ShapeError(
             f"quantize: x is {list(x.shape)} {x.dtype}; it must be a two-dimensional float tensor. "
@@ -68,4 +72,8 @@ def quantize(
 @torch.no_grad()
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """q -> [outer, inner] of `dtype`; computed in float32 and rounded once."""
+    if not isinstance(q, QTensor) or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(
+            f"dequantize: q is a {type(q).__name__} and dtype {dtype!r}; give a QTensor and a float dtype of torch."
+        )
     return reference.dequantize(q).to(dtype)
