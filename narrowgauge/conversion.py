@@ -13,6 +13,7 @@ their errors go straight into the loss or flip a discrete choice. Embeddings and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -83,7 +84,10 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
                 + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
             )
     matching = {name: [pattern for pattern in resolved if _matches(name, pattern)] for name in linears}
-    kept = {name: _reason_to_keep(name, layer, matching[name]) for name, layer in linears.items() if matching[name]}
+    head = _output_head(model)
+    kept = {
+        name: _reason_to_keep(name, layer, matching[name], head) for name, layer in linears.items() if matching[name]
+    }
     if all(kept.values()):
         raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}.")
     for name, layer in linears.items():
@@ -120,14 +124,14 @@ class Description(list[Row]):
 
     def __str__(self) -> str:
         groups: dict[Row, list[str]] = {}
-        for row in self:
-            groups.setdefault(replace(row, name=""), []).append(row.name)
+        for row in self:  # layers whose names differ in numbers only
+            groups.setdefault(replace(row, name=re.sub(r"\b\d+\b", "*", row.name)), []).append(row.name)
         return "\n".join(line for row, names in groups.items() for line in _lines(row, names))
 
 
 def _lines(row: Row, names: list[str]) -> list[str]:
     """The lines of one group of equal rows."""
-    title = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
+    title = names[0] if len(names) == 1 else f"{row.name} ({len(names)} layers)"
     head = f"{title}  {row.shape}  {row.recipe}" + (f"  ({row.note})" if row.note else "")
     if row.recipe == "none":
         return [head]
@@ -142,12 +146,12 @@ def _lines(row: Row, names: list[str]) -> list[str]:
 
 def describe(model: nn.Module) -> Description:
     """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table."""
-    description = Description()
+    description, head = Description(), _output_head(model)
     for name, layer in _linears(model):
         shape = f"{layer.in_features} -> {layer.out_features}"
         recipe = layer.recipe if isinstance(layer, QLinear) else None
         if not isinstance(layer, QLinear) or recipe is None:
-            note = _reason_to_keep(name, layer, []) or "no pattern named it"
+            note = _reason_to_keep(name, layer, [], head) or "no pattern named it"
             words = "ordinary Linear"
             row = Row(
                 name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
@@ -249,15 +253,21 @@ def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
     return "; ".join(words) + (f". Its {others} Conv1D layers are no nn.Linear: replace them first" if others else "")
 
 
-def _reason_to_keep(name: str, layer: nn.Linear, matching: list[str]) -> str | None:
+def _output_head(model: nn.Module) -> nn.Module | None:
+    """The head that a transformers model names itself, whatever it is called (BERT's is `cls.predictions.decoder`)."""
+    find = getattr(model, "get_output_embeddings", None)
+    return find() if callable(find) else None
+
+
+def _reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None) -> str | None:
     """Why a Linear keeps its own precision although a pattern matched it, or None."""
     if type(layer) not in (nn.Linear, QLinear):
         return f"{type(layer).__name__} has a forward of its own"
     if min(layer.in_features, layer.out_features) < SMALLEST:
         return f"fewer than {SMALLEST} features on one side"
     last = name.rpartition(".")[2]
-    if last in KEPT and not any(_names_in_letters(pattern) for pattern in matching):
-        return KEPT[last]
+    if (last in KEPT or layer is head) and not any(_names_in_letters(pattern) for pattern in matching):
+        return KEPT.get(last, "output head")
     return None
 
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from torch import Tensor
+from transformers.utils import logging as progress
 
 from narrowgauge.train import state, storage
 from narrowgauge.train.trainer import Trainer
@@ -32,6 +33,8 @@ def export(trainer: Trainer, folder: Path) -> None:
 
 def _write_pretrained(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:
     """OSError if the disk refuses; safetensors and tokenizers tell that in exceptions of their own, by words alone."""
+    shown = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()  # transformers draws one for every file
     try:
         trainer.model.save_pretrained(folder, state_dict=weights)
         trainer.tokenizer.save_pretrained(folder)
@@ -42,3 +45,6 @@ def _write_pretrained(folder: Path, trainer: Trainer, weights: dict[str, Tensor]
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error
+    finally:
+        if shown:
+            progress.enable_progress_bar()

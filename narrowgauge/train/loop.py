@@ -46,6 +46,8 @@ def _run(config: TrainConfig) -> int:
     with RunFolder.claim(Path(config.output), config.resume) as folder, StopRequest() as stop:
         if config.resume and folder.config.exists():
             refuse_other_run(resolved(folder.read_config()), config)  # again: it may have changed until now
+        if config.resume and not folder.has_run():
+            print(f"WARNING: nothing to resume in {folder.path}: this is a new run.", file=sys.stderr, flush=True)
         folder.write_config(config)
         print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
         tokenizer, corpus = prepare_data(config)

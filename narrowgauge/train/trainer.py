@@ -25,7 +25,7 @@ import narrowgauge
 from narrowgauge import data
 from narrowgauge.conversion import advance, describe, nonfinite_amax
 from narrowgauge.diagnose.blame import first_nonfinite
-from narrowgauge.errors import CheckpointError, DataError, NumericsError
+from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state
 from narrowgauge.train.config import TrainConfig
@@ -106,6 +106,11 @@ class Trainer:
             if self.log.path.stat().st_size:  # it ended before its first checkpoint: what it logged does not count
                 self.log.write("resume", 0, path="", skipped=[])
             return
+        if found.step > self.config.steps:
+            raise ConfigError(
+                f"steps = {self.config.steps}: the run is at step {found.step} already, in {found.path}. "
+                f"Resume with --steps {found.step} or more."
+            )
         for key, own in self._numbers().items():
             if found.facts[key] != own:
                 raise CheckpointError(
