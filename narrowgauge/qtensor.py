@@ -1,6 +1,6 @@
 """A quantized tensor: codes, scales, and the cast that made them.
 
-    x ~= decode(data) * spread(scale) * global_scale
+    x ~= decode(data) * (scale of its tile) * global_scale
 
 A plain container, not a Tensor subclass: autograd and the compiler see ordinary tensors only. Always two-dimensional, the
 contracted axis last.

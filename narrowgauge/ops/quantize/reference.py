@@ -60,7 +60,7 @@ def quantize(x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | None, e
 
 
 def dequantize(q: QTensor) -> Tensor:
-    """decode(data) * spread(scale), float32."""
+    """decode(data) times the scale of its tile, float32."""
     return times_scale(q.values().to(torch.float32), q.full_scale(), q.cast.tile)
 
 
