@@ -40,7 +40,7 @@ def choose_column(column: str | None, columns: Sequence[str], candidates: Sequen
     if not candidates:
         raise DataError(f"{where}: no column holds text. Columns: {listing or 'none'}.")
     if len(candidates) > 1:
-        raise DataError(f"{where}: which column holds the text? Pass column= with one of {listing}.")
+        raise DataError(f"{where}: which column holds the text? Name it with `column`, one of {listing}.")
     return candidates[0]
 
 

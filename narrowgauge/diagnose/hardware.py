@@ -66,7 +66,12 @@ def _headline(device: torch.device) -> str:
     facts = device_facts("cpu", None)
     has = [name for name, there in (("bfloat16", facts.bf16_gemm), ("int8 (VNNI)", facts.int8_gemm)) if there]
     units = f"fast {' and '.join(has)} GEMM" if has else "no fast bfloat16 or int8 GEMM"
-    return f"cpu: {processor_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, {units}"
+    return f"cpu: {processor_name()}, {_threads()}, {torch.backends.cpu.get_cpu_capability()}, {units}"
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread" + ("s" if count != 1 else "")
 
 
 def _verdict(recipe: Recipe, device: torch.device) -> str:

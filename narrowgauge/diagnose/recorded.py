@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.diagnose import words
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import ConfigError
@@ -29,7 +30,7 @@ class Recorded:
     @property
     def name(self) -> str:
         """What the page calls this run."""
-        return str(self.run.get("recipe") or "this run")
+        return str(self.run.get("recipe") or "this run") + words.elsewhere(self.run.get("recipes") or {})
 
     @property
     def model(self) -> dict[str, Any]:

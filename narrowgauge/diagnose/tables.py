@@ -174,11 +174,13 @@ def environment(recorded: Recorded) -> list[tuple[str, str]]:
         ("Tokens per step", run.get("tokens_per_step")),
         ("Steps planned", run.get("steps")),
     ]
-    return [(label, plain(value)) for label, value in rows if value is not None]
+    return [(label, plain(value)) for label, value in rows if value is not None and value != []]
 
 
 def plain(value: Any) -> str:
-    """Numbers with separators or four places, anything else as it is."""
+    """Numbers with separators or four places, the entries of a list as sentences, anything else as it is."""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:.4f}" if isinstance(value, float) else words.count(value) if abs(value) >= 10000 else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 PERCENT = "\N{NO-BREAK SPACE}%"  # so that no line breaks before the sign
 
@@ -97,3 +98,8 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def superscript(value: int) -> str:
     return str(value).translate(SUPERSCRIPTS)
+
+
+def elsewhere(recipes: Mapping[str, str]) -> str:
+    """The layers whose recipe is not the run's: " with bf16 in lm_head"."""
+    return " with " + ", ".join(f"{recipe} in {pattern}" for pattern, recipe in recipes.items()) if recipes else ""

@@ -277,7 +277,7 @@ def _between(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _unused_with_model(config: TrainConfig) -> Iterator[Problem]:
-    for key in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size"):
+    for key in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size"):
         if getattr(config, key) != _default(key):
             yield _unused(config, key, "model")
 

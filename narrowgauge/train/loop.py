@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def _run(config: TrainConfig) -> int:
             refuse_other_run(resolved(folder.read_config()), config)  # again: it may have changed until now
         if config.resume and not folder.has_run():
             print(f"WARNING: nothing to resume in {folder.path}: this is a new run.", file=sys.stderr, flush=True)
-        folder.write_config(config)
+        folder.write_config(replace(config, resume=False))  # how it was called, not what it is
         print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
         tokenizer, corpus = prepare_data(config)
         try:
@@ -62,6 +63,12 @@ def _run(config: TrainConfig) -> int:
                 error.add_note(f"The report was not written: {second}")
             raise
         _write_report(folder)
+        if code:
+            print(
+                f"Continue: narrowgauge train --resume --output {shlex.quote(config.output)}",
+                file=sys.stderr,
+                flush=True,
+            )
     return code
 
 

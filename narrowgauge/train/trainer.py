@@ -24,6 +24,7 @@ from torch import Tensor
 import narrowgauge
 from narrowgauge import data
 from narrowgauge.conversion import advance, describe, nonfinite_amax
+from narrowgauge.diagnose import words
 from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision
@@ -140,10 +141,13 @@ class Trainer:
         summary = self.corpus.summary
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         show.say(
-            f"{self.config.recipe} ({self.config.precision}) on {device_words(self.device)}: {parameters:,} parameters, "
-            f"{summary['train_tokens']:,} training tokens"
+            f"{self.config.recipe}{words.elsewhere(self.config.layers_recipe)} ({self.config.precision}) on "
+            f"{device_words(self.device)}: {parameters:,} parameters, {summary['train_tokens']:,} training tokens, "
+            f"{summary['validation_tokens']:,} held out of {summary['documents']:,} documents"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
+        if self.config.compile:
+            show.say("Compiling during the first step and the first evaluation: minutes of silence.")
         if self.config.compile and self.config.tensor_every:
             show.say("Compiled code cannot be observed: no tensor statistics in this run.")
 
@@ -294,15 +298,17 @@ class Trainer:
         path = checkpoint.save(self.folder.checkpoints, self.step, tensors, facts)
         self.saved_step = self.step
         checkpoint.prune(self.folder.checkpoints, self.config.keep)
-        elapsed_s = time.monotonic() - started_at_s
-        self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), elapsed_s=elapsed_s)
+        save_s = time.monotonic() - started_at_s
+        self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 
     def facts(self) -> dict[str, Any]:
         """run.json, see docs/architecture.md. A resumed run keeps the time at which it was started."""
         config = self.config
-        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        started_at, command, resumed = datetime.now(UTC).isoformat(timespec="seconds"), own_command(), []
         if self.step and self.folder.run.exists():
-            started_at = self.folder.read_run().get("started_at", started_at)
+            first = self.folder.read_run()
+            resumed = [*first.get("resumed", []), command]
+            started_at, command = first.get("started_at", started_at), first.get("command", command)
         return {
             "narrowgauge": narrowgauge.__version__,
             "torch": torch.__version__,
@@ -310,9 +316,11 @@ class Trainer:
             "device": device_words(self.device),
             "threads": torch.get_num_threads(),
             "started_at": started_at,
-            "command": ["narrowgauge", *sys.argv[1:]],
+            "command": command,
+            "resumed": resumed,
             "seed": config.seed,
             "recipe": config.recipe,
+            "recipes": dict(config.layers_recipe),
             "precision": config.precision,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model": describe_model(self.model) | {"sequence_length": config.sequence_length},
@@ -321,3 +329,7 @@ class Trainer:
             "steps": config.steps,
             "describe": [asdict(row) for row in describe(self.model)],
         }
+
+
+def own_command() -> list[str]:
+    return ["narrowgauge", *sys.argv[1:]]

@@ -53,7 +53,7 @@ def test_rows_become_documents(dataset):
     [
         ({"text": ["a", None]}, None, "row 2: column 'text' holds null"),
         ({"text": [5]}, None, "column 'text' holds .*int64.*, not strings"),
-        ({"title": ["a"], "body": ["b"]}, None, "Pass column= with one of 'title', 'body'"),
+        ({"title": ["a"], "body": ["b"]}, None, "Name it with `column`, one of 'title', 'body'"),
         ({"title": ["a"], "body": ["b"]}, "boby", "no column 'boby'. Closest: 'body'"),
         ({"text": [" "]}, None, "1 documents, all blank"),
     ],

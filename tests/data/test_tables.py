@@ -116,8 +116,8 @@ def test_the_obvious_column_is_taken(file, row, chosen):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"title": "a", "body": "b"}, "Pass column= with one of 'title', 'body'"),
-        ({"title": "a", "body": None}, "Pass column= with one of 'title', 'body'"),
+        ({"title": "a", "body": "b"}, "Name it with `column`, one of 'title', 'body'"),
+        ({"title": "a", "body": None}, "Name it with `column`, one of 'title', 'body'"),
         ({"text": 5, "title": "a"}, r"column 'text' holds a number \(5\)"),
         ({"text": None, "title": "a"}, "column 'text' holds null"),
         ({"n": 5}, "no column holds text. Columns: 'n'"),
@@ -164,7 +164,7 @@ def test_tsv_has_no_quoting(file):
         ('text\n"a"b\n', r":2: malformed CSV"),
         ("text,text\na,b\n", r":1: the header names 'text' twice"),
         ("title;text\na;b\n", r":1: the header 'title;text' is not separated by commas"),
-        ("title,body\na,b\n", r":1: which column holds the text\? Pass column= with one of 'title', 'body'"),
+        ("title,body\na,b\n", r":1: which column holds the text\? Name it with `column`, one of 'title', 'body'"),
         ("text\n", r"a\.csv: no document"),
         ("", r"a\.csv: no document"),
         (b"text\nok\n\xff\n", r":3: invalid UTF-8"),
@@ -215,7 +215,7 @@ def test_parquet_reads_every_type_of_string(parquet, kind):
         ({"text": ["a", None]}, None, r"rows\.parquet:2: column 'text' holds null"),
         ({"text": [1, 2]}, None, r"column 'text' holds int64, not strings"),
         ({"text": [["a"]]}, "text", r"column 'text' holds list<.*>, not strings"),
-        ({"title": ["a"], "body": ["b"]}, None, r"Pass column= with one of 'title', 'body'"),
+        ({"title": ["a"], "body": ["b"]}, None, r"Name it with `column`, one of 'title', 'body'"),
         ({"title": ["a"], "body": ["b"]}, "boby", r"no column 'boby'\. Closest: 'body'"),
         ({"text": pyarrow.array([], pyarrow.string())}, None, r"rows\.parquet: no document"),
     ],

@@ -90,7 +90,7 @@ def test_losses_start_at_the_uniform_guess_and_fall(full):
 def test_run_json_follows_the_contract(full):
     run = json.loads(Path(full.output, "run.json").read_text("utf-8"))
     assert set(run) == {
-        "narrowgauge", "torch", "python", "device", "threads", "started_at", "command", "seed", "recipe", "precision",
+        "narrowgauge", "torch", "python", "device", "threads", "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
         "parameters", "model", "data", "tokens_per_step", "steps", "describe",
     }  # fmt: skip
     assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == ("fp8-delayed", "amp-bf16", 6, 64)
