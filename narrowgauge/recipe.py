@@ -13,6 +13,7 @@ here is frozen, hashable and picklable; a variant is made with `dataclasses.repl
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from typing import Literal
 
 from narrowgauge.errors import ConfigError
@@ -22,6 +23,7 @@ from narrowgauge.tiles import WHOLE
 
 GEMMS = ("output", "grad_input", "grad_weight")
 
+LARGEST_HEADROOM = 4 / 3  # 8/6: how far the top of a tile can pass e2m1's maximum under E8M0_FLOOR
 LARGEST_MARGIN = 32  # beyond it every element of a narrow format would be zero, or saturate
 
 Algorithm = Literal["max", "most_recent"]
@@ -90,7 +92,11 @@ class Cast:
     tile       elements that share a scale, along (outer, contracted) axis; -1 takes the whole axis
     scale      the rule from a tile's amax to its scale
     calibrate  where amax comes from: CURRENT, or a Window of earlier steps (per-tensor tiles only)
-    rounding   "nearest" (ties to even) or "stochastic" (unbiased; draws from torch's generator)
+    rounding   "nearest" (ties to even) or "stochastic" (draws from torch's generator; unbiased where nothing saturates)
+    headroom   the tensor is scaled down by this factor before it is cast, and what is decoded is scaled up by it again.
+               Rules that may saturate the top of a tile need it for stochastic rounding to be unbiased: 4/3 with
+               E8M0_FLOOR (arXiv 2502.20586), 17/16 with E4M3_TWO_LEVEL. The scales of the tiles do not change; the
+               factor is one number of the whole tensor, which a GEMM multiplies its result by.
     """
 
     format: Format
@@ -98,6 +104,7 @@ class Cast:
     scale: ScaleRule = FP32
     calibrate: Current | Window = CURRENT
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    headroom: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value, wanted in (
@@ -120,6 +127,17 @@ class Cast:
             )
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"Cast: rounding is {self.rounding!r}; choose 'nearest' or 'stochastic'.")
+        number = isinstance(self.headroom, int | float) and not isinstance(self.headroom, bool)
+        if not number or not 1 <= self.headroom <= LARGEST_HEADROOM:
+            raise ConfigError(
+                f"Cast: headroom is {self.headroom!r}; it must be a number from 1 (none) to {LARGEST_HEADROOM}: more "
+                "than the rules can saturate by would only waste resolution."
+            )
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether one number multiplies the scales of all tiles."""
+        return self.scale.two_level or self.headroom != 1
 
     @property
     def is_symmetric(self) -> bool:
@@ -134,6 +152,8 @@ class Cast:
             words.append(str(self.calibrate))
         if self.rounding != "nearest":
             words.append(self.rounding)
+        if self.headroom != 1:
+            words.append(f"headroom {Fraction(self.headroom).limit_denominator(64)}")
         return " ".join(words)
 
 

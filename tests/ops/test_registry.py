@@ -157,7 +157,9 @@ def test_kernels_are_tried_in_the_order_of_registration():
         (Cast(format=E4M3, tile=(1, 32), scale=POW2), Cast(format=E4M3, tile=(128, 128), scale=POW2), True),
         (Cast(format=INT8, tile=(1, 32), scale=POW2), None, True),
         (Cast(format=E4M3, tile=(1, 128)), Cast(format=E4M3), False),  # float32 scales inside the sum
-        (Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, False),
+        (Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, True),  # 2 bits times 4 bits
+        (Cast(format=INT8, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, False),  # 7 bits times 4 bits
+        (Cast(format=E2M1, tile=(1, 32), scale=POW2, headroom=4 / 3), None, True),  # the 4/3 leaves the sum
         (Cast(format=NF4), None, False),  # levels with 24 bits
         (Cast(format=INT4, tile=(1, WHOLE)), None, True),
         (None, None, True),

@@ -20,6 +20,7 @@ SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 _ROW_OR_TENSOR = ((WHOLE, WHOLE), (1, WHOLE))
 _EXPANDED = "takes codes, but an operand is expanded to floats"
+_TWO_SCALES = "takes one scale, but a cast has a second one for the tensor (headroom)"
 
 
 def refuse_scaled(spec: MmSpec) -> str | None:
@@ -31,6 +32,8 @@ def refuse_scaled(spec: MmSpec) -> str | None:
         return "e5m2 x e5m2 does not exist in hardware"
     if spec.expanded:
         return _EXPANDED
+    if any(cast is not None and cast.has_global_scale for cast in casts):
+        return _TWO_SCALES
     if spec.device.type != "cuda":
         return f"{spec.device.type} has no FP8 units"
     if spec.device.capability < (8, 9):
@@ -73,6 +76,8 @@ def refuse_int8(spec: MmSpec) -> str | None:
         return "needs two INT8 operands with one scale per tensor or row"
     if spec.expanded:
         return _EXPANDED
+    if any(cast is not None and cast.has_global_scale for cast in casts):
+        return _TWO_SCALES
     if spec.device.type == "cpu" and not spec.device.int8_gemm:
         return "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
     if spec.device.type not in ("cpu", "cuda"):

@@ -4,10 +4,11 @@ Where an operand has one scale per row (or one in all), its scales leave the sum
 
     out[m, n] = s_lhs[m] * s_rhs[n] * sum over k of v_lhs[m, k] * v_rhs[n, k]
 
-and the GEMM runs on its bare values v. Otherwise its scales are multiplied in first; powers of two lose nothing by it.
+and the GEMM runs on its bare values v. Otherwise the scales of its tiles are multiplied in first, and only the factor that all
+tiles share (of two-level rules, of headroom) leaves the sum.
 
 The GEMM's type is bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
-of two, are exact there. On a CPU without bfloat16 instructions float32 is several times faster, and holds the same values.
+of two, are exact there, and so is NVFP4, a value of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16 instructions float32 is several times faster, and holds the same values.
 A CPU's bfloat16 GEMM sums in float32 but returns bfloat16: one more rounding, of up to 2**-8, before scales and bias.
 """
 
@@ -16,8 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import TableFormat
-from narrowgauge.ops.quantize.reference import dequantize
+from narrowgauge.formats import FloatFormat, TableFormat
 from narrowgauge.ops.registry import Device, constant_while_compiling
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -33,8 +33,11 @@ def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype
 
 
 def _is_exact_in_bf16(cast: Cast) -> bool:
+    if isinstance(cast.format, TableFormat):
+        return False
     scales_leave_the_sum = cast.tile[1] == WHOLE
-    return not isinstance(cast.format, TableFormat) and (scales_leave_the_sum or cast.scale.power_of_two)
+    fits_beside_e4m3 = isinstance(cast.format, FloatFormat) and cast.format.mantissa < 4  # 4 + 4 of bfloat16's 8 bits
+    return scales_leave_the_sum or cast.scale.power_of_two or (cast.scale.two_level and fits_beside_e4m3)
 
 
 def run(
@@ -70,10 +73,10 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
         return operand, None
     if operand.scale.shape[1] <= 1:
         return operand.values(), _row_scale(operand)
-    if operand.is_expanded:
-        data = operand.data if operand.cast.scale.power_of_two else operand.data.to(torch.float32)
-        return times_scale(data, operand.full_scale(), operand.cast.tile), None
-    return dequantize(operand), None
+    exact = operand.is_expanded and _is_exact_in_bf16(operand.cast)
+    values = operand.data if exact else operand.values().to(torch.float32)
+    shared = None if operand.global_scale is None else operand.global_scale.reshape(1, 1)
+    return times_scale(values, operand.scale, operand.cast.tile), shared
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:

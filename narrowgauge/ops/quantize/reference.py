@@ -11,7 +11,7 @@ from torch import Tensor
 from narrowgauge.errors import ShapeError
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.scaling import two_level_global
+from narrowgauge.scaling import two_level_scales
 from narrowgauge.tiles import WHOLE, as_tiles, filled_up, per_tile, scale_shape, times_scale
 
 
@@ -46,11 +46,7 @@ def quantize(x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | None, e
     x = filled_up(x, tile).to(torch.float32)
     amax = tile_amax(x, tile) if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
     scale, global_scale = _scales(amax, cast)
-    divisor = scale if global_scale is None else scale * global_scale
-    if cast.scale.two_level:
-        divisor = torch.where(divisor == 0, torch.inf, divisor)  # a tile too small for its e4m3 scale becomes zeros
-    # Division, not a multiplication by a reciprocal that was itself rounded.
-    y = as_tiles(x, tile) / per_tile(divisor, tile)
+    y = _divided(as_tiles(x, tile), scale, global_scale, cast)
     noise = None if noise is None else filled_up(noise, tile).reshape(y.shape)
     data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
     data = data.reshape(x.shape)[: shape[0], : shape[1]]
@@ -65,7 +61,20 @@ def dequantize(q: QTensor) -> Tensor:
 
 
 def _scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
+    """The scales of the tiles, and the factor that all of them share: of a two-level rule, of headroom, or of both."""
     if not cast.scale.two_level:
-        return cast.scale(amax, cast.format), None
-    global_scale = two_level_global(amax, cast.format) if amax.numel() else amax.new_ones(())
-    return cast.scale(amax / global_scale, cast.format), global_scale
+        shared = amax.new_full((), cast.headroom) if cast.headroom != 1 else None
+        return cast.scale(amax, cast.format), shared
+    scale, whole = two_level_scales(amax, cast.format, cast.scale)
+    return scale, whole * cast.headroom
+
+
+def _divided(tiles: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast) -> Tensor:
+    """x over its scale, in the shape of `as_tiles`."""
+    if cast.scale.two_level:
+        assert global_scale is not None
+        reciprocal = (1 / global_scale) / scale  # in this order: see scaling
+        # A tile too small for its e4m3 scale becomes zeros.
+        return tiles * per_tile(torch.where(scale == 0, 0.0, reciprocal), cast.tile)
+    # Division, not a multiplication by a reciprocal that was itself rounded.
+    return tiles / per_tile(scale if global_scale is None else scale * global_scale, cast.tile)
