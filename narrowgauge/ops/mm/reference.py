@@ -8,8 +8,9 @@ and the GEMM runs on its bare values v. Otherwise the scales of its tiles are mu
 tiles share (of two-level rules, of headroom) leaves the sum.
 
 The GEMM's type is bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
-of two, are exact there, and so is NVFP4, a value of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16 instructions float32 is several times faster, and holds the same values.
-A CPU's bfloat16 GEMM sums in float32 but returns bfloat16: one more rounding, of up to 2**-8, before scales and bias.
+of two, are exact there, and so is NVFP4, a value of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16
+instructions float32 is several times faster, and holds the same values. A CPU's bfloat16 GEMM sums in float32 but returns
+bfloat16: one more rounding, of up to 2**-8, before scales and bias.
 """
 
 from __future__ import annotations
