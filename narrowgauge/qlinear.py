@@ -133,6 +133,7 @@ class QLinear(nn.Linear):
     """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time; None is an ordinary nn.Linear.
 
     Changing it drops the amax windows of the old recipe. `observer` sees every operand in eager mode (see `Observer`).
+    `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
     """
 
     scaling: nn.ModuleDict | None
@@ -161,6 +162,7 @@ class QLinear(nn.Linear):
     def _become(self, recipe: Recipe | None) -> None:
         self.observer: Observer | None = None
         self.is_suspended = False
+        self.reason = ""
         self._cache: WeightCache | None = None
         self._recipe: Recipe | None = None
         self._plans: tuple[torch.device, Plans] | None = None
@@ -179,6 +181,7 @@ class QLinear(nn.Linear):
             )
         windows = {} if recipe is None else recipe.windows()
         self._recipe = recipe
+        self.reason = ""
         self._plans = None
         self.empty_cache()
         self.scaling = nn.ModuleDict(

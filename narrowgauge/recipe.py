@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal
 
+from narrowgauge.blocks import WideBlocks
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, Format
 from narrowgauge.scaling import FP32, ScaleRule
@@ -191,6 +192,7 @@ class Recipe:
           cast again in backward) or "quantized" (its 8-bit codes: a quarter to half of the bytes, no second cast). Casts per
           tensor share the codes of `output`; others store codes tiled for `grad_weight`. The gradients are the same. Where
           a CPU emulates, the decoded values stand for the codes: encoding them takes longer than the product saves.
+    wide_blocks  Transformer blocks that `convert` leaves in bf16, found by the model's structure; None: all are cast
     """
 
     name: str
@@ -198,6 +200,7 @@ class Recipe:
     grad_input: Gemm = Gemm()
     grad_weight: Gemm = Gemm()
     save: Literal["original", "quantized"] = "original"
+    wide_blocks: WideBlocks | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -214,6 +217,10 @@ class Recipe:
                         f"Recipe {self.name!r}: {role} is cast to {cast.format}, which has no negative numbers. "
                         "Choose a signed format."
                     )
+        if self.wide_blocks is not None and not isinstance(self.wide_blocks, WideBlocks):
+            raise ConfigError(
+                f"Recipe {self.name!r}: wide_blocks is {self.wide_blocks!r}; it must be a WideBlocks(...), or None."
+            )
         if self.save not in ("original", "quantized"):
             raise ConfigError(f"Recipe {self.name!r}: save is {self.save!r}; choose 'original' or 'quantized'.")
         if self.save == "quantized" and self.grad_weight.rhs is None:
