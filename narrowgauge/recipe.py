@@ -6,82 +6,49 @@ A Linear with x [T, K], w [N, K] and the gradient of its output gy [T, N] has th
     grad_input    gy @ w       lhs gy   [T, N]   rhs w.T  [K, N]   contracted over N
     grad_weight   gy.T @ x     lhs gy.T [N, T]   rhs x.T  [K, T]   contracted over T
 
-A Cast says what one operand becomes; None leaves it in 16 bits. A Gemm is two casts, a Recipe is three Gemms. Everything
-here is frozen, hashable and picklable; a variant is made with `dataclasses.replace`.
+A Cast says what one operand becomes; None leaves it in 16 bits. A Gemm is two casts, and perhaps a rotation of both operands
+along the contracted axis and a sampler of rows. A Recipe is three Gemms. Everything here is frozen, hashable and picklable; a
+variant is made with `dataclasses.replace`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal
 
 from narrowgauge.blocks import WideBlocks
+from narrowgauge.calibration import (
+    CURRENT,
+    Calibrate,
+    ClippedRms,
+    Current,
+    LearnedStep,
+    Window,
+    is_positive,
+    is_whole,
+)
 from narrowgauge.errors import ConfigError
-from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, Format
+from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, INT4X2, Format, IntFormat
 from narrowgauge.scaling import FP32, ScaleRule
 from narrowgauge.tiles import WHOLE
+
+__all__ = [
+    "CURRENT", "GEMMS", "WHOLE", "Calibrate", "Cast", "ClippedRms", "Current", "Gemm", "Hadamard", "LearnedStep",
+    "LeverageScore", "Recipe", "WideBlocks", "Window",
+]  # fmt: skip
 
 GEMMS = ("output", "grad_input", "grad_weight")
 
 LARGEST_HEADROOM = 4 / 3  # 8/6: how far the top of a tile can pass e2m1's maximum under E8M0_FLOOR
-LARGEST_MARGIN = 32  # beyond it every element of a narrow format would be zero, or saturate
-
-Algorithm = Literal["max", "most_recent"]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True)
-class Current:
-    """The scale comes from the tensor at hand."""
-
-    def __str__(self) -> str:
-        return "current"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """Delayed scaling: the scale comes from the largest magnitudes of earlier steps.
-
-    length     steps remembered. 1024 is TransformerEngine's default; MS-AMP uses 16.
-    margin     the scale is multiplied by 2**margin: head-room for growth between steps, paid in resolution
-    algorithm  "max" of the window, or the "most_recent" entry
-
-    The first step of a layer has no history and uses the tensor at hand.
-    """
-
-    length: int = 1024
-    margin: int = 0
-    algorithm: Algorithm = "max"
-
-    def __post_init__(self) -> None:
-        if not _is_whole(self.length):
-            raise ConfigError(f"Window: length is {self.length!r}; it must be a whole number of steps.")
-        if not _is_whole(self.margin) or abs(self.margin) > LARGEST_MARGIN:
-            raise ConfigError(
-                f"Window: margin is {self.margin!r}; it is an exponent of two, a whole number from "
-                f"{-LARGEST_MARGIN} to {LARGEST_MARGIN}."
-            )
-        if self.length < 1:
-            raise ConfigError(f"Window: length is {self.length}; it must be at least 1.")
-        if self.algorithm not in ("max", "most_recent"):
-            raise ConfigError(f"Window: algorithm is {self.algorithm!r}; choose 'max' or 'most_recent'.")
-
-    def __str__(self) -> str:
-        margin = f", margin {self.margin}" if self.margin else ""
-        return f"delayed ({self.algorithm} of {self.length}{margin})"
-
-
-CURRENT = Current()
+LARGEST_BLOCK = 1024  # of a rotation: it costs 2 * block operations per element
 
 # What to do when a part of a Cast is of the wrong type.
 _NEXT = {
     "format": "it must be a Format. Take a constant of narrowgauge.formats, or look a name up with formats.get.",
     "scale": "it must be a ScaleRule. Take a constant of narrowgauge.scaling.",
-    "calibrate": "it must be CURRENT or a Window(...).",
+    "calibrate": "it must be CURRENT or a Window(...), ClippedRms(...) or LearnedStep(...).",
 }
 
 
@@ -92,7 +59,8 @@ class Cast:
     format     what an element can be
     tile       elements that share a scale, along (outer, contracted) axis; -1 takes the whole axis
     scale      the rule from a tile's amax to its scale
-    calibrate  where amax comes from: CURRENT, or a Window of earlier steps (per-tensor tiles only)
+    calibrate  where amax comes from: CURRENT, a Window of earlier steps (per-tensor tiles only), ClippedRms, LearnedStep
+               (per-tensor tiles only)
     rounding   "nearest" (ties to even) or "stochastic" (draws from torch's generator; unbiased where nothing saturates)
     headroom   the tensor is scaled down by this factor before it is cast, and what is decoded is scaled up by it again.
                Rules that may saturate the top of a tile need it for stochastic rounding to be unbiased: 4/3 with
@@ -103,7 +71,7 @@ class Cast:
     format: Format
     tile: tuple[int, int] = (WHOLE, WHOLE)
     scale: ScaleRule = FP32
-    calibrate: Current | Window = CURRENT
+    calibrate: Calibrate = CURRENT
     rounding: Literal["nearest", "stochastic"] = "nearest"
     headroom: float = 1.0
 
@@ -111,11 +79,11 @@ class Cast:
         for name, value, wanted in (
             ("format", self.format, Format),
             ("scale", self.scale, ScaleRule),
-            ("calibrate", self.calibrate, Current | Window),
+            ("calibrate", self.calibrate, Calibrate),
         ):
             if not isinstance(value, wanted):
                 raise ConfigError(f"Cast: {name} is {value!r}; {_NEXT[name]}")
-        if not isinstance(self.tile, tuple) or not all(_is_whole(size) for size in self.tile):
+        if not isinstance(self.tile, tuple) or not all(is_whole(size) for size in self.tile):
             raise ConfigError(
                 f"Cast: tile is {self.tile!r}; it must be a tuple of two whole numbers, such as (1, 128)."
             )
@@ -125,6 +93,13 @@ class Cast:
             raise ConfigError(
                 f"Cast: a Window remembers one amax per tensor, but the tile is {self.tile}. "
                 "Use tile=(-1, -1) or calibrate=CURRENT."
+            )
+        if isinstance(self.calibrate, LearnedStep) and (
+            self.tile != (WHOLE, WHOLE) or self.scale != FP32 or not isinstance(self.format, IntFormat)
+        ):
+            raise ConfigError(
+                f"Cast: a LearnedStep is one float32 step per tensor between integers, but the cast is {self.format} with "
+                f"tile {self.tile} and scale {self.scale}. Use an integer format, tile=(-1, -1) and scale=FP32."
             )
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"Cast: rounding is {self.rounding!r}; choose 'nearest' or 'stochastic'.")
@@ -159,28 +134,111 @@ class Cast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hadamard:
+    """A rotation of both operands along the contracted axis, which spreads outliers over a block and changes no product.
+
+        lhs @ rhs.T = (lhs diag(s) H) @ (rhs diag(s) H).T,    H = BlockDiag(H_block, ...)
+
+    H_block is the orthonormal Sylvester matrix, so H is symmetric and its own inverse. An axis that the block does not
+    divide is filled up with zeros.
+
+    block  size of a block of contiguous elements: a power of two
+    signs  s: "none" (all +1), "fixed" (the same at every call), or "random" (drawn at every call, the same for both operands)
+    """
+
+    block: int = 32
+    signs: Literal["none", "fixed", "random"] = "none"
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.block) or not 2 <= self.block <= LARGEST_BLOCK or self.block & (self.block - 1):
+            raise ConfigError(
+                f"Hadamard: block is {self.block!r}; it must be a power of two from 2 to {LARGEST_BLOCK}. "
+                "Gemm(rotate=None) does not rotate."
+            )
+        if self.signs not in ("none", "fixed", "random"):
+            raise ConfigError(f"Hadamard: signs is {self.signs!r}; choose 'none', 'fixed' or 'random'.")
+
+    def __str__(self) -> str:
+        return f"Hadamard {self.block}" + (f", {self.signs} signs" if self.signs != "none" else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeverageScore:
+    """Rows of the gradient are sampled with probabilities that follow their weight in the product (arXiv 2306.11987, 4.2).
+
+    keep          share of the rows that enter the product. The high and the low digits of a bit-split gradient count as rows
+                  of their own: 0.5 leaves as many INT4 rows as the gradient has.
+    max_variance  the layer samples only while the variance that this adds, predicted from the probabilities and relative to
+                  the squared norm of the product, stays below it; else it keeps all rows. math.inf: always sample.
+    """
+
+    keep: float = 0.5
+    max_variance: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not is_positive(self.keep) or self.keep > 1:
+            raise ConfigError(
+                f"LeverageScore: keep is {self.keep!r}; it is the share of rows kept, above 0 and at most 1."
+            )
+        if not is_positive(self.max_variance) and self.max_variance != math.inf:
+            raise ConfigError(
+                f"LeverageScore: max_variance is {self.max_variance!r}; it must be a positive number. "
+                "math.inf samples always; Gemm(sample=None) never."
+            )
+
+    def __str__(self) -> str:
+        limit = (
+            "" if self.max_variance == math.inf else f" while it adds less than {self.max_variance:g} relative variance"
+        )
+        return f"{self.keep:.0%} of rows by leverage score{limit}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gemm:
     """The casts of one matrix product lhs @ rhs.T; None is a 16-bit operand (bf16, or fp16 under fp16 autocast).
 
+    rotate           turns both operands along the contracted axis before they are cast
+    sample           drops rows of the gradient, its contracted ones in `grad_weight`, its outer ones in `grad_input`
     fast_accumulate  let FP8 tensor cores add in their own narrow accumulator (about 14 bits on Hopper). Peers do so for
                      `output` only, where errors do not compound over steps; gradients are accumulated in float32.
     """
 
     lhs: Cast | None = None
     rhs: Cast | None = None
+    rotate: Hadamard | None = None
+    sample: LeverageScore | None = None
     fast_accumulate: bool = False
 
     def __post_init__(self) -> None:
         for name, cast in (("lhs", self.lhs), ("rhs", self.rhs)):
             if cast is not None and not isinstance(cast, Cast):
                 raise ConfigError(f"Gemm: {name} is {cast!r}; it must be a Cast, or None for 16 bits.")
+        if self.rotate is not None and not isinstance(self.rotate, Hadamard):
+            raise ConfigError(f"Gemm: rotate is {self.rotate!r}; it must be a Hadamard(...), or None for no rotation.")
+        if self.sample is not None and not isinstance(self.sample, LeverageScore):
+            raise ConfigError(
+                f"Gemm: sample is {self.sample!r}; it must be a LeverageScore(...), or None for all rows."
+            )
+        if self.rotate is not None and any(
+            cast is not None and isinstance(cast.calibrate, Window) for cast in (self.lhs, self.rhs)
+        ):
+            raise ConfigError(
+                "Gemm: a Window remembers amax of the tensor as it is, and the rotated one has another. "
+                "Use calibrate=CURRENT or rotate=None."
+            )
+        if self.sample is not None and (self.lhs is None or self.lhs.format != INT4X2):
+            raise ConfigError(
+                f"Gemm: leverage scores sample the digits of a bit-split gradient, but lhs is {self.lhs or '16-bit'}. "
+                f"Cast it to {INT4X2} or use sample=None."
+            )
         if not isinstance(self.fast_accumulate, bool):
             raise ConfigError(f"Gemm: fast_accumulate is {self.fast_accumulate!r}; choose True or False.")
 
     def __str__(self) -> str:
-        if self.lhs is None and self.rhs is None:
-            return "16-bit"
-        return f"{self.lhs or '16-bit'} x {self.rhs or '16-bit'}"
+        words = (
+            "16-bit" if self.lhs is None and self.rhs is None else f"{self.lhs or '16-bit'} x {self.rhs or '16-bit'}"
+        )
+        return ", ".join([words, *(str(part) for part in (self.rotate, self.sample) if part is not None)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +250,9 @@ class Recipe:
           cast again in backward) or "quantized" (its 8-bit codes: a quarter to half of the bytes, no second cast). Casts per
           tensor share the codes of `output`; others store codes tiled for `grad_weight`. The gradients are the same. Where
           a CPU emulates, the decoded values stand for the codes: encoding them takes longer than the product saves.
+    backward  "recast": the backward products cast x and w anew, from the originals and along their own contracted axis.
+          "straight-through": they multiply by the very codes of `output`, in its rotated basis; elements that were clipped
+          get no gradient, and the results are rotated back. Only then has a LearnedStep a gradient.
     wide_blocks  Transformer blocks that `convert` leaves in bf16, found by the model's structure; None: all are cast
     """
 
@@ -200,6 +261,7 @@ class Recipe:
     grad_input: Gemm = Gemm()
     grad_weight: Gemm = Gemm()
     save: Literal["original", "quantized"] = "original"
+    backward: Literal["recast", "straight-through"] = "recast"
     wide_blocks: WideBlocks | None = None
 
     def __post_init__(self) -> None:
@@ -227,6 +289,10 @@ class Recipe:
             raise ConfigError(
                 f"Recipe {self.name!r}: save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'."
             )
+        self._check_calibration()
+        self._check_straight_through()
+
+    def _check_calibration(self) -> None:
         for role, casts in self.roles().items():
             windows = {cast.calibrate for cast in casts if cast is not None and isinstance(cast.calibrate, Window)}
             formats = {cast.format for cast in casts if cast is not None and isinstance(cast.calibrate, Window)}
@@ -234,6 +300,60 @@ class Recipe:
                 raise ConfigError(
                     f"Recipe {self.name!r}: {role} is cast with two different windows. Delayed scaling keeps one amax "
                     "history per tensor; use the same Window and format in both products."
+                )
+        if self.output.sample is not None:
+            raise ConfigError(
+                f"Recipe {self.name!r}: output samples rows. Only the products of the gradient can; use sample=None."
+            )
+        random = self.grad_weight.rotate is not None and self.grad_weight.rotate.signs == "random"
+        if self.save == "quantized" and random:
+            raise ConfigError(
+                f"Recipe {self.name!r}: save='quantized' keeps x rotated with signs that the gradient will not meet again. "
+                "Use signs='fixed' in grad_weight, or save='original'."
+            )
+        learned = any(
+            cast is not None and isinstance(cast.calibrate, LearnedStep)
+            for casts in self.roles().values()
+            for cast in casts
+        )
+        if learned and self.backward != "straight-through":
+            raise ConfigError(
+                f"Recipe {self.name!r}: a LearnedStep has a gradient with backward='straight-through' only. "
+                "Choose that, or ClippedRms."
+            )
+
+    def _check_straight_through(self) -> None:
+        """A backward product either uses the codes of `output` or, with rhs=None, leaves them for the original in 16 bits."""
+        if self.backward not in ("recast", "straight-through"):
+            raise ConfigError(
+                f"Recipe {self.name!r}: backward is {self.backward!r}; choose 'recast' or 'straight-through'."
+            )
+        if self.backward == "recast":
+            return
+        for product, gemm, forward in (
+            ("grad_input", self.grad_input, self.output.rhs),
+            ("grad_weight", self.grad_weight, self.output.lhs),
+        ):
+            if gemm.rhs is not None and gemm.rhs != forward:
+                raise ConfigError(
+                    f"Recipe {self.name!r}: backward='straight-through' multiplies by the codes of output, but "
+                    f"{product}.rhs is {gemm.rhs} and output has {forward or '16-bit'}. Make them equal, or rhs=None."
+                )
+            if gemm.rhs is not None and (not gemm.rhs.is_symmetric or not isinstance(gemm.rhs.format, IntFormat)):
+                raise ConfigError(
+                    f"Recipe {self.name!r}: {gemm.rhs} does not serve both orientations. backward='straight-through' needs "
+                    "integers, square tiles and rounding to nearest."
+                )
+            if gemm.rotate is not None:
+                raise ConfigError(
+                    f"Recipe {self.name!r}: {product} has a rotation of its own, but backward='straight-through' multiplies "
+                    "in the basis of output. Use rotate=None there."
+                )
+        for cast in self.roles()["gy"]:
+            if cast is not None and isinstance(cast.calibrate, LearnedStep | Window):
+                raise ConfigError(
+                    f"Recipe {self.name!r}: gy is cast with a {cast.calibrate}, which backward='straight-through' has no "
+                    "place for. Use CURRENT or ClippedRms."
                 )
 
     def roles(self) -> dict[str, tuple[Cast | None, Cast | None]]:
