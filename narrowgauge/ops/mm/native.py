@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 from narrowgauge.tiles import WHOLE
@@ -26,6 +26,8 @@ _TWO_SCALES = "takes one scale, but a cast has a second one for the tensor (head
 def refuse_scaled(spec: MmSpec) -> str | None:
     """FP8 on compute capability 8.9 and above, with one scale per tensor, or from 9.0 on per row."""
     casts = (spec.lhs, spec.rhs)
+    if all(cast is not None and cast.format == E2M1 for cast in casts):
+        return _refuse_fp4(spec)
     if any(cast is None or cast.format not in (E4M3, E5M2) for cast in casts):
         return "needs two FP8 operands"
     if all(cast is not None and cast.format == E5M2 for cast in casts):
@@ -43,6 +45,15 @@ def refuse_scaled(spec: MmSpec) -> str | None:
     if any(cast is not None and cast.tile != (WHOLE, WHOLE) for cast in casts) and spec.device.capability < (9, 0):
         return f"compute capability {_dotted(spec)}, row scales need 9.0"
     return None
+
+
+def _refuse_fp4(spec: MmSpec) -> str:
+    """Always: torch's FP4 GEMM takes scales in a layout of its own, and no device that has it was at hand to check the call."""
+    if spec.device.type != "cuda":
+        return f"{spec.device.type} has no FP4 units"
+    if spec.device.capability < (10, 0):
+        return f"compute capability {_dotted(spec)}, FP4 needs 10.0"
+    return "torch's FP4 GEMM is not used: the call was never checked on a device that has it"
 
 
 def run_scaled(
