@@ -93,7 +93,7 @@ def test_a_poisoned_score_poisons_every_weight(bad):
     scores[4] = bad
     for n in (1, 5, 9):
         assert sampling.probabilities(scores, n).isnan().all()
-        assert sampling.sample_rows(scores, n, torch.rand(10)).weight.isnan().all()
+        assert sampling.sample_rows(scores, n, torch.rand(10)).weights.isnan().all()
 
 
 @given(score_lists, st.floats(0.01, 1), st.integers(0, 2**31))
