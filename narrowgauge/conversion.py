@@ -29,6 +29,7 @@ from narrowgauge import recipes
 from narrowgauge.blocks import Block, blocks
 from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.learned import decide
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
 from narrowgauge.qlinear import QLinear
@@ -219,12 +220,19 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
 def advance(model: nn.Module) -> None:
     """Ends an optimizer step: delayed scaling takes over the amax seen in it, and quantized weights are made anew.
 
+    Learned steps count down their cold start and are kept positive; a product that may sample its rows decides about the next
+    step by the variance that was predicted in this one.
+
     Call it once after `optimizer.step()`. From the first call on, each weight is quantized once per step in eager mode and
-    reused over micro-batches; before it, at each forward. Works without host synchronisation.
+    reused over micro-batches; before it, at each forward. Works without host synchronisation, but for one small read if a
+    recipe samples rows, and one per layer in the cold start of learned steps.
     """
     layers = [layer for _, layer in _quantized(model)]
     for layer in layers:
         layer.empty_cache(keep=True)
+        if layer.steps is not None:
+            layer.steps.advance()
+    decide([layer.sampling for layer in layers if layer.sampling is not None])
     roll([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
 
 
@@ -262,8 +270,9 @@ def _restore(layer: QLinear) -> None:
         return
     for name in ("observer", "is_suspended", "reason", "_cache", "_recipe", "_plans"):
         layer.__dict__.pop(name)
-    layer._modules.pop("scaling", None)
-    layer.__dict__.pop("scaling", None)
+    for name in ("scaling", "steps", "sampling"):
+        layer._modules.pop(name, None)
+        layer.__dict__.pop(name, None)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 

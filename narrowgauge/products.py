@@ -48,13 +48,19 @@ class WeightCache:
     casts: dict[str, QTensor | Tensor] = field(default_factory=dict)
 
     def get(
-        self, gemm: str, weight: Tensor, settings: Settings, build: Callable[[], QTensor | Tensor]
+        self,
+        gemm: str,
+        weight: Tensor,
+        settings: Settings,
+        build: Callable[[], QTensor | Tensor],
+        step: Tensor | None = None,
     ) -> QTensor | Tensor:
-        """The weight as an operand of `gemm`, built at most once per step."""
+        """The weight as an operand of `gemm`, built at most once per step. step: its learned step, if it has one."""
         if weight.is_inference():  # has no version counter
             return build()
         address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
-        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe))
+        learned = None if step is None or step.is_inference() else (step._version, step.data_ptr())
+        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe), learned)
         if key != self.key:
             self.key, self.held, self.casts = key, weight.detach(), {}
         casts = self.casts  # of this key, should another thread bring another one meanwhile
@@ -101,6 +107,8 @@ class Settings:
     """What the products need besides tensors.
 
     records  whether delayed scaling notes what it sees: in training, not in evaluation
+    is_cold  whether learned steps are in their cold start
+    sampled  the products whose rows are sampled in this step
     """
 
     recipe: Recipe
@@ -109,6 +117,8 @@ class Settings:
     records: bool = True
     cache: WeightCache | None = None
     observer: Observer | None = None
+    is_cold: bool = False
+    sampled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,9 +158,9 @@ class Products(torch.autograd.Function):
         recipe, how = settings.recipe, settings.plans.output
         x_amax, w_amax = _amax(x, x_live, settings), _amax(weight, w_live, settings)
         turn = Turn.of(recipe.output.rotate, x)
-        lhs = _operand(turn(x), recipe.output.lhs, how.expand, x_amax, settings)
+        lhs = operand(turn(x), recipe.output.lhs, how.expand, x_amax, settings)
         rhs = _weight_operand("output", weight, settings, how, w_amax, turn)
-        _show(settings, "output", ("x", _seen(settings, turn, x), lhs), ("w", _seen(settings, turn, weight), rhs))
+        show(settings, "output", ("x", seen(settings, turn, x), lhs), ("w", seen(settings, turn, weight), rhs))
         y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
 
         kept: tuple[Tensor | None, ...] = (None, None, None)
@@ -174,29 +184,29 @@ class Products(torch.autograd.Function):
         how = settings.plans.grad_input
         if ctx.needs_input_grad[0]:
             turn = Turn.of(recipe.grad_input.rotate, gy)
-            lhs = _operand(turn(gy), recipe.grad_input.lhs, how.expand, gy_amax, settings)
+            lhs = operand(turn(gy), recipe.grad_input.lhs, how.expand, gy_amax, settings)
             rhs = _weight_operand("grad_input", weight, settings, how, w_amax, turn)
-            _show(
+            show(
                 settings,
                 "grad_input",
-                ("gy", _seen(settings, turn, gy), lhs),
-                ("w", _seen(settings, turn, weight.T).T, rhs),
+                ("gy", seen(settings, turn, gy), lhs),
+                ("w", seen(settings, turn, weight.T).T, rhs),
             )
             grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
         if ctx.needs_input_grad[1]:
             how, turn = settings.plans.grad_weight, Turn.of(recipe.grad_weight.rotate, gy.T)
             if lhs is not None and settings.plans.turn_gy:
-                lhs = _turned(lhs)
+                lhs = turned(lhs)
             else:
-                lhs = _operand(turn(gy.T), recipe.grad_weight.lhs, how.expand, gy_amax, settings)
+                lhs = operand(turn(gy.T), recipe.grad_weight.lhs, how.expand, gy_amax, settings)
             rhs = _kept_operand(kept, ctx.kept_cast, lhs.shape[1], settings, how.expand, x_amax, turn)
             if settings.observer is not None:
                 x = (
                     dequantize(rhs)
                     if isinstance(rhs, QTensor) and ctx.kept_cast is not None
-                    else _seen(settings, turn, kept[0].T)
+                    else seen(settings, turn, kept[0].T)
                 )
-                _show(settings, "grad_weight", ("gy", _seen(settings, turn, gy.T).T, lhs), ("x", x.T, rhs))
+                show(settings, "grad_weight", ("gy", seen(settings, turn, gy.T).T, lhs), ("x", x.T, rhs))
             grad_weight = how.choice.kernel.run(lhs, rhs, None, weight.dtype, recipe.grad_weight.fast_accumulate)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -210,7 +220,7 @@ def _amax(x: Tensor, live: Tensor | None, settings: Settings) -> Tensor | None:
     return observe(live, tile_amax(x.detach(), (WHOLE, WHOLE)), records=settings.records)
 
 
-def _operand(
+def operand(
     x: Tensor, cast: Cast | None, expand: torch.dtype | None, amax: Tensor | None, settings: Settings
 ) -> QTensor | Tensor:
     """x [outer, inner] as it enters a GEMM: 16 bits, or quantized with its own or its window's amax."""
@@ -232,11 +242,11 @@ def _weight_operand(
 
     def build() -> QTensor | Tensor:
         if gemm == "output":
-            return _operand(turn(weight), recipe.output.rhs, how.expand, amax, settings)
+            return operand(turn(weight), recipe.output.rhs, how.expand, amax, settings)
         if cache is not None and settings.plans.turn_w:
-            turned = _turned(_weight_operand("output", weight, settings, how, amax, turn))
-            return turned if how.expand is not None else _row_major(turned)
-        return _operand(turn(weight.T), recipe.grad_input.rhs, how.expand, amax, settings)
+            codes = turned(_weight_operand("output", weight, settings, how, amax, turn))
+            return codes if how.expand is not None else _row_major(codes)
+        return operand(turn(weight.T), recipe.grad_input.rhs, how.expand, amax, settings)
 
     return build() if cache is None or turn.is_random else cache.get(gemm, weight, settings, build)
 
@@ -246,7 +256,7 @@ def _serves_both(cast: Cast | None, transposed: Cast | None) -> bool:
     return cast == transposed and (cast is None or (cast.is_symmetric and cast.format.codes_per_byte == 1))
 
 
-def _turned(operand: QTensor | Tensor) -> QTensor | Tensor:
+def turned(operand: QTensor | Tensor) -> QTensor | Tensor:
     return operand.transposed() if isinstance(operand, QTensor) else operand.T
 
 
@@ -285,18 +295,18 @@ def _kept_operand(
     data, scale, global_scale = kept
     assert data is not None
     if kept_cast is None:
-        return _operand(turn(data.T), settings.recipe.grad_weight.rhs, expand, amax, settings)
+        return operand(turn(data.T), settings.recipe.grad_weight.rhs, expand, amax, settings)
     assert scale is not None
     q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
     return q if expand is None or q.is_expanded else q.expanded(expand)
 
 
-def _seen(settings: Settings, turn: Turn, original: Tensor) -> Tensor:
+def seen(settings: Settings, turn: Turn, original: Tensor) -> Tensor:
     """What an observer is shown beside an operand: the tensor in the basis in which it was cast."""
     return original if settings.observer is None else turn(original)
 
 
-def _show(settings: Settings, gemm: str, *operands: tuple[str, Tensor, QTensor | Tensor]) -> None:
+def show(settings: Settings, gemm: str, *operands: tuple[str, Tensor, QTensor | Tensor]) -> None:
     if settings.observer is not None:
         for role, original, operand in operands:
             settings.observer(gemm, role, original, operand)

@@ -6,6 +6,7 @@ themselves are in products.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 from narrowgauge.delayed import AmaxWindow
 from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.learned import LearnedSteps, RowSampling
 from narrowgauge.products import Observer, Plans, Products, Settings, WeightCache
 from narrowgauge.recipe import Recipe
+from narrowgauge.straight_through import StraightThrough, steps_from_data
 
 __all__ = ["Observer", "QLinear", "WeightCache", "linear"]
 
@@ -24,17 +27,17 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     """x [..., K] @ weight [N, K].T + bias [N] -> [..., N], differentiable in all three, by `recipe`.
 
-    For recipes without memory; delayed scaling needs a QLinear, which holds its windows. The result has autocast's dtype, or
-    x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with a Window.
+    For recipes without memory; delayed scaling, learned steps and sampling need a QLinear, which holds their state. The result
+    has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with memory.
     """
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with narrowgauge.recipes.get."
         )
     _check(x, weight, bias)
-    if recipe.windows():
+    if recipe.has_memory:
         raise ConfigError(
-            f"linear: recipe {recipe.name!r} remembers amax from step to step and a function cannot. "
+            f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
             "Use narrowgauge.QLinear, or convert the model."
         )
     return _apply(x, weight, bias, Settings(recipe, Plans.of(recipe, x.device), _out_dtype(x)), (None, None, None))
@@ -43,11 +46,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
 class QLinear(nn.Linear):
     """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time; None is an ordinary nn.Linear.
 
-    Changing it drops the amax windows of the old recipe. `observer` sees every operand in eager mode (see `Observer`).
+    Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
+    anew. `observer` sees every operand in eager mode (see `Observer`).
     `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
     """
 
     scaling: nn.ModuleDict | None
+    steps: LearnedSteps | None
+    sampling: RowSampling | None
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class QLinear(nn.Linear):
         self._cache: WeightCache | None = None
         self._recipe: Recipe | None = None
         self._plans: tuple[torch.device, Plans] | None = None
-        self.scaling = None
+        self.scaling = self.steps = self.sampling = None
         self.recipe = recipe
 
     @property
@@ -98,6 +104,17 @@ class QLinear(nn.Linear):
         self.scaling = nn.ModuleDict(
             {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
         ) if windows else None  # fmt: skip
+        self._renew_state(recipe)
+
+    def _renew_state(self, recipe: Recipe | None) -> None:
+        """Learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters."""
+        steps = {} if recipe is None else recipe.steps()
+        if self.steps is not None and self.steps.settings == steps:
+            self.steps.reset_parameters()
+        else:
+            self.steps = LearnedSteps(steps, self.weight.device) if steps else None
+        samples = {} if recipe is None else recipe.samples()
+        self.sampling = RowSampling(samples, self.weight.device) if samples else None
 
     def empty_cache(self, keep: bool = False) -> None:
         """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does)."""
@@ -118,7 +135,29 @@ class QLinear(nn.Linear):
             None if compiling else self._cache,
             None if compiling else self.observer,
         )
+        if self._recipe.backward == "straight-through":
+            lives, settings = self._straight_through(x, weight, settings)
         return _apply(x, weight, bias, settings, lives)
+
+    def _straight_through(
+        self, x: Tensor, weight: Tensor, settings: Settings
+    ) -> tuple[tuple[Tensor | None, ...], Settings]:
+        """The tensors and settings of a straight-through recipe: the two steps and the readings of the sampler."""
+        steps, sampling = self.steps, self.sampling
+        variance = None if sampling is None or not self.training else sampling.variance
+        settings = replace(
+            settings,
+            is_cold=steps is not None and steps.is_cold,
+            sampled=() if sampling is None else sampling.active,
+        )
+        if steps is None:
+            return (None, None, variance), settings
+        found = {role: steps.get(role) for role in ("x", "w")}
+        if steps.is_cold:
+            fresh = steps_from_data(steps, x.reshape(-1, x.shape[-1]), weight, settings.recipe, writes=self.training)
+            if not self.training:
+                found.update(fresh)
+        return (found["x"], found["w"], variance), settings
 
     def train(self, mode: bool = True) -> QLinear:
         """As ever; and a change of mode forgets the quantized weight, since averaged weights are swapped in around it."""
@@ -191,5 +230,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
 ) -> Tensor:
-    y = Products.apply(x.reshape(-1, x.shape[-1]), weight, bias, settings, *lives)
+    function = StraightThrough if settings.recipe.backward == "straight-through" else Products
+    y = function.apply(x.reshape(-1, x.shape[-1]), weight, bias, settings, *lives)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -30,7 +30,7 @@ from narrowgauge.calibration import (
     is_whole,
 )
 from narrowgauge.errors import ConfigError
-from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, INT4X2, Format, IntFormat
+from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, Format, IntFormat
 from narrowgauge.scaling import FP32, ScaleRule
 from narrowgauge.tiles import WHOLE
 
@@ -166,8 +166,8 @@ class Hadamard:
 class LeverageScore:
     """Rows of the gradient are sampled with probabilities that follow their weight in the product (arXiv 2306.11987, 4.2).
 
-    keep          share of the rows that enter the product. The high and the low digits of a bit-split gradient count as rows
-                  of their own: 0.5 leaves as many INT4 rows as the gradient has.
+    keep          share of the rows (tokens) that enter the product; with a bit-split gradient, 0.5 costs as much in INT4 as
+                  one INT4 product of all rows
     max_variance  the layer samples only while the variance that this adds, predicted from the probabilities and relative to
                   the squared norm of the product, stays below it; else it keeps all rows. math.inf: always sample.
     """
@@ -225,11 +225,6 @@ class Gemm:
             raise ConfigError(
                 "Gemm: a Window remembers amax of the tensor as it is, and the rotated one has another. "
                 "Use calibrate=CURRENT or rotate=None."
-            )
-        if self.sample is not None and (self.lhs is None or self.lhs.format != INT4X2):
-            raise ConfigError(
-                f"Gemm: leverage scores sample the digits of a bit-split gradient, but lhs is {self.lhs or '16-bit'}. "
-                f"Cast it to {INT4X2} or use sample=None."
             )
         if not isinstance(self.fast_accumulate, bool):
             raise ConfigError(f"Gemm: fast_accumulate is {self.fast_accumulate!r}; choose True or False.")
@@ -311,6 +306,11 @@ class Recipe:
                 f"Recipe {self.name!r}: save='quantized' keeps x rotated with signs that the gradient will not meet again. "
                 "Use signs='fixed' in grad_weight, or save='original'."
             )
+        sampled = any(gemm.sample is not None for gemm in self.gemms().values())
+        if sampled and self.backward != "straight-through":
+            raise ConfigError(
+                f"Recipe {self.name!r}: rows are sampled with backward='straight-through' only. Choose that, or sample=None."
+            )
         learned = any(
             cast is not None and isinstance(cast.calibrate, LearnedStep)
             for casts in self.roles().values()
@@ -339,10 +339,15 @@ class Recipe:
                     f"Recipe {self.name!r}: backward='straight-through' multiplies by the codes of output, but "
                     f"{product}.rhs is {gemm.rhs} and output has {forward or '16-bit'}. Make them equal, or rhs=None."
                 )
-            if gemm.rhs is not None and (not gemm.rhs.is_symmetric or not isinstance(gemm.rhs.format, IntFormat)):
+            if gemm.rhs is not None and (
+                gemm.rhs.tile != (WHOLE, WHOLE)
+                or gemm.rhs.rounding != "nearest"
+                or not isinstance(gemm.rhs.format, IntFormat)
+                or isinstance(gemm.rhs.calibrate, Window)
+            ):
                 raise ConfigError(
                     f"Recipe {self.name!r}: {gemm.rhs} does not serve both orientations. backward='straight-through' needs "
-                    "integers, square tiles and rounding to nearest."
+                    "integers with one scale per tensor from the tensor at hand, rounded to nearest."
                 )
             if gemm.rotate is not None:
                 raise ConfigError(
@@ -373,15 +378,48 @@ class Recipe:
                     found[role] = (cast.calibrate, cast.format)
         return found
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether a layer holds state for it from step to step."""
+        return bool(self.windows() or self.steps() or self.samples())
+
+    def steps(self) -> dict[str, LearnedStep]:
+        """Role -> its learned step; roles without one are absent."""
+        found = {}
+        for role, cast in (("x", self.output.lhs), ("w", self.output.rhs)):
+            if cast is not None and isinstance(cast.calibrate, LearnedStep):
+                found[role] = cast.calibrate
+        return found
+
+    def samples(self) -> dict[str, LeverageScore]:
+        """Product -> the sampler of its rows; products without one are absent."""
+        return {name: gemm.sample for name, gemm in self.gemms().items() if gemm.sample is not None}
+
     def gemms(self) -> dict[str, Gemm]:
         return {name: getattr(self, name) for name in GEMMS}
 
     def with_gemm(self, **changes: Gemm) -> Recipe:
-        """This recipe with some products replaced, named after them: `recipe.with_gemm(grad_weight=Gemm())`."""
+        """This recipe with some products replaced, named after them: `recipe.with_gemm(grad_weight=Gemm())`.
+
+        Another `output` leaves a straight-through backward pass without its codes: it casts anew then, without a rotation or
+        sampling, a learned step becoming a clipped one.
+        """
         unknown = set(changes) - set(GEMMS)
         if unknown:
             raise ConfigError(f"with_gemm: {sorted(unknown)} are not products of a Linear; choose from {GEMMS}.")
         save = "original" if changes.get("grad_weight") == Gemm() else self.save
         suffix = "".join(f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items())
         kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name in GEMMS}
-        return replace(self, **(kept | changes), name=self.name + suffix, save=save)
+        gemms, backward = kept | changes, self.backward
+        if backward == "straight-through" and gemms["output"] != self.output:
+            backward = "recast"
+            gemms |= {name: _recast(gemms[name]) for name in ("grad_input", "grad_weight") if name not in changes}
+        return replace(self, **gemms, name=self.name + suffix, save=save, backward=backward)
+
+
+def _recast(gemm: Gemm) -> Gemm:
+    """A product of a straight-through recipe, able to stand without the codes of `output`."""
+    rhs = gemm.rhs
+    if rhs is not None and isinstance(rhs.calibrate, LearnedStep):
+        rhs = replace(rhs, calibrate=ClippedRms())
+    return replace(gemm, rhs=rhs, sample=None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
+from narrowgauge.formats import E2M1, E4M3, E5M2, IntFormat
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 from narrowgauge.tiles import WHOLE
@@ -81,10 +81,15 @@ def run_scaled(
 
 
 def refuse_int8(spec: MmSpec) -> str | None:
-    """INT8 with one scale per tensor or row, where the device multiplies integers faster than floats."""
+    """Integers with one scale per tensor or row, where the device multiplies integers faster than floats.
+
+    4-bit integers run as INT8: their codes, and those of a bit-split gradient, are exact there.
+    """
     casts = (spec.lhs, spec.rhs)
-    if any(cast is None or cast.format != INT8 or cast.tile not in _ROW_OR_TENSOR for cast in casts):
-        return "needs two INT8 operands with one scale per tensor or row"
+    if any(cast is None or not isinstance(cast.format, IntFormat) for cast in casts):
+        return "needs two integer operands"
+    if any(cast is not None and cast.tile not in _ROW_OR_TENSOR for cast in casts):
+        return "the integer GEMM takes one scale per tensor or per row"
     if spec.expanded:
         return _EXPANDED
     if any(cast is not None and cast.has_global_scale for cast in casts):
@@ -104,13 +109,17 @@ def run_int8(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.d
     if 0 in (m, n, lhs.shape[1]):
         return _empty_product(m, n, lhs.device, bias, out_dtype)
     rows = SMALLEST_INT8_ROWS if m <= ALIGNMENT else ALIGNMENT
-    a, b = _aligned(lhs.data, rows, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
+    a, b = _aligned(_one_to_a_byte(lhs), rows, ALIGNMENT), _aligned(_one_to_a_byte(rhs), ALIGNMENT, ALIGNMENT)
     parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
     sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
     out = sum(sums[1:], start=sums[0]) * lhs.scale * rhs.scale.T
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)
+
+
+def _one_to_a_byte(operand: QTensor) -> Tensor:
+    return operand.cast.format.unpack(operand.data, operand.inner) if operand.is_packed else operand.data
 
 
 def _dotted(spec: MmSpec) -> str:
