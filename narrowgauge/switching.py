@@ -65,6 +65,11 @@ def widened(
             f"switch: pattern {layers!r} names no converted layer. "
             + (f"Closest: {near}." if near else "narrowgauge.describe(model) lists them.")
         )
+    if target.steps():
+        raise ConfigError(
+            f"switch: {target.name!r} learns steps, parameters that an optimizer made before does not know. "
+            "Train with it from the start, or switch to a recipe without them."
+        )
     wide = wide_by_policy(model, target, layers)
     shared: dict[tuple[Recipe, Recipe], Recipe] = {}  # layers alike get one and the same object
     changes = {}
@@ -92,9 +97,9 @@ def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
         return recipe
     if all(name in taken or new[name] == old[name] for name in GEMMS):
         return wider
-    gemms = {name: new[name] for name in taken}
-    save = wider.save if "grad_weight" in taken else recipe.save
-    return replace(recipe, **gemms, name=f"{recipe.name}+{wider.name}:{','.join(taken)}", save=save)  # type: ignore[arg-type]
+    mixed = recipe.with_gemm(**{name: new[name] for name in taken})
+    save = wider.save if "grad_weight" in taken else mixed.save
+    return replace(mixed, name=f"{recipe.name}+{wider.name}:{','.join(taken)}", save=save)
 
 
 def _bits(gemm: Gemm) -> int:

@@ -163,6 +163,18 @@ def test_products_and_layers_are_switched_by_themselves():
     assert model.body["layers"][0].up.recipe is ng.recipes.BF16
 
 
+@pytest.mark.parametrize("start", [name for name in ng.recipes.names() if "4" in name])
+@pytest.mark.parametrize("products", [("output",), ("grad_input", "grad_weight")], ids=str)
+def test_every_4_bit_recipe_can_be_switched_half(start, products):
+    """Straight-through ones too, whose backward pass loses the codes of its forward one."""
+    model, x = ng.convert(Model(), start), torch.randn(32, 32)
+    ng.switch(model, "bf16", products=products)
+    recipe = model.between[0].recipe
+    assert all((gemm == ng.Gemm()) == (name in products) for name, gemm in recipe.gemms().items())
+    model(x).sum().backward()
+    assert model.between[0].weight.grad.isfinite().all()
+
+
 def test_only_what_is_no_narrower_is_taken():
     """A recipe in bf16 forward keeps that, and takes the 8-bit backward."""
     half = ng.recipes.MXFP4.with_gemm(output=ng.Gemm())
@@ -200,6 +212,10 @@ def test_switched_layers_compute_by_their_new_recipe():
         ({"recipe": "bf16", "products": ()}, "is not a recipe for products of a Linear"),
         ({"recipe": 8}, "8 is not a recipe"),
         ({"recipe": "fp9"}, "no recipe 'fp9'"),
+        (
+            {"recipe": "int4-hq-lss"},
+            "'int4-hq-lss' learns steps, parameters that an optimizer made before does not know",
+        ),
     ],
 )
 def test_switches_that_cannot_be_meant_are_refused(arguments, words):
