@@ -2,7 +2,7 @@
 # venv, filled by pip with exactly the versions of constraints.txt. Nothing is compiled. pip's own configuration decides
 # where packages come from; docs/install.md says how to take the CPU build of torch.
 #
-#   make test ARGS="-k quantize"      ARGS is appended to the command of train, test, bench and convergence
+#   make test ARGS="-k quantize"      ARGS is appended to the command of train, test, bench, estimators and convergence
 #   make test VENV=/elsewhere/venv    another place for the environment
 #   make test PYTHON=python3.12       another interpreter to create it with (3.11 or newer)
 #   make same-loss BASE=main          the commit to compare with
@@ -20,7 +20,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-emulation same-loss convergence clean
+.PHONY: help train test check format bench bench-emulation estimators same-loss convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -49,6 +49,9 @@ bench: $(PEERS) ## every benchmarks/bench_*.py; results are appended to benchmar
 
 bench-emulation: $(PEERS) ## what emulating the narrow formats costs on this machine's CPU
 	$(BIN)/python -m benchmarks.bench_emulation $(ARGS)
+
+estimators: $(INSTALLED) ## variance, cosine and slope of the 4-bit estimates of a gradient
+	$(BIN)/python -m benchmarks.estimators $(ARGS)
 
 same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must be equal to the last bit
 	$(BIN)/python -m benchmarks.same_loss --base $(BASE)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from narrowgauge.qlinear import QLinear, linear
     from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast, Gemm, Recipe
+    from narrowgauge.switching import switch
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "describe": "conversion",
     "suspended": "conversion",
     "advance": "conversion",
+    "switch": "switching",
 }
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "quantize",
     "recipes",
     "suspended",
+    "switch",
 ]
 
 

@@ -9,6 +9,9 @@ dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
 
 What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
 their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
+
+Blocks that the recipe itself leaves wide (`wide_blocks`, see blocks.py) become bf16, unless the pattern that decides about a layer
+spells out its block's number ("layers.11.*", "layers.[0-9]*.*").
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ import torch
 from torch import nn
 
 from narrowgauge import recipes
+from narrowgauge.blocks import Block, blocks
 from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.learned import decide
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
 from narrowgauge.qlinear import QLinear
@@ -77,27 +82,53 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
             "Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first."
         )
     for pattern in resolved:
-        if not any(_matches(name, pattern) for name in linears):
+        if not any(matches(name, pattern) for name in linears):
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
                 + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
             )
-    matching = {name: [pattern for pattern in resolved if _matches(name, pattern)] for name in linears}
+    matching = {name: [pattern for pattern in resolved if matches(name, pattern)] for name in linears}
     head = _output_head(model)
     kept = {
         name: _reason_to_keep(name, layer, matching[name], head) for name, layer in linears.items() if matching[name]
     }
     if all(kept.values()):
         raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}.")
+    policies: dict[str, dict[str, str]] = {}
     for name, layer in linears.items():
         if name in kept and kept[name] is None:
-            chosen = resolved[matching[name][-1]]
-            if isinstance(layer, QLinear):
-                layer.recipe = chosen
-            elif chosen is not None:
-                QLinear.adopt(layer, chosen)
+            pattern = matching[name][-1]
+            chosen = resolved[pattern]
+            wide = {} if chosen is None else policies.setdefault(pattern, wide_by_policy(model, chosen, pattern))
+            _give(layer, recipes.BF16 if name in wide else chosen, wide.get(name, ""))
     return model
+
+
+def _give(layer: nn.Linear, recipe: Recipe | None, reason: str) -> None:
+    if isinstance(layer, QLinear):
+        layer.recipe = recipe
+    elif recipe is not None:
+        layer = QLinear.adopt(layer, recipe)
+    if isinstance(layer, QLinear):
+        layer.reason = reason
+
+
+def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, str]:
+    """Layers that the recipe's `wide_blocks` leaves in bf16 -> why; without those whose block's number the pattern spells out."""
+    if recipe.wide_blocks is None:
+        return {}
+    return {
+        name: f"{block}: {recipe.name} keeps the {recipe.wide_blocks}"
+        for name, block in blocks(model).items()
+        if block.index in recipe.wide_blocks.of(block.count) and not _spells_out(pattern, block)
+    }
+
+
+def _spells_out(pattern: str, block: Block) -> bool:
+    """Whether a part of the pattern holds a digit and stands for the block's number: "layers.5.*", not "layers.*"."""
+    parts = [part for part in pattern.split(".") if any(character.isdigit() for character in part)]
+    return any(fnmatchcase(str(block.index), part) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +220,19 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
 def advance(model: nn.Module) -> None:
     """Ends an optimizer step: delayed scaling takes over the amax seen in it, and quantized weights are made anew.
 
+    Learned steps count down their cold start and are kept positive; a product that may sample its rows decides about the next
+    step by the variance that was predicted in this one.
+
     Call it once after `optimizer.step()`. From the first call on, each weight is quantized once per step in eager mode and
-    reused over micro-batches; before it, at each forward. Works without host synchronisation.
+    reused over micro-batches; before it, at each forward. Works without host synchronisation, but for one small read if a
+    recipe samples rows, and one per layer in the cold start of learned steps.
     """
     layers = [layer for _, layer in _quantized(model)]
     for layer in layers:
         layer.empty_cache(keep=True)
+        if layer.steps is not None:
+            layer.steps.advance()
+    decide([layer.sampling for layer in layers if layer.sampling is not None])
     roll([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
 
 
@@ -230,14 +268,16 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
-    for name in ("observer", "is_suspended", "_cache", "_recipe", "_plans"):
+    for name in ("observer", "is_suspended", "reason", "_cache", "_recipe", "_plans"):
         layer.__dict__.pop(name)
-    layer._modules.pop("scaling", None)
-    layer.__dict__.pop("scaling", None)
+    for name in ("scaling", "steps", "sampling"):
+        layer._modules.pop(name, None)
+        layer.__dict__.pop(name, None)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a layer; see the module."""
     return fnmatchcase(name, pattern) or (not pattern.startswith("*") and fnmatchcase(name, f"*.{pattern}"))
 
 
@@ -293,7 +333,7 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
 
 
 def _note(model: nn.Module, name: str, layer: QLinear) -> str:
-    notes = []
+    notes = [layer.reason] if layer.reason else []
     if layer.is_suspended:
         notes.append("suspended")
     if not layer.weight.requires_grad:

@@ -133,7 +133,9 @@ class FloatFormat(Format):
         y = x.clamp(-self.max, self.max)
         # 2 ** floor(log2 |y|), no smaller than the smallest normal; infinity where y is NaN.
         power = (y.view(torch.int32) & FLOAT32_EXPONENT_BITS).view(torch.float32).clamp_(min=self.smallest_normal)
-        if noise is None:
+        if noise is None and self.mantissa == 0:
+            y = self._nearest_power(y.abs(), power)
+        elif noise is None:
             # y + 1.5 * 2**23 * gap has no bits below the gap: float32's own addition rounds to nearest even.
             power.mul_(1.5 * 2.0 ** (FLOAT32_MANTISSA - self.mantissa))
             y.add_(power).sub_(power)
@@ -143,6 +145,13 @@ class FloatFormat(Format):
         if not self.has_nan:
             y = torch.where(x.isnan(), 0.0, y)
         return y.copysign_(x)  # the addition above turns -0 into +0
+
+    def _nearest_power(self, magnitude: Tensor, power: Tensor) -> Tensor:
+        """Without mantissa the gap above a power is the power itself, and a tie goes to the even exponent field."""
+        code = (power.view(torch.int32) >> FLOAT32_MANTISSA) - 127 + self.bias
+        above = (magnitude > 1.5 * power) | ((magnitude == 1.5 * power) & (code % 2 == 1))
+        normal = torch.where(above, 2 * power, power)
+        return torch.where(magnitude <= self.smallest / 2, 0.0, normal)
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         y = self.round(x, noise)
@@ -173,7 +182,7 @@ class FloatFormat(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class IntFormat(Format):
-    """Symmetric integers -max ... max; the most negative two's complement code is never produced."""
+    """Symmetric integers -max ... max; codes beyond, the most negative of two's complement at least, are never produced."""
 
     @property
     def smallest(self) -> float:
@@ -282,6 +291,22 @@ def _boundaries(format: TableFormat, device: torch.device) -> Tensor:
     return torch.where(nearest.double() > exact, lower, nearest).to(device)
 
 
+SPLIT_BASE = 14  # of INT4X2
+
+
+def digits(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of INT4X2 -> the INT4 codes (high, low) with 14 * high + low = code, both in -7 ... 7 (int8, the same shape).
+
+    Bit splitting (arXiv 2306.11987, 4.1) writes a gradient as two INT4 numbers: t = x / scale, high = round(t / 14) and
+    low = the rest, rounded stochastically. High being whole, 14 * high + low is nothing but t rounded stochastically to whole
+    numbers, whatever high is. So the sum is encoded as one number, which INT8 units multiply in one product instead of two,
+    and the digits are taken from it where they are wanted. The base is 14: the rest lies in -7 ... 7 with both ends, so with
+    15 it would need +-8; and nothing clips, since amax / scale = 98 = 7 * 14.
+    """
+    high = (codes.to(torch.float32) / SPLIT_BASE).round().to(torch.int8)
+    return high, codes - SPLIT_BASE * high
+
+
 def _dynamic_levels(signed: bool) -> tuple[float, ...]:
     """The 8-bit dynamic exponent map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2.2.
 
@@ -308,10 +333,12 @@ E4M3 = FloatFormat(name="e4m3", bits=8, exponent=4, mantissa=3, max=448, storage
 E5M2 = FloatFormat(name="e5m2", bits=8, exponent=5, mantissa=2, max=57344, storage=torch.float8_e5m2, has_nan=True)
 E3M2 = FloatFormat(name="e3m2", bits=6, exponent=3, mantissa=2, max=28, storage=torch.uint8)
 E2M3 = FloatFormat(name="e2m3", bits=6, exponent=2, mantissa=3, max=7.5, storage=torch.uint8)
+E3M0 = FloatFormat(name="e3m0", bits=4, exponent=3, mantissa=0, max=16, storage=torch.uint8)
 E2M1 = FloatFormat(name="e2m1", bits=4, exponent=2, mantissa=1, max=6, storage=torch.uint8)
 E8M0 = ExponentFormat(name="e8m0", bits=8, max=2.0**127, storage=torch.uint8)
 INT8 = IntFormat(name="int8", bits=8, max=127, storage=torch.int8)
 INT4 = IntFormat(name="int4", bits=4, max=7, storage=torch.int8)
+INT4X2 = IntFormat(name="int4x2", bits=8, max=98, storage=torch.int8)
 NF4 = TableFormat(name="nf4", bits=4, max=1, storage=torch.uint8, levels=_NF4_LEVELS)
 DYNAMIC_SIGNED = TableFormat(
     name="dynamic-signed", bits=8, max=1, storage=torch.uint8, levels=_dynamic_levels(signed=True)
@@ -320,7 +347,21 @@ DYNAMIC_UNSIGNED = TableFormat(
     name="dynamic-unsigned", bits=8, max=1, storage=torch.uint8, levels=_dynamic_levels(signed=False)
 )
 
-ALL: tuple[Format, ...] = (E4M3, E5M2, E3M2, E2M3, E2M1, E8M0, INT8, INT4, NF4, DYNAMIC_SIGNED, DYNAMIC_UNSIGNED)
+ALL: tuple[Format, ...] = (
+    E4M3,
+    E5M2,
+    E3M2,
+    E2M3,
+    E3M0,
+    E2M1,
+    E8M0,
+    INT8,
+    INT4X2,
+    INT4,
+    NF4,
+    DYNAMIC_SIGNED,
+    DYNAMIC_UNSIGNED,
+)
 NAMES: tuple[str, ...] = tuple(format.name for format in ALL)
 
 

@@ -1,129 +1,43 @@
-"""The Linear: three matrix products, each with its own casts, as one autograd function.
+"""The Linear that a user touches: `linear`, a function, and QLinear, an nn.Linear whose products follow a recipe.
 
-    T tokens, K in_features, N out_features; x [T, K], w [N, K], gy [T, N]
-
-    output       = mm(x,    w)    + bias     [T, N]
-    grad_input   = mm(gy,   w.T)             [T, K]
-    grad_weight  = mm(gy.T, x.T)             [N, K]
-
-Everything inside works on plain tensors, so `torch.compile(fullgraph=True)` traces through. Autocast decides the type of the
-output, as it does for nn.Linear; operands are cast from the tensors as they come.
-
-What is left out: second derivatives (they raise).
+Autocast decides the type of the output, as it does for nn.Linear; operands are cast from the tensors as they come. The products
+themselves are in products.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from narrowgauge.delayed import AmaxWindow, observe
+from narrowgauge.delayed import AmaxWindow
 from narrowgauge.errors import ConfigError, ShapeError
-from narrowgauge.ops.mm import Plan, high_precision, plan
-from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
-from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import GEMMS, Cast, Recipe, Window
-from narrowgauge.tiles import WHOLE
+from narrowgauge.learned import LearnedSteps, RowSampling
+from narrowgauge.products import Observer, Plans, Products, Settings, WeightCache
+from narrowgauge.recipe import Recipe
+from narrowgauge.straight_through import StraightThrough, steps_from_data
 
-# Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
-Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
-
+__all__ = ["Observer", "QLinear", "WeightCache", "linear"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@dataclass
-class WeightCache:
-    """The casts of a weight, kept from one optimizer step to the next.
-
-    Valid while the weight is the same tensor at the same version; `advance` empties it, for the optimizers that write
-    through raw pointers and leave the version as it was. `held` keeps the memory of the weight: freed, its address could
-    come back as another weight's.
-    """
-
-    key: tuple[Any, ...] = ()
-    held: Tensor | None = None
-    casts: dict[str, QTensor | Tensor] = field(default_factory=dict)
-
-    def get(
-        self, gemm: str, weight: Tensor, settings: Settings, build: Callable[[], QTensor | Tensor]
-    ) -> QTensor | Tensor:
-        """The weight as an operand of `gemm`, built at most once per step."""
-        if weight.is_inference():  # has no version counter
-            return build()
-        address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
-        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe))
-        if key != self.key:
-            self.key, self.held, self.casts = key, weight.detach(), {}
-        casts = self.casts  # of this key, should another thread bring another one meanwhile
-        if gemm not in casts:
-            casts[gemm] = build()
-        return casts[gemm]
-
-
-@dataclass(frozen=True)
-class Plans:
-    """What a recipe means on a device, worked out once: it would cost more than a small GEMM to do so at every call.
-
-    output, grad_input, grad_weight       the kernel of each product and the form of its operands
-    turn_x, turn_w, turn_gy               whether one quantization serves both products that read the tensor
-    """
-
-    output: Plan
-    grad_input: Plan
-    grad_weight: Plan
-    turn_x: bool
-    turn_w: bool
-    turn_gy: bool
-
-    @classmethod
-    def of(cls, recipe: Recipe, device: torch.device) -> Plans:
-        output, grad_input, grad_weight = (plan(getattr(recipe, gemm), device) for gemm in GEMMS)
-        return cls(
-            output,
-            grad_input,
-            grad_weight,
-            turn_x=_serves_both(recipe.output.lhs, recipe.grad_weight.rhs),
-            turn_w=_serves_both(recipe.output.rhs, recipe.grad_input.rhs) and output.expand == grad_input.expand,
-            turn_gy=_serves_both(recipe.grad_input.lhs, recipe.grad_weight.lhs)
-            and grad_input.expand == grad_weight.expand,
-        )
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the products need besides tensors.
-
-    records  whether delayed scaling notes what it sees: in training, not in evaluation
-    """
-
-    recipe: Recipe
-    plans: Plans
-    out_dtype: torch.dtype
-    records: bool = True
-    cache: WeightCache | None = None
-    observer: Observer | None = None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     """x [..., K] @ weight [N, K].T + bias [N] -> [..., N], differentiable in all three, by `recipe`.
 
-    For recipes without memory; delayed scaling needs a QLinear, which holds its windows. The result has autocast's dtype, or
-    x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with a Window.
+    For recipes without memory; delayed scaling, learned steps and sampling need a QLinear, which holds their state. The result
+    has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with memory.
     """
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with narrowgauge.recipes.get."
         )
     _check(x, weight, bias)
-    if recipe.windows():
+    if recipe.has_memory:
         raise ConfigError(
-            f"linear: recipe {recipe.name!r} remembers amax from step to step and a function cannot. "
+            f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
             "Use narrowgauge.QLinear, or convert the model."
         )
     return _apply(x, weight, bias, Settings(recipe, Plans.of(recipe, x.device), _out_dtype(x)), (None, None, None))
@@ -132,10 +46,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
 class QLinear(nn.Linear):
     """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time; None is an ordinary nn.Linear.
 
-    Changing it drops the amax windows of the old recipe. `observer` sees every operand in eager mode (see `Observer`).
+    Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
+    anew. `observer` sees every operand in eager mode (see `Observer`).
+    `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
     """
 
     scaling: nn.ModuleDict | None
+    steps: LearnedSteps | None
+    sampling: RowSampling | None
 
     def __init__(
         self,
@@ -161,10 +79,11 @@ class QLinear(nn.Linear):
     def _become(self, recipe: Recipe | None) -> None:
         self.observer: Observer | None = None
         self.is_suspended = False
+        self.reason = ""
         self._cache: WeightCache | None = None
         self._recipe: Recipe | None = None
         self._plans: tuple[torch.device, Plans] | None = None
-        self.scaling = None
+        self.scaling = self.steps = self.sampling = None
         self.recipe = recipe
 
     @property
@@ -179,11 +98,23 @@ class QLinear(nn.Linear):
             )
         windows = {} if recipe is None else recipe.windows()
         self._recipe = recipe
+        self.reason = ""
         self._plans = None
         self.empty_cache()
         self.scaling = nn.ModuleDict(
             {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
         ) if windows else None  # fmt: skip
+        self._renew_state(recipe)
+
+    def _renew_state(self, recipe: Recipe | None) -> None:
+        """Learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters."""
+        steps = {} if recipe is None else recipe.steps()
+        if self.steps is not None and self.steps.settings == steps:
+            self.steps.reset_parameters()
+        else:
+            self.steps = LearnedSteps(steps, self.weight.device) if steps else None
+        samples = {} if recipe is None else recipe.samples()
+        self.sampling = RowSampling(samples, self.weight.device) if samples else None
 
     def empty_cache(self, keep: bool = False) -> None:
         """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does)."""
@@ -204,7 +135,29 @@ class QLinear(nn.Linear):
             None if compiling else self._cache,
             None if compiling else self.observer,
         )
+        if self._recipe.backward == "straight-through":
+            lives, settings = self._straight_through(x, weight, settings)
         return _apply(x, weight, bias, settings, lives)
+
+    def _straight_through(
+        self, x: Tensor, weight: Tensor, settings: Settings
+    ) -> tuple[tuple[Tensor | None, ...], Settings]:
+        """The tensors and settings of a straight-through recipe: the two steps and the readings of the sampler."""
+        steps, sampling = self.steps, self.sampling
+        variance = None if sampling is None or not self.training else sampling.variance
+        settings = replace(
+            settings,
+            is_cold=steps is not None and steps.is_cold,
+            sampled=() if sampling is None else sampling.active,
+        )
+        if steps is None:
+            return (None, None, variance), settings
+        found = {role: steps.get(role) for role in ("x", "w")}
+        if steps.is_cold:
+            fresh = steps_from_data(steps, x.reshape(-1, x.shape[-1]), weight, settings.recipe, writes=self.training)
+            if not self.training:
+                found.update(fresh)
+        return (found["x"], found["w"], variance), settings
 
     def train(self, mode: bool = True) -> QLinear:
         """As ever; and a change of mode forgets the quantized weight, since averaged weights are swapped in around it."""
@@ -277,155 +230,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
 ) -> Tensor:
-    y = _Products.apply(x.reshape(-1, x.shape[-1]), weight, bias, settings, *lives)
+    function = StraightThrough if settings.recipe.backward == "straight-through" else Products
+    y = function.apply(x.reshape(-1, x.shape[-1]), weight, bias, settings, *lives)
     return y.reshape(*x.shape[:-1], weight.shape[0])
-
-
-class _Products(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        settings: Settings,
-        x_live: Tensor | None,
-        w_live: Tensor | None,
-        gy_live: Tensor | None,
-    ) -> Tensor:
-        recipe, how = settings.recipe, settings.plans.output
-        x_amax, w_amax = _amax(x, x_live, settings), _amax(weight, w_live, settings)
-        lhs = _operand(x, recipe.output.lhs, how.expand, x_amax, settings)
-        rhs = _weight_operand("output", weight, settings, how, w_amax)
-        _show(settings, "output", ("x", x, lhs), ("w", weight, rhs))
-        y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
-
-        kept: tuple[Tensor | None, ...] = (None, None, None)
-        ctx.kept_cast = None
-        if ctx.needs_input_grad[1]:
-            kept, ctx.kept_cast = _keep(x, lhs, settings, x_amax)
-        ctx.settings, ctx.x_dtype = settings, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.gy_live = gy_live  # an attribute: saved tensors may not change before backward, and this one does
-        ctx.save_for_backward(weight, x_amax, w_amax, *kept)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x_amax, w_amax, *kept = ctx.saved_tensors
-        settings: Settings = ctx.settings
-        recipe = settings.recipe
-        grad_input = grad_weight = grad_bias = lhs = None
-        gy_amax = _amax(gy, ctx.gy_live, settings)
-        how = settings.plans.grad_input
-        if ctx.needs_input_grad[0]:
-            lhs = _operand(gy, recipe.grad_input.lhs, how.expand, gy_amax, settings)
-            rhs = _weight_operand("grad_input", weight, settings, how, w_amax)
-            _show(settings, "grad_input", ("gy", gy, lhs), ("w", weight, rhs))
-            grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
-        if ctx.needs_input_grad[1]:
-            how = settings.plans.grad_weight
-            if lhs is not None and settings.plans.turn_gy:
-                lhs = _turned(lhs)
-            else:
-                lhs = _operand(gy.T, recipe.grad_weight.lhs, how.expand, gy_amax, settings)
-            rhs = _kept_operand(kept, ctx.kept_cast, gy.shape[0], settings, how.expand, x_amax)
-            if settings.observer is not None:
-                x = dequantize(rhs).T if ctx.kept_cast is not None and isinstance(rhs, QTensor) else kept[0]
-                _show(settings, "grad_weight", ("gy", gy, lhs), ("x", x, rhs))
-            grad_weight = how.choice.kernel.run(lhs, rhs, None, weight.dtype, recipe.grad_weight.fast_accumulate)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
-
-
-def _amax(x: Tensor, live: Tensor | None, settings: Settings) -> Tensor | None:
-    """The amax [1, 1] that delayed scaling gives this tensor, noted in its window; None for a tensor without a window."""
-    if live is None or x.numel() == 0:
-        return None
-    return observe(live, tile_amax(x.detach(), (WHOLE, WHOLE)), records=settings.records)
-
-
-def _operand(
-    x: Tensor, cast: Cast | None, expand: torch.dtype | None, amax: Tensor | None, settings: Settings
-) -> QTensor | Tensor:
-    """x [outer, inner] as it enters a GEMM: 16 bits, or quantized with its own or its window's amax."""
-    if cast is None:
-        return high_precision(x, settings.out_dtype)
-    return _quantized(x, cast, expand, amax)
-
-
-def _quantized(x: Tensor, cast: Cast, expand: torch.dtype | None, amax: Tensor | None) -> QTensor:
-    noise = torch.rand(x.shape, dtype=torch.float32, device=x.device) if cast.rounding == "stochastic" else None
-    return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
-
-
-def _weight_operand(gemm: str, weight: Tensor, settings: Settings, how: Plan, amax: Tensor | None) -> QTensor | Tensor:
-    """The weight for `gemm`, from the cache where there is one. For grad_input it is w.T, from w's codes if they serve."""
-    recipe, cache = settings.recipe, settings.cache
-
-    def build() -> QTensor | Tensor:
-        if gemm == "output":
-            return _operand(weight, recipe.output.rhs, how.expand, amax, settings)
-        if cache is not None and settings.plans.turn_w:
-            turned = _turned(_weight_operand("output", weight, settings, how, amax))
-            return turned if how.expand is not None else _row_major(turned)
-        return _operand(weight.T, recipe.grad_input.rhs, how.expand, amax, settings)
-
-    return build() if cache is None else cache.get(gemm, weight, settings, build)
-
-
-def _serves_both(cast: Cast | None, transposed: Cast | None) -> bool:
-    """Whether a tensor cast by `cast` can be turned instead of casting the turned tensor."""
-    return cast == transposed and (cast is None or (cast.is_symmetric and cast.format.codes_per_byte == 1))
-
-
-def _turned(operand: QTensor | Tensor) -> QTensor | Tensor:
-    return operand.transposed() if isinstance(operand, QTensor) else operand.T
-
-
-def _row_major(operand: QTensor | Tensor) -> QTensor | Tensor:
-    """Contiguous codes: native GEMMs would otherwise turn the weight at every micro-batch."""
-    return replace(operand, data=operand.data.contiguous()) if isinstance(operand, QTensor) else operand.contiguous()
-
-
-def _keep(
-    x: Tensor, lhs: QTensor | Tensor, settings: Settings, amax: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], Cast | None]:
-    """What backward needs of x: (x, None, None), or (codes, scale, global scale) of x.T and the cast that made them."""
-    recipe = settings.recipe
-    cast = recipe.grad_weight.rhs
-    if recipe.save == "original" or cast is None:
-        return (x, None, None), None
-    if not isinstance(lhs, QTensor) or not settings.plans.turn_x:
-        turned = _quantized(x.T, cast, None, amax)
-    elif lhs.is_expanded and x.device.type == "cpu":
-        turned = lhs.transposed()  # encoding and decoding on a CPU takes longer than the GEMM
-    else:
-        turned = lhs.compact().transposed()
-    return (turned.data, turned.scale, turned.global_scale), cast
-
-
-def _kept_operand(
-    kept: list[Tensor | None],
-    kept_cast: Cast | None,
-    tokens: int,
-    settings: Settings,
-    expand: torch.dtype | None,
-    amax: Tensor | None,
-) -> QTensor | Tensor:
-    """x.T [K, T] for grad_weight, from what `_keep` left."""
-    data, scale, global_scale = kept
-    assert data is not None
-    if kept_cast is None:
-        return _operand(data.T, settings.recipe.grad_weight.rhs, expand, amax, settings)
-    assert scale is not None
-    q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
-    return q if expand is None or q.is_expanded else q.expanded(expand)
-
-
-def _show(settings: Settings, gemm: str, *operands: tuple[str, Tensor, QTensor | Tensor]) -> None:
-    if settings.observer is not None:
-        for role, original, operand in operands:
-            settings.observer(gemm, role, original, operand)

@@ -29,7 +29,7 @@ class QTensor:
     scale         float32 [ceil(outer / tile[0]), ceil(inner / tile[1])]
     cast          the Cast that made it
     inner         length of the contracted axis in elements
-    global_scale  0-d float32 for two-level rules, else None
+    global_scale  0-d float32 where the cast has one (two-level rules, headroom), else None
     """
 
     data: Tensor
@@ -58,9 +58,9 @@ class QTensor:
                 f"{self.inner} {self.cast.format} elements per row in tiles of {self.cast.tile}; "
                 f"expected {columns} columns and scale {list(expected)}."
             )
-        if (self.global_scale is not None) != self.cast.scale.two_level:
+        if (self.global_scale is not None) != self.cast.has_global_scale:
             raise ShapeError(
-                f"QTensor: scale rule {self.cast.scale} {'needs' if self.cast.scale.two_level else 'takes no'} "
+                f"QTensor: cast {self.cast} {'needs' if self.cast.has_global_scale else 'takes no'} "
                 "global_scale. Build the tensor with quantize()."
             )
         if self.global_scale is not None and (self.global_scale.ndim != 0 or self.global_scale.dtype != torch.float32):

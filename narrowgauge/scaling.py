@@ -6,16 +6,26 @@ One direction everywhere: x ~= decode(codes) * scale. What is stored is exactly 
     POW2             the smallest power of two >= amax / max: nothing saturates
     E8M0_CEIL        the same, kept within what an 8-bit exponent holds ("RCEIL" in the MX literature)
     E8M0_FLOOR       2 ** (floor(log2 amax) - floor(log2 max)), OCP MX v1.0 section 6.3: the top of a tile may saturate
-    E4M3_TWO_LEVEL   an e4m3 number per tile times one float32 per tensor, as in NVFP4
+    E4M3_TWO_LEVEL   an e4m3 number per tile times one float32 per tensor, as in NVFP4: the top of a tile may saturate
+    E4M3_TWO_LEVEL_CEIL   the same, the e4m3 number rounded up: nothing saturates
 
-    amax              FP32                POW2, E8M0_CEIL     E8M0_FLOOR          E4M3_TWO_LEVEL
+    amax              FP32                POW2, E8M0_CEIL     E8M0_FLOOR          E4M3_TWO_LEVEL (_CEIL)
     0 or subnormal    1                   1                   1                   0 (codes are zero)
     NaN or infinity   NaN                 NaN                 NaN                 NaN
-    tiny              at least smallest   at least smallest   at least smallest   0 when below e4m3's smallest
+    tiny              at least smallest   at least smallest   at least smallest   0 when below e4m3's smallest (2**-9)
     huge              finite              at most 2**127      at most 2**127      finite
 
 A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers.
-Under E4M3_TWO_LEVEL the tile is the tensor, since all tiles share its float32.
+Under the two-level rules the tile is the tensor, since all tiles share its float32.
+
+Two-level scales in the order of NVFP4 (arXiv 2509.25149, appendix C; torchao 0.18 to the bit), each step rounded to float32:
+
+    whole   = max amax / (448 * max)                     the float32 of the tensor
+    scale   = e4m3((amax / max) / whole)                 the number of a tile
+    codes   = encode(x * ((1 / whole) / scale))          a product with a rounded reciprocal, as the hardware computes it
+
+e4m3's subnormals down to 2**-9 are used, as TransformerEngine does; torchao raises smaller scales to 2**-6, which quantizes
+tiles with an amax below 2**-14.8 of the tensor's more coarsely.
 
 Powers of two are computed on the bits, never as exp2(floor(log2 x)), which is wrong next to exact powers, nor from a
 quotient, which is not the same on every device (CUDA multiplies by the reciprocal of a constant divisor).
@@ -49,7 +59,8 @@ class ScaleRule:
     """A named rule. `function(amax, format)` takes float32 amax >= 0 of any shape and returns scales of that shape.
 
     power_of_two  whether every scale is a power of two, so that multiplying by it loses nothing
-    two_level     whether a second, per-tensor scale multiplies the scales of the tiles
+    two_level     whether a second, per-tensor scale multiplies the scales of the tiles; such a function takes the wanted
+                  scales relative to that one (see `two_level_scales`)
     """
 
     name: str
@@ -99,9 +110,22 @@ def _power_of_two(amax: Tensor, carry: int, format: Format) -> Tensor:
     return _guard(exponent.clamp(lowest, highest).view(torch.float32), amax)
 
 
-def _e4m3_relative(amax: Tensor, format: Format) -> Tensor:
-    """amax here is relative to the tensor's own scale (see `two_level_global`); NaN passes through e4m3."""
-    return _guard(E4M3.round(_quotient(amax, format.max)), amax, when_zero=0.0)
+def two_level_scales(amax: Tensor, format: Format, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    """(e4m3 numbers of the tiles, float32 of the tensor) by a two-level rule; see the module."""
+    whole = two_level_global(amax, format) if amax.numel() else amax.new_ones(())
+    wanted = _quotient(amax, format.max)
+    # Subnormals are zero here, whether or not the division flushes them: rounding up would make 2**-9 of what is left.
+    return rule(torch.where(wanted < SMALLEST_NORMAL, 0.0, wanted) / whole, format), whole
+
+
+def _e4m3_relative(wanted: Tensor, format: Format) -> Tensor:
+    """wanted is the scale of a tile relative to the tensor's own (see `two_level_scales`); NaN passes through e4m3."""
+    return _guard(E4M3.round(wanted), wanted, when_zero=0.0)
+
+
+def _e4m3_relative_ceil(wanted: Tensor, format: Format) -> Tensor:
+    # Stochastic rounding whose noise is zero goes up wherever there is a fraction.
+    return _guard(E4M3.round(wanted, noise=torch.zeros_like(wanted)), wanted, when_zero=0.0)
 
 
 def _guard(scale: Tensor, amax: Tensor, when_zero: float = 1.0) -> Tensor:
@@ -128,5 +152,6 @@ POW2 = ScaleRule("pow2", _power_of_two_ceil, power_of_two=True)
 E8M0_CEIL = ScaleRule("e8m0-ceil", _power_of_two_ceil, power_of_two=True)
 E8M0_FLOOR = ScaleRule("e8m0-floor", _power_of_two_floor, power_of_two=True)
 E4M3_TWO_LEVEL = ScaleRule("e4m3-two-level", _e4m3_relative, two_level=True)
+E4M3_TWO_LEVEL_CEIL = ScaleRule("e4m3-two-level-ceil", _e4m3_relative_ceil, two_level=True)
 
-ALL: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL)
+ALL: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)

@@ -18,6 +18,7 @@ from narrowgauge.formats import DYNAMIC_SIGNED, DYNAMIC_UNSIGNED, NF4, Format, T
 from narrowgauge.recipe import Cast
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+E4M3_VALUES = np.unique(np.abs(np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)))
 NAN = float("nan")
 INF = float("inf")
 
@@ -38,7 +39,9 @@ SMALLEST_SCALE = {
     "e3m2": 2.0**-121,
     "e2m3": 2.0**-122,
     "e2m1": 2.0**-124,
+    "e3m0": 2.0**-123,
     "int8": 2.0**-125,
+    "int4x2": 2.0**-125,
     "int4": 2.0**-125,
     "nf4": 2.0**-121,  # 2**-126 / 0.0398 is 2**-121.35
     "dynamic-signed": 2.0**-104,  # 2**-126 / 2.75e-7 is 2**-104.2
@@ -199,7 +202,7 @@ def exact_scale(rule: str, amax: float, format: Format) -> float:
     return float(min(max(Fraction(2) ** exponent, smallest), Fraction(2) ** 127))
 
 
-def exact_two_level(amax: np.ndarray, format: Format) -> tuple[np.ndarray, float]:
+def exact_two_level(amax: np.ndarray, format: Format, rule: str = "e4m3-two-level") -> tuple[np.ndarray, float]:
     """Scales of tiles (e4m3 values) and of the tensor, every division rounded once to float32."""
     largest = float(amax.max(initial=0.0)) if not np.isnan(amax).any() else NAN
     if not math.isfinite(largest):
@@ -208,9 +211,14 @@ def exact_two_level(amax: np.ndarray, format: Format) -> tuple[np.ndarray, float
     whole = 1.0
     if largest >= 2.0**-126:
         whole = to_float32(max(Fraction(largest) / Fraction(448 * format.max), smallest))
-    relative = [to_float32(Fraction(float(a)) / Fraction(whole)) for a in amax.ravel()]
-    wanted = np.array([to_float32(Fraction(r) / Fraction(format.max)) for r in relative], dtype=np.float32)
-    scales = np.minimum(wanted, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    wanted = [to_float32(Fraction(float(a)) / Fraction(format.max)) for a in amax.ravel()]
+    relative = [to_float32(Fraction(r) / Fraction(whole)) if r >= 2.0**-126 else 0.0 for r in wanted]
+    relative = np.array([r if r >= 2.0**-126 else 0.0 for r in relative], dtype=np.float32)
+    if rule == "e4m3-two-level-ceil":
+        values = E4M3_VALUES
+        scales = values[np.searchsorted(values, np.minimum(relative, 448))].astype(np.float32)
+    else:
+        scales = np.minimum(relative, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return scales.reshape(amax.shape), whole
 
 
@@ -224,17 +232,20 @@ def quantize_by_loop(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | No
     amax = np.array([[np.abs(tile).max() for tile in row] for row in tiles], dtype=np.float32)
     amax = amax.reshape(-(-rows // a), -(-columns // b))
     if cast.scale.two_level:
-        scales, whole = exact_two_level(amax, cast.format)
-        divisors = (scales * np.float32(whole)).astype(np.float32)
+        scales, whole = exact_two_level(amax, cast.format, str(cast.scale))
+        whole = float(np.float32(whole) * np.float32(cast.headroom))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            reciprocals = np.where(scales == 0, np.float32(0), (np.float32(1) / np.float32(whole)) / scales)
     else:
         flat = [exact_scale(str(cast.scale), float(m), cast.format) for m in amax.ravel()]
-        scales, whole = np.array(flat, dtype=np.float32).reshape(amax.shape), None
-        divisors = scales
+        scales = np.array(flat, dtype=np.float32).reshape(amax.shape)
+        whole = float(np.float32(cast.headroom)) if cast.headroom != 1 else None
+        divisors = scales * np.float32(cast.headroom)
     quotients = np.zeros((rows, columns), dtype=np.float32)
     for i, row in enumerate(tiles):
         for j, tile in enumerate(row):
-            divisor = divisors[i, j] if divisors[i, j] != 0 else np.float32(INF)
-            quotients[i * a : i * a + a, j * b : j * b + b] = tile / divisor
+            scaled = tile * reciprocals[i, j] if cast.scale.two_level else tile / divisors[i, j]
+            quotients[i * a : i * a + a, j * b : j * b + b] = scaled
     elements = decoded(torch.from_numpy(quotients), cast.format)
     return elements, torch.from_numpy(scales), None if whole is None else torch.tensor(whole)
 

@@ -17,7 +17,21 @@ import torch
 
 from narrowgauge import formats
 from narrowgauge.errors import ConfigError
-from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8, NF4, TableFormat
+from narrowgauge.formats import (
+    E2M1,
+    E2M3,
+    E3M0,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    INT4,
+    INT4X2,
+    INT8,
+    NF4,
+    TableFormat,
+    digits,
+)  # fmt: skip
 from tests.compare import assert_same, every_finite
 from tests.oracles import (
     INF,
@@ -37,10 +51,10 @@ from tests.oracles import (
 )
 
 ELEMENTS = tuple(format for format in formats.ALL if format is not E8M0)
-FLOATS = (E4M3, E5M2, E3M2, E2M3, E2M1)
-SYMMETRIC = (*FLOATS, INT8, INT4)
+FLOATS = (E4M3, E5M2, E3M2, E2M3, E3M0, E2M1)
+SYMMETRIC = (*FLOATS, INT8, INT4X2, INT4)
 TABLES = tuple(format for format in formats.ALL if isinstance(format, TableFormat))
-KNOWN_TO_ML_DTYPES = (*FLOATS, INT8, INT4)
+KNOWN_TO_ML_DTYPES = (*(format for format in FLOATS if format is not E3M0), INT8, INT4)
 LARGEST_NOISE = 1 - 2.0**-24
 
 every_element_format = pytest.mark.parametrize("format", ELEMENTS, ids=str)
@@ -57,7 +71,7 @@ def codes(format, x, noise=None):
 # --- decoding ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [*FLOATS, E8M0, INT4], ids=str)
+@pytest.mark.parametrize("format", [*(format for format in KNOWN_TO_ML_DTYPES if format is not INT8), E8M0], ids=str)
 def test_values_of_all_codes_agree_with_ml_dtypes(format):
     assert_same(plain(format.values()), plain(values_by_ml_dtypes(format)))
 
@@ -84,8 +98,8 @@ def test_constants_agree_with_the_values(format):
     values = format.values()
     finite = values[values.isfinite()]
     assert values.numel() == 2**format.bits
-    if format in (INT8, INT4):  # the most negative code exists and is never produced
-        finite = finite[finite > -format.max - 1]
+    if format in (INT8, INT4X2, INT4):  # the most negative code exists and is never produced, nor those beyond max
+        finite = finite[finite.abs() <= format.max]
     assert finite.abs().max() == format.max
     assert finite[finite != 0].abs().min().item() == pytest.approx(format.smallest, rel=2**-24)
 
@@ -129,6 +143,11 @@ def test_a_million_random_bit_patterns(format):
         assert_same(codes(format, x), torch.from_numpy(expected.astype(np.uint8)))
         return
     number = ~x.isnan()
+    if format not in KNOWN_TO_ML_DTYPES:
+        few = x[number][:50_000]
+        assert_same(format.round(few) + 0.0, nearest_by_search(few, format) + 0.0)
+        assert (format.round(x[~number]) == 0).all()
+        return
     expected = codes_by_ml_dtypes(x[number].clamp(-format.max, format.max), format)
     assert_same(codes(format, x)[number], expected)
     at_nan = format.decode(format.encode(x[~number]))
@@ -488,3 +507,36 @@ def test_the_base_class_defines_no_rounding():
     ):
         with pytest.raises(TypeError, match="does not define"):
             call()
+
+
+# --- bit splitting -------------------------------------------------------------------------------------------------------
+
+
+def test_e3m0_holds_the_seven_magnitudes_of_luq():
+    """LUQ's FP4 [1, 3, 0]: zero and alpha * 2**i, i = 0 ... 6, so that alpha is max / 2**6 (exact)."""
+    assert sorted({abs(value) for value in E3M0.values().tolist()}) == [
+        0.0,
+        *(16.0 * 2.0**-i for i in range(6, -1, -1)),
+    ]
+
+
+def test_digits_of_every_code_are_int4():
+    """14 * high + low is the code, and both digits lie in -7 ... 7: nothing clips at the ends (exact)."""
+    codes_ = torch.arange(-98, 99, dtype=torch.int8)
+    high, low = digits(codes_)
+    assert_same(14 * high + low, codes_)
+    assert high.abs().max() == 7 and low.abs().max() == 7 and high.dtype == low.dtype == torch.int8
+
+
+def test_bit_splitting_is_stochastic_rounding_of_the_whole():
+    """The paper's two steps (high to nearest, rest stochastically, arXiv 2306.11987 eq. 5) give the code itself (exact)."""
+    t = torch.linspace(-98, 98, 12_545, dtype=torch.float64)[:, None].expand(-1, 64)
+    noise = (torch.arange(64, dtype=torch.float64) / 64).expand_as(t)
+    high = (t / 14).round()
+    # floor(rest + u) with u = 1 - noise in (0, 1]: up where noise is below the fraction, as in Format.round.
+    rest = t - 14 * high
+    low = rest.floor() + (noise < rest - rest.floor())
+    assert high.abs().max() == 7 and low.abs().max() == 7
+    exact = (t * 64) == (t * 64).round()  # the grid's points, where float32 and float64 agree about the fraction
+    assert exact.all()
+    assert_same(INT4X2.encode(t.float(), noise.float()).double(), 14 * high + low)

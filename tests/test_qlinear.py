@@ -18,8 +18,9 @@ from narrowgauge.recipe import Cast, Gemm, Recipe
 from tests.compare import assert_same, sqnr_db
 
 SHAPES = [(48, 64, 32), (33, 130, 70), (1, 16, 16), (7, 5, 3)]  # tokens, in_features, out_features
-STATELESS = [recipe for recipe in recipes.ALL if not recipe.windows()]
+STATELESS = [recipe for recipe in recipes.ALL if not recipe.has_memory]
 NARROW = [recipe for recipe in recipes.ALL if recipe.name != "bf16"]
+RECAST = [recipe for recipe in recipes.ALL if recipe.backward == "recast"]  # 4 bits: tests/test_straight_through.py
 
 
 def layer_of(recipe: Recipe | None, k: int = 64, n: int = 32, **options: object) -> QLinear:
@@ -30,6 +31,7 @@ def layer_of(recipe: Recipe | None, k: int = 64, n: int = 32, **options: object)
 def run(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> dict[str, torch.Tensor]:
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
+    torch.manual_seed(11)  # of stochastic rounding
     y = layer(x)
     y.backward(gy.to(y.dtype))
     return {"y": y.detach(), "x": x.grad, "w": layer.weight.grad, "b": layer.bias.grad}  # type: ignore[union-attr,dict-item]
@@ -37,7 +39,7 @@ def run(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> dict[str, 
 
 def exact(layer: QLinear, x: torch.Tensor, gy: torch.Tensor) -> dict[str, torch.Tensor]:
     twin = torch.nn.Linear(layer.in_features, layer.out_features).double()
-    twin.load_state_dict({name: value.double() for name, value in layer.state_dict().items() if "scaling" not in name})
+    twin.load_state_dict({name: layer.state_dict()[name].double() for name in ("weight", "bias")})
     return run(twin, x.double(), gy.double())
 
 
@@ -52,7 +54,7 @@ def floor_db(gemm: Gemm) -> float:
     return float(-10 * torch.log10(torch.tensor(sum(noise)))) - 1.5
 
 
-@pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", RECAST, ids=lambda recipe: recipe.name)
 def test_products_reach_the_quality_of_their_formats(recipe: Recipe) -> None:
     layer = layer_of(recipe, 256, 192)
     x, gy = torch.randn(160, 256), torch.randn(160, 192)
@@ -81,9 +83,8 @@ def test_any_size_works(recipe: Recipe, shape: tuple[int, int, int]) -> None:
     found, truth = run(layer, x, gy), exact(layer, x, gy)
     for key in ("y", "x", "w", "b"):
         assert found[key].shape == truth[key].shape
-        assert sqnr_db(truth[key], found[key]) > 15, (
-            key
-        )  # far below any recipe's quality, far above a wrong product (0 dB)
+        # Far below any recipe's quality, far above a wrong product (0 dB). Gradients in 4 bits have 9 to 14 dB.
+        assert sqnr_db(truth[key], found[key]) > (15 if recipe in RECAST else 4), key
 
 
 @pytest.mark.parametrize("recipe", NARROW, ids=lambda recipe: recipe.name)
@@ -155,7 +156,7 @@ def test_gradient_of_the_input_is_not_computed_when_nobody_asks() -> None:
     assert products == {"output", "grad_weight"}
 
 
-@pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", RECAST, ids=lambda recipe: recipe.name)
 def test_activation_checkpointing_is_bitwise_neutral(recipe: Recipe) -> None:
     def results(checkpointed: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)

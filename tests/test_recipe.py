@@ -8,8 +8,21 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.formats import E2M1, E4M3, E5M2, E8M0
-from narrowgauge.recipe import CURRENT, GEMMS, WHOLE, Cast, Current, Gemm, Recipe, Window
+from narrowgauge.formats import E2M1, E4M3, E5M2, E8M0, INT4, INT4X2
+from narrowgauge.recipe import (
+    CURRENT,
+    GEMMS,
+    WHOLE,
+    Cast,
+    ClippedRms,
+    Current,
+    Gemm,
+    Hadamard,
+    LearnedStep,
+    LeverageScore,
+    Recipe,
+    Window,
+)
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, POW2
 
 ROWS = Cast(format=E4M3, tile=(1, WHOLE), scale=POW2)
@@ -233,3 +246,99 @@ def test_wrong_types_are_refused_where_they_are_made(build, words):
     """They once passed, and came to light in the first forward, if at all."""
     with pytest.raises(ConfigError, match=words):
         build()
+
+
+# --- 4 bits: rotation, calibration, straight-through ------------------------------------------------------------------------
+
+STEP = Cast(format=INT4, calibrate=LearnedStep())
+RMS = Cast(format=INT4, calibrate=ClippedRms())
+SPLIT = Cast(format=INT4X2, rounding="stochastic")
+
+
+def straight(forward: Cast = RMS, **changes: object) -> Recipe:
+    gradient = Gemm(lhs=SPLIT, rhs=forward)
+    gemms = {
+        "output": Gemm(lhs=forward, rhs=forward, rotate=Hadamard()),
+        "grad_input": gradient,
+        "grad_weight": gradient,
+    }
+    return Recipe(name="r", backward="straight-through", **(gemms | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Hadamard(block=24), r"block is 24; it must be a power of two from 2 to 1024"),
+        (lambda: Hadamard(block=1), r"block is 1;.*Gemm\(rotate=None\) does not rotate"),
+        (lambda: Hadamard(block=2048), "block is 2048"),
+        (lambda: Hadamard(block=True), "block is True"),
+        (lambda: Hadamard(signs="both"), r"signs is 'both'; choose 'none', 'fixed' or 'random'"),
+        (lambda: LeverageScore(keep=0), r"keep is 0; it is the share of rows kept, above 0 and at most 1"),
+        (lambda: LeverageScore(keep=-0.5), "keep is -0.5"),
+        (lambda: LeverageScore(keep=1.01), "keep is 1.01"),
+        (lambda: LeverageScore(keep=float("nan")), "keep is nan"),
+        (lambda: LeverageScore(max_variance=0.0), r"max_variance is 0\.0; it must be a positive number"),
+        (lambda: LeverageScore(max_variance=float("nan")), "max_variance is nan"),
+        (lambda: ClippedRms(clip=0.0), r"clip is 0\.0; it must be a positive number of standard deviations"),
+        (lambda: ClippedRms(clip=float("inf")), "clip is inf"),
+        (lambda: LearnedStep(cold_steps=0), r"cold_steps is 0; it must be a whole number of at least 1"),
+        (lambda: LearnedStep(residual_every=1.5), r"residual_every is 1\.5"),
+        (lambda: replace(STEP, tile=(1, -1)), r"one float32 step per tensor between integers"),
+        (lambda: replace(STEP, format=E4M3), r"the cast is e4m3.*Use an integer format"),
+        (lambda: replace(STEP, scale=POW2), r"scale pow2"),
+        (lambda: Gemm(rotate=32), r"rotate is 32; it must be a Hadamard"),
+        (lambda: Gemm(sample=0.5), r"sample is 0\.5; it must be a LeverageScore"),
+        (lambda: Gemm(lhs=DELAYED, rotate=Hadamard()), r"Window remembers amax of the tensor as it is"),
+        (
+            lambda: Recipe(name="r", grad_input=Gemm(lhs=SPLIT, sample=LeverageScore())),
+            "rows are sampled with backward='straight-through' only",
+        ),
+        (lambda: Recipe(name="r", backward="ste"), r"backward is 'ste'; choose 'recast' or 'straight-through'"),
+        (
+            lambda: Recipe(name="r", output=Gemm(lhs=STEP)),
+            r"LearnedStep has a gradient with backward='straight-through'",
+        ),
+        (
+            lambda: Recipe(name="r", output=Gemm(lhs=SPLIT, rhs=RMS, sample=LeverageScore())),
+            "output samples rows. Only the products of the gradient can",
+        ),
+        (
+            lambda: Recipe(name="r", save="quantized", grad_weight=Gemm(rhs=ROWS, rotate=Hadamard(signs="random"))),
+            "keeps x rotated with signs that the gradient will not meet again",
+        ),
+        (lambda: straight(grad_input=Gemm(lhs=SPLIT, rhs=STEP)), r"grad_input\.rhs is int4 .* and output has int4"),
+        (lambda: straight(replace(RMS, tile=(1, -1))), "does not serve both orientations"),
+        (lambda: straight(replace(RMS, rounding="stochastic")), "does not serve both orientations"),
+        (lambda: straight(Cast(format=E4M3)), "needs integers with one scale per tensor"),
+        (lambda: straight(grad_weight=Gemm(rhs=RMS, rotate=Hadamard())), "grad_weight has a rotation of its own"),
+        (lambda: straight(grad_input=Gemm(lhs=STEP, rhs=RMS)), "gy is cast with a learned step"),
+    ],
+)
+def test_four_bit_settings_that_cannot_work_are_refused_in_words(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_a_straight_through_product_can_be_left_in_16_bits():
+    """rhs=None: the original instead of the codes; how one product, or the whole backward pass, is put back."""
+    recipe = straight(STEP).with_gemm(grad_input=Gemm())
+    assert recipe.backward == "straight-through" and recipe.grad_input == Gemm() and recipe.grad_weight.rhs == STEP
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (RMS, "int4 tensor fp32 2.475 rms"),
+        (STEP, "int4 tensor fp32 learned step"),
+        (SPLIT, "int4x2 tensor fp32 stochastic"),
+        (Hadamard(), "Hadamard 32"),
+        (Hadamard(block=16, signs="random"), "Hadamard 16, random signs"),
+        (LeverageScore(), "50% of rows by leverage score while it adds less than 0.02 relative variance"),
+        (LeverageScore(keep=0.25, max_variance=float("inf")), "25% of rows by leverage score"),
+        (Gemm(lhs=RMS, rotate=Hadamard()), "int4 tensor fp32 2.475 rms x 16-bit, Hadamard 32"),
+    ],
+    ids=str,
+)
+def test_words_of_four_bits(value, words):
+    assert str(value) == words
+    assert pickle.loads(pickle.dumps(value)) == value and hash(pickle.loads(pickle.dumps(value))) == hash(value)

@@ -9,10 +9,13 @@ import pytest
 
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
-from narrowgauge.recipe import CURRENT, GEMMS, WHOLE, Gemm, Window
+from narrowgauge.recipe import CURRENT, GEMMS, WHOLE, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Window
 
 # name -> (format, tile, scale) of x, w | gy, w | gy, x. TransformerEngine's defaults, torchao's, DeepSeek-V3's, OCP MX.
 TENSOR, ROW, VECTOR, SQUARE, MX = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)
+NV_X, NV_W = ("e2m1", (1, 16), "e4m3-two-level"), ("e2m1", (16, 16), "e4m3-two-level")
+NV_GY = ("e2m1", (1, 16), "e4m3-two-level-ceil")
+INT4, SPLIT = ("int4", TENSOR, "fp32"), ("int4x2", TENSOR, "fp32")
 FORWARD, BACKWARD = ("e4m3", TENSOR, "fp32"), ("e5m2", TENSOR, "fp32")
 CASTS = {
     "bf16": [None] * 6,
@@ -22,6 +25,25 @@ CASTS = {
     "fp8-block": [("e4m3", tile, "pow2") for tile in (VECTOR, SQUARE, VECTOR, SQUARE, VECTOR, VECTOR)],
     "mxfp8": [("e4m3", MX, "e8m0-ceil")] * 6,
     "int8": [("int8", ROW, "fp32")] * 6,
+    "int4-hq-bs": [INT4, INT4, SPLIT, INT4, SPLIT, INT4],
+    "int4-hq-lss": [INT4, INT4, SPLIT, INT4, SPLIT, INT4],
+    "int4-lsq-luq": [INT4, INT4, ("e3m0", TENSOR, "fp32"), INT4, ("e3m0", TENSOR, "fp32"), INT4],
+    "int4-minmax-sr": [INT4] * 6,
+    "int4-row-sr": [INT4, INT4, ("int4", ROW, "fp32"), INT4, ("int4", (WHOLE, 1), "fp32"), INT4],
+    "nvfp4": [NV_X, NV_W, NV_GY, NV_W, NV_GY, NV_X],
+    "mxfp4": [("e2m1", MX, "e8m0-ceil")] * 2 + [("e2m1", MX, "e8m0-floor")] * 4,
+}
+# Four bits: x and w to nearest, straight-through; gradients stochastically. name -> block, x and w, sampled.
+FOUR_BIT = {
+    "int4-hq-bs": (32, ClippedRms(clip=2.475), False),
+    "int4-hq-lss": (32, LearnedStep(), True),
+    "int4-lsq-luq": (None, LearnedStep(), False),
+    "int4-minmax-sr": (32, ClippedRms(clip=2.475), False),
+    "int4-row-sr": (32, ClippedRms(clip=2.475), False),
+}
+STOCHASTIC = {  # the operands that are rounded stochastically
+    "nvfp4": [False, False, True, False, True, False],
+    "mxfp4": [False, False, True, True, True, True],
 }
 
 
@@ -30,8 +52,25 @@ def test_casts_are_those_of_the_literature(name):
     recipe = recipes.get(name)
     casts = [cast for gemm in GEMMS for cast in (recipe.gemms()[gemm].lhs, recipe.gemms()[gemm].rhs)]
     assert [cast and (str(cast.format), cast.tile, str(cast.scale)) for cast in casts] == CASTS[name]
-    assert all(cast is None or cast.rounding == "nearest" for cast in casts)
+    if name in FOUR_BIT:
+        return
+    stochastic = [cast is not None and cast.rounding == "stochastic" for cast in casts]
+    assert stochastic == STOCHASTIC.get(name, [False] * 6)
     assert all(cast is None or (cast.calibrate == CURRENT) == (name != "fp8-delayed") for cast in casts)
+    assert recipe.backward == "recast"
+
+
+@pytest.mark.parametrize("name", FOUR_BIT)
+def test_four_bit_recipes_are_those_of_the_paper(name):
+    """Rotation in the forward product only, LUQ without one; rounding to nearest forward, stochastic for gradients only."""
+    recipe, (block, calibrate, sampled) = recipes.get(name), FOUR_BIT[name]
+    assert recipe.backward == "straight-through" and recipe.save == "quantized"
+    assert recipe.output.rotate == (None if block is None else Hadamard(block=block))
+    for cast in (recipe.output.lhs, recipe.output.rhs, recipe.grad_input.rhs, recipe.grad_weight.rhs):
+        assert cast.rounding == "nearest" and cast.calibrate == calibrate
+    for gemm in (recipe.grad_input, recipe.grad_weight):
+        assert gemm.lhs.rounding == "stochastic" and gemm.lhs.calibrate == CURRENT
+        assert gemm.sample == (LeverageScore(keep=0.5, max_variance=0.02) if sampled else None)
 
 
 def test_accumulation_is_fast_in_output_at_most():
@@ -51,9 +90,10 @@ def test_delayed_scaling_remembers_every_role():
 def test_codes_are_saved_where_one_quantization_serves_both_products():
     """Elsewhere x is quantized a second time along the other axis, from the original; codes are an option there too."""
     for recipe in recipes.ALL:
-        serves_both = recipe.output.lhs is not None and recipe.output.lhs.is_symmetric
+        serves_both = recipe.output.lhs is not None and recipe.output.lhs.is_symmetric and not recipe.grad_weight.rotate
         assert (recipe.save == "quantized") == (serves_both and recipe.output.lhs == recipe.grad_weight.rhs)
-        if recipe.grad_weight.rhs is not None:
+        turn = recipe.grad_weight.rotate
+        if recipe.grad_weight.rhs is not None and not (turn and turn.signs == "random"):
             assert replace(recipe, save="quantized").gemms() == recipe.gemms()
 
 
@@ -72,3 +112,23 @@ def test_recipes_are_values(recipe):
     copy = pickle.loads(pickle.dumps(recipe))
     assert copy == recipe and hash(copy) == hash(recipe)
     assert len({recipe.with_gemm(**{gemm: Gemm()}).name for gemm in GEMMS}) == 3
+
+
+def test_only_casts_that_cannot_saturate_are_stochastic():
+    """Rounding up, or a head-room: else what saturates would bias the gradient."""
+    for recipe in recipes.ALL:
+        for cast in (cast for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast):
+            guards = {"e8m0-floor": 4 / 3, "e4m3-two-level": 17 / 16}
+            assert cast.rounding == "nearest" or cast.headroom >= guards.get(str(cast.scale), 1)
+            assert cast.rounding == "stochastic" or cast.headroom == 1
+
+
+def test_rotations_are_those_of_the_literature():
+    """NVFP4: 16 with fixed signs, on grad_weight alone. MXFP4: 64 with new signs in both backward products."""
+    turned = {recipe.name: [str(gemm.rotate) for gemm in recipe.gemms().values()] for recipe in recipes.ALL}
+    assert turned["nvfp4"] == ["None", "None", "Hadamard 16, fixed signs"]
+    assert turned["mxfp4"][1:] == ["Hadamard 64, random signs"] * 2
+
+
+def test_nvfp4_alone_keeps_blocks_wide():
+    assert [recipe.name for recipe in recipes.ALL if recipe.wide_blocks] == ["nvfp4"]

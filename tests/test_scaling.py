@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from narrowgauge import formats, scaling
 from narrowgauge.formats import E2M1, E4M3, E5M2, E8M0, INT8, NF4
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2, two_level_global
+from narrowgauge.scaling import (
+    E4M3_TWO_LEVEL,
+    E4M3_TWO_LEVEL_CEIL,
+    E8M0_CEIL,
+    E8M0_FLOOR,
+    FP32,
+    POW2,
+    two_level_scales,
+)
 from tests.compare import assert_same
 from tests.oracles import (
     FLOAT32_MAX,
@@ -154,25 +162,25 @@ def test_scale_rules_are_values():
         copy = pickle.loads(pickle.dumps(rule))
         assert copy == rule and hash(copy) == hash(rule) and str(rule) == rule.name
     assert {rule.name for rule in scaling.ALL if rule.power_of_two} == {"pow2", "e8m0-ceil", "e8m0-floor"}
-    assert {rule.name for rule in scaling.ALL if rule.two_level} == {"e4m3-two-level"}
+    assert {rule.name for rule in scaling.ALL if rule.two_level} == {"e4m3-two-level", "e4m3-two-level-ceil"}
 
 
 # --- two levels ------------------------------------------------------------------------------------------------------------
 
 
-def two_levels(amax, format=E2M1):
-    whole = two_level_global(amax, format)
-    return E4M3_TWO_LEVEL(amax / whole, format), whole
+def two_levels(amax, format=E2M1, rule=E4M3_TWO_LEVEL):
+    return two_level_scales(amax, format, rule)
 
 
+@pytest.mark.parametrize("rule", [E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL], ids=str)
 @pytest.mark.parametrize("format", [E2M1, INT8, NF4], ids=str)
-def test_two_level_scales_follow_their_definition(format):
+def test_two_level_scales_follow_their_definition(format, rule):
     """Every quotient rounded once to float32, then to e4m3 (exact, against fractions and ml_dtypes)."""
     generator = np.random.default_rng(5)
     for top in (1.0, 3e-30, 2.0**-112, 2.0**-126, 1e-40, 0.0, 3e38):
         amax = (generator.random(500) * np.exp2(-20 * generator.random(500)) * top).astype(np.float32)
-        scales, whole = two_levels(torch.from_numpy(amax), format)
-        expected_scales, expected_whole = exact_two_level(amax, format)
+        scales, whole = two_levels(torch.from_numpy(amax), format, rule)
+        expected_scales, expected_whole = exact_two_level(amax, format, rule.name)
         assert whole.item() == expected_whole
         assert_same(scales, torch.from_numpy(expected_scales))
 

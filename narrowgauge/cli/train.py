@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter, Token
 
 from narrowgauge.cli import flags
-from narrowgauge.train import config_file, run_folder
+from narrowgauge.train import config_file, run_folder, switches
 from narrowgauge.train.config import TABLE, OneOf, TrainConfig, key_of, resolved, shown
 from narrowgauge.train.config_file import Settings
 
@@ -61,7 +61,8 @@ def _refuse_unknown_recipes(config: TrainConfig) -> None:
     """Imports torch, by way of the recipes."""
     from narrowgauge import recipes
 
-    for name in {config.recipe, *config.layers_recipe.values(), config.compare or config.recipe}:
+    switched = [entry.recipe for entry in switches.parse(config.switch)]
+    for name in {config.recipe, *config.layers_recipe.values(), *switched, config.compare or config.recipe}:
         recipes.get(name)
 
 

@@ -137,6 +137,7 @@ class Marks:
     """Things that happened to a run, by step."""
 
     resumed: Sequence[int] = field(default_factory=tuple)
+    switched: Sequence[int] = field(default_factory=tuple)
     nonfinite: int | None = None
 
 
@@ -296,7 +297,8 @@ def note(
 def draw_marks(axes: Axes, marks: Marks) -> None:
     """Vertical lines, with words at the first of each kind."""
     left, right = axes.get_xlim()
-    for label, steps in (("resumed", marks.resumed), ("loss not finite", [marks.nonfinite])):
+    kinds = (("resumed", marks.resumed), ("switched", marks.switched), ("loss not finite", [marks.nonfinite]))
+    for label, steps in kinds:
         for place, step in enumerate(step for step in steps if step is not None):
             axes.axvline(step, color=THEME["ink"], linewidth=1.0, dashes=(3, 2))
             if place == 0:

@@ -124,6 +124,7 @@ def lead(recorded: Recorded) -> str:
         f" for {words.plural(run['steps'], 'step')}" if run.get("steps") else "",
         f" of {words.count(run['tokens_per_step'])} tokens" if run.get("steps") and run.get("tokens_per_step") else "",
         f" in the recipe {recorded.name}",
+        *(f", then {each['switch']} from step {words.count(each['step'])} on" for each in run.get("switches", [])),
         f" on {run['device']}" if run.get("device") else "",
     ]
     return "".join(parts) + "."
@@ -306,7 +307,9 @@ def loss_figure(recorded: Recorded) -> str:
     if not recorded.of("step") and not recorded.of("eval"):
         return ""
     marks = pictures.Marks(
-        resumed=[event["step"] for event in recorded.of("resume")], nonfinite=compare.first_nonfinite(recorded.events)
+        switched=[event["step"] for event in recorded.of("switch")],
+        resumed=[event["step"] for event in recorded.of("resume")],
+        nonfinite=compare.first_nonfinite(recorded.events),
     )
     reference = curve(recorded.reference) if recorded.reference else None
     entropy = recorded.data.get("unigram_entropy")

@@ -13,7 +13,23 @@ from typing import Any
 from narrowgauge.errors import ConfigError
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-TEXT_KEYS = frozenset({"event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where"})
+TEXT_KEYS = frozenset(
+    {
+        "event",
+        "module",
+        "role",
+        "format",
+        "prompt",
+        "text",
+        "path",
+        "skipped",
+        "reason",
+        "where",
+        "switch",
+        "before",
+        "after",
+    }
+)
 
 
 def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
@@ -57,7 +73,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The events of a run in the order of time, as if it had never been interrupted; [] if there is no file yet.
 
     A `resume` from step k removes what was written before it about later steps; of the events that agree in (event,
-    step, module, role) the last one counts. A line that a crash cut short, at the end, is passed over. ConfigError if
+    step, module, role, switch) the last one counts. A line that a crash cut short, at the end, is passed over. ConfigError if
     any other line is not an event.
     """
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -69,7 +85,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 events = {key: each for key, each in events.items() if each["step"] <= step}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}:{number}: is not an event of a run: {error}. Remove the line.") from None
-        key = (event["event"], step, event.get("module"), event.get("role"))
+        key = (event["event"], step, event.get("module"), event.get("role"), event.get("switch"))
         events.pop(key, None)  # so that the last of its kind also stands last
         events[key] = event
     return list(events.values())

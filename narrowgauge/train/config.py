@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.train import switches
 
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
 TABLE = Mapping[str, str]  # the one type of setting besides bool, int, float and str
@@ -121,6 +122,9 @@ class TrainConfig:
     )
     layers_recipe: TABLE = setting(  # noqa: RUF009 (it returns a dataclasses.field)
         "precision", dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16'.", key="recipes"
+    )
+    switch: str = setting(
+        "precision", "", "Wider recipes later in the run, as 'fp8-current@80%' or 'layers.0.*=bf16@240:forward'."
     )
     precision: str = setting("precision", "amp-bf16", "Numbers outside the recipe.", OneOf(PRECISIONS))
     save: str = setting(
@@ -264,6 +268,8 @@ def _between(config: TrainConfig) -> Iterator[Problem]:
         )
     if config.tokenizer and config.vocab_size != _default("vocab_size"):
         yield _unused(config, "vocab_size", "tokenizer")
+    for words in switches.problems(config.switch, config.steps):
+        yield Problem(("switch", "steps"), f"switch = {shown(config.switch)}: {words}")
     if config.batch_size % config.micro_batches:
         yield Problem(
             ("micro_batches", "batch_size"),

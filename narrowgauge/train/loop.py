@@ -107,7 +107,9 @@ def _train_reference(
     config: TrainConfig, folder: RunFolder, tokenizer: Any, corpus: data.Corpus, stop: StopRequest
 ) -> int:
     path = folder.compared(config.compare)
-    reference = replace(config, output=str(path), recipe=config.compare, layers_recipe={}, compare="", save="")
+    reference = replace(
+        config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
+    )
     with RunFolder.claim(path, resume=True) as own:
         own.write_config(reference)
         return _train_and_log(reference, own, tokenizer, corpus, stop)

@@ -38,6 +38,7 @@ from narrowgauge.train.model import build, describe_model
 from narrowgauge.train.objective import Batch, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer
 from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.schedule import Schedule
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.tensors import watched
 
@@ -65,6 +66,7 @@ class Trainer:
     saved_step: int = 0
     trained_s: float = 0.0  # over all resumptions
     skipped_steps: int = 0
+    schedule: Schedule = field(default_factory=lambda: Schedule(()))
     fingerprint: str = ""
     resumed_from: str = ""
     poisoned: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Trainer:
             evaluation=data.CausalBatches(
                 corpus.validation, min(config.sequence_length, len(corpus.validation) - 1), config.batch_size, config.seed
             ),
+            schedule=Schedule.of(config, model),
             fingerprint=data.fingerprint(tokenizer),
         )  # fmt: skip
         trainer._resume()
@@ -124,6 +127,8 @@ class Trainer:
                     f"{found.path}: trained with another {key.replace('content_hash', 'data content')} than "
                     f"{self.config.data!r} has now. Restore the data, or start anew in another --output."
                 )
+        self._refuse_moved_switches(found)
+        self.schedule.take_up(self.model, found.step)
         state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
         self.step = self.saved_step = found.step
         self.trained_s = found.facts["trained_s"]
@@ -131,6 +136,19 @@ class Trainer:
         self.resumed_from = str(found.path)
         names = [path.name for path, _ in skipped]
         self.log.write("resume", self.step, path=str(found.path.relative_to(self.folder.path)), skipped=names)
+
+    def _refuse_moved_switches(self, found: checkpoint.Checkpoint) -> None:
+        """A share of other --steps is another step: it may not change what has happened already."""
+        own, stored = self._happened(found.step), found.facts.get("switched", [])
+        if own != stored:
+            raise ConfigError(
+                f"steps = {self.config.steps}: at step {found.step} of {found.path} the switches {stored or 'none'} had "
+                f"happened, but in a run of {self.config.steps} steps {own or 'none'} would have. Resume with the steps it had, "
+                "or start anew in another --output."
+            )
+
+    def _happened(self, step: int) -> list[str]:
+        return [stage.switch for stage in self.schedule.stages if stage.step <= step]
 
     def _numbers(self) -> dict[str, Any]:
         """What decides the arithmetic and leaves no trace in the tensors' names and shapes."""
@@ -148,6 +166,9 @@ class Trainer:
         )
         if self.config.compile:
             show.say("Compiling during the first step and the first evaluation: minutes of silence.")
+        for stage in self.schedule.stages:
+            if stage.step > self.step:
+                show.say(f"To come at {stage}")
         if self.config.compile and self.config.tensor_every:
             show.say("Compiled code cannot be observed: no tensor statistics in this run.")
 
@@ -157,6 +178,9 @@ class Trainer:
         while self.step < config.steps and not stop.requested:
             started_at_s = time.monotonic()
             looks = config.tensor_every and (self.step + 1) % config.tensor_every == 0 and not config.compile
+            for stage in self.schedule.before(self.model, self.step + 1):
+                self.log.write("switch", stage.step, **stage.event)
+                show.say(str(stage))
             if looks:
                 with watched(self.model) as events:
                     numbers = self._optimizer_step()
@@ -292,6 +316,7 @@ class Trainer:
             "trained_s": self.trained_s,
             "skipped_steps": self.skipped_steps,
             **self._numbers(),
+            "switched": self._happened(self.step),
             "tokenizer": self.fingerprint,
             "content_hash": self.corpus.summary["content_hash"],
         }
@@ -322,6 +347,7 @@ class Trainer:
             "recipe": config.recipe,
             "recipes": dict(config.layers_recipe),
             "precision": config.precision,
+            "switches": [{"step": stage.step, **stage.event} for stage in self.schedule.stages],
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model": describe_model(self.model) | {"sequence_length": config.sequence_length},
             "data": self.corpus.summary,

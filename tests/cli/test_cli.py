@@ -210,6 +210,7 @@ def test_every_setting_has_a_flag_that_the_help_shows(capsys):
 def other_value(each) -> tuple[str, object]:
     """A flag's text and the value it must become, other than the default."""
     special = {
+        "switch": "bf16@82%:forward",
         "device": "cuda:1", "precision": "fp32", "save": "quantized", "kv_heads": 2, "intermediate_size": 64, "micro_batches": 2,
         "hidden_size": 512, "heads": 4, "recipe": "bf16", "compare": "bf16", "beta1": 0.5, "beta2": 0.5, "validation_fraction": 0.25,
     }  # fmt: skip

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge import recipes
 from narrowgauge.errors import BackendError, ConfigError, ShapeError
-from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NF4
+from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT4X2, INT8, NF4
 from narrowgauge.ops import dequantize, mm, quantize
 from narrowgauge.ops.mm import high_precision, native, plan, reference
 from narrowgauge.ops.registry import Device
@@ -386,7 +386,7 @@ def test_a_forced_kernel_refuses_in_words():
     lhs, rhs = operands(recipes.FP8_CURRENT.output, (4, 4, 8))
     with pytest.raises(BackendError, match=r"mm: native refused: cpu has no FP8 units\. Available here: reference\."):
         mm(lhs, rhs, backend="native")
-    with pytest.raises(BackendError, match=r"mm: native-int8 refused: needs two INT8 operands"):
+    with pytest.raises(BackendError, match=r"mm: native-int8 refused: needs two integer operands"):
         mm(lhs, rhs, backend="native-int8")
     with pytest.raises(BackendError, match=r"mm: no kernel 'triton'"):
         mm(lhs, rhs, backend="triton")
@@ -566,3 +566,25 @@ def test_levels_of_tables_are_not_squeezed_into_bfloat16():
     assert q.expanded(torch.float32).is_expanded
     with pytest.raises(ConfigError, match="levels of nf4 are not exact"):
         q.expanded(torch.bfloat16)
+
+
+@pytest.mark.parametrize("k", [1000, 30_000])
+def test_products_of_integers_are_exact_at_any_length(k: int) -> None:
+    """All codes at their largest: one float32 sum would round from 24,455 products on (exact)."""
+    split, four = Cast(format=INT4X2), Cast(format=INT4)
+    lhs, rhs = (quantize(torch.ones(2, k), cast, expand=torch.float32) for cast in (split, four))
+    lhs.data[:, -1] = 1  # an odd number at the end, which a rounded sum would lose
+    out = mm(lhs, rhs)
+    exact = torch.tensor(98.0 * 7 * (k - 1) + 7).double() * (1 / 98) * (1 / 7)
+    torch.testing.assert_close(out.double(), exact.expand(2, 2), rtol=3e-7, atol=0)
+    total = mm(replace(lhs, scale=torch.ones(1, 1)), replace(rhs, scale=torch.ones(1, 1))).double()
+    assert (total == torch.tensor(98.0 * 7 * (k - 1) + 7).double().float().double()).all(), "rounded once"
+
+
+@pytest.mark.parametrize("formats", [(INT4X2, INT4), (INT4, INT4), (INT4, INT8)], ids=str)
+def test_four_bit_codes_multiply_as_int8(formats) -> None:  # type: ignore[no-untyped-def]
+    """The integer GEMM on packed and split codes gives what the emulation gives, bit for bit."""
+    lhs, rhs = (torch.randn(33, 70), torch.randn(20, 70))
+    codes = [quantize(x, Cast(format=format)) for x, format in zip((lhs, rhs), formats, strict=True)]
+    values = [q.expanded(torch.float32) for q in codes]
+    assert_same(native.run_int8(*codes, None, torch.float32, False), mm(*values))

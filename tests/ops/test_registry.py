@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.errors import BackendError
-from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, INT8, NF4
 from narrowgauge.ops.mm import KERNELS, plan
 from narrowgauge.ops.mm.reference import compute_dtype
 from narrowgauge.ops.mm.spec import MmSpec
@@ -23,7 +23,7 @@ PLAIN_CPU = Device("cpu", bf16_gemm=False, int8_gemm=False)
 FAST_CPU = Device("cpu", bf16_gemm=True, int8_gemm=True)
 
 TENSOR_OR_ROW = "takes one scale per tensor or per row"
-NOT_INT8 = "needs two INT8 operands with one scale per tensor or row"
+NOT_INT8 = "needs two integer operands"
 NOT_FP8 = "needs two FP8 operands"
 
 
@@ -121,7 +121,7 @@ def test_a_forced_kernel_is_taken_or_raises():
     with pytest.raises(BackendError, match=r"^mm: native refused: cpu has no FP8 units\. Available here: reference\.$"):
         choose(gemm, PLAIN_CPU, "native")
     with pytest.raises(
-        BackendError, match=r"native-int8 refused: needs two INT8 .* Available here: native, reference\.$"
+        BackendError, match=r"native-int8 refused: needs two integer .* Available here: native, reference\.$"
     ):
         choose(gemm, HOPPER, "native-int8")
 
@@ -157,7 +157,9 @@ def test_kernels_are_tried_in_the_order_of_registration():
         (Cast(format=E4M3, tile=(1, 32), scale=POW2), Cast(format=E4M3, tile=(128, 128), scale=POW2), True),
         (Cast(format=INT8, tile=(1, 32), scale=POW2), None, True),
         (Cast(format=E4M3, tile=(1, 128)), Cast(format=E4M3), False),  # float32 scales inside the sum
-        (Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, False),
+        (Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, True),  # 2 bits times 4 bits
+        (Cast(format=INT8, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, False),  # 7 bits times 4 bits
+        (Cast(format=E2M1, tile=(1, 32), scale=POW2, headroom=4 / 3), None, True),  # the 4/3 leaves the sum
         (Cast(format=NF4), None, False),  # levels with 24 bits
         (Cast(format=INT4, tile=(1, WHOLE)), None, True),
         (None, None, True),
@@ -173,7 +175,11 @@ def test_bfloat16_is_used_only_where_it_is_exact(lhs, rhs, exact):
 def test_every_recipe_is_exact_in_bfloat16():
     for recipe in recipes.ALL:
         for gemm in recipe.gemms().values():
-            assert compute_dtype((gemm.lhs, gemm.rhs), FAST_CPU) == torch.bfloat16, recipe.name
+            # A CPU's bfloat16 GEMM returns bfloat16, which rounds integer sums; scales per token stay in the sum in float32.
+            integers = gemm.lhs is not None and gemm.lhs.format in (INT4, INT4X2, INT8)
+            inside = gemm.lhs is not None and gemm.lhs.tile == (WHOLE, 1)
+            assert compute_dtype((gemm.lhs, gemm.rhs), FAST_CPU) == (torch.float32 if integers else torch.bfloat16)
+            assert compute_dtype((gemm.lhs, gemm.rhs), AMPERE) == (torch.float32 if inside else torch.bfloat16)
 
 
 def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(monkeypatch):

@@ -191,6 +191,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(rule.names)
     if each.name == "device":
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
+    if each.name == "switch":
+        return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
     if each.type is int:
         return st.integers(rule.low, rule.high)
     if each.type is float:
@@ -205,6 +207,7 @@ def configurations(draw) -> TrainConfig:
     """Any valid configuration: values drawn at large, and those that depend on each other made to agree."""
     drawn = {each.name: draw(values(each)) for each in FIELDS}
     drawn["micro_batches"] = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0]))
+    drawn["switch"] = drawn["switch"] if drawn["steps"] > 1 else ""
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     if drawn["tokenizer"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.formats import E2M1, E4M3, E5M2, IntFormat
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 from narrowgauge.tiles import WHOLE
@@ -20,17 +20,22 @@ SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 _ROW_OR_TENSOR = ((WHOLE, WHOLE), (1, WHOLE))
 _EXPANDED = "takes codes, but an operand is expanded to floats"
+_TWO_SCALES = "takes one scale, but a cast has a second one for the tensor (headroom)"
 
 
 def refuse_scaled(spec: MmSpec) -> str | None:
     """FP8 on compute capability 8.9 and above, with one scale per tensor, or from 9.0 on per row."""
     casts = (spec.lhs, spec.rhs)
+    if all(cast is not None and cast.format == E2M1 for cast in casts):
+        return _refuse_fp4(spec)
     if any(cast is None or cast.format not in (E4M3, E5M2) for cast in casts):
         return "needs two FP8 operands"
     if all(cast is not None and cast.format == E5M2 for cast in casts):
         return "e5m2 x e5m2 does not exist in hardware"
     if spec.expanded:
         return _EXPANDED
+    if any(cast is not None and cast.has_global_scale for cast in casts):
+        return _TWO_SCALES
     if spec.device.type != "cuda":
         return f"{spec.device.type} has no FP8 units"
     if spec.device.capability < (8, 9):
@@ -40,6 +45,15 @@ def refuse_scaled(spec: MmSpec) -> str | None:
     if any(cast is not None and cast.tile != (WHOLE, WHOLE) for cast in casts) and spec.device.capability < (9, 0):
         return f"compute capability {_dotted(spec)}, row scales need 9.0"
     return None
+
+
+def _refuse_fp4(spec: MmSpec) -> str:
+    """Always: torch's FP4 GEMM takes scales in a layout of its own, and no device that has it was at hand to check the call."""
+    if spec.device.type != "cuda":
+        return f"{spec.device.type} has no FP4 units"
+    if spec.device.capability < (10, 0):
+        return f"compute capability {_dotted(spec)}, FP4 needs 10.0"
+    return "torch's FP4 GEMM is not used: the call was never checked on a device that has it"
 
 
 def run_scaled(
@@ -67,12 +81,19 @@ def run_scaled(
 
 
 def refuse_int8(spec: MmSpec) -> str | None:
-    """INT8 with one scale per tensor or row, where the device multiplies integers faster than floats."""
+    """Integers with one scale per tensor or row, where the device multiplies integers faster than floats.
+
+    4-bit integers run as INT8: their codes, and those of a bit-split gradient, are exact there.
+    """
     casts = (spec.lhs, spec.rhs)
-    if any(cast is None or cast.format != INT8 or cast.tile not in _ROW_OR_TENSOR for cast in casts):
-        return "needs two INT8 operands with one scale per tensor or row"
+    if any(cast is None or not isinstance(cast.format, IntFormat) for cast in casts):
+        return "needs two integer operands"
+    if any(cast is not None and cast.tile not in _ROW_OR_TENSOR for cast in casts):
+        return "the integer GEMM takes one scale per tensor or per row"
     if spec.expanded:
         return _EXPANDED
+    if any(cast is not None and cast.has_global_scale for cast in casts):
+        return _TWO_SCALES
     if spec.device.type == "cpu" and not spec.device.int8_gemm:
         return "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
     if spec.device.type not in ("cpu", "cuda"):
@@ -88,13 +109,17 @@ def run_int8(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.d
     if 0 in (m, n, lhs.shape[1]):
         return _empty_product(m, n, lhs.device, bias, out_dtype)
     rows = SMALLEST_INT8_ROWS if m <= ALIGNMENT else ALIGNMENT
-    a, b = _aligned(lhs.data, rows, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
+    a, b = _aligned(_one_to_a_byte(lhs), rows, ALIGNMENT), _aligned(_one_to_a_byte(rhs), ALIGNMENT, ALIGNMENT)
     parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
     sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
     out = sum(sums[1:], start=sums[0]) * lhs.scale * rhs.scale.T
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)
+
+
+def _one_to_a_byte(operand: QTensor) -> Tensor:
+    return operand.cast.format.unpack(operand.data, operand.inner) if operand.is_packed else operand.data
 
 
 def _dotted(spec: MmSpec) -> str:

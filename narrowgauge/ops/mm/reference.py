@@ -4,11 +4,17 @@ Where an operand has one scale per row (or one in all), its scales leave the sum
 
     out[m, n] = s_lhs[m] * s_rhs[n] * sum over k of v_lhs[m, k] * v_rhs[n, k]
 
-and the GEMM runs on its bare values v. Otherwise its scales are multiplied in first; powers of two lose nothing by it.
+and the GEMM runs on its bare values v. Otherwise the scales of its tiles are multiplied in first, and only the factor that all
+tiles share (of two-level rules, of headroom) leaves the sum.
 
 The GEMM's type is bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
-of two, are exact there. On a CPU without bfloat16 instructions float32 is several times faster, and holds the same values.
-A CPU's bfloat16 GEMM sums in float32 but returns bfloat16: one more rounding, of up to 2**-8, before scales and bias.
+of two, are exact there, and so is NVFP4, a value of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16
+instructions float32 is several times faster, and holds the same values. A CPU's bfloat16 GEMM sums in float32 but returns
+bfloat16: one more rounding, of up to 2**-8, before scales and bias. Integers are therefore multiplied in float32 there.
+
+Products of integers are summed exactly, as integer units do. Partial sums of whole numbers are exact in float32 in any order
+while the sum of magnitudes, at most max_lhs * max_rhs * K, stays below 2**24: K up to 24,455 for a bit-split gradient times
+INT4, 1,040 for INT8 times INT8. A longer axis is cut, and the exact parts are added in float64.
 """
 
 from __future__ import annotations
@@ -16,8 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import TableFormat
-from narrowgauge.ops.quantize.reference import dequantize
+from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
 from narrowgauge.ops.registry import Device, constant_while_compiling
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -28,13 +33,18 @@ def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype
     """The fastest float type of `device` in which every operand, scales included where needed, is exact."""
     if not device.bf16_gemm:
         return torch.float32
+    if device.type == "cpu" and all(cast is not None and isinstance(cast.format, IntFormat) for cast in casts):
+        return torch.float32
     exact = all(cast is None or _is_exact_in_bf16(cast) for cast in casts)
     return torch.bfloat16 if exact else torch.float32
 
 
 def _is_exact_in_bf16(cast: Cast) -> bool:
+    if isinstance(cast.format, TableFormat):
+        return False
     scales_leave_the_sum = cast.tile[1] == WHOLE
-    return not isinstance(cast.format, TableFormat) and (scales_leave_the_sum or cast.scale.power_of_two)
+    fits_beside_e4m3 = isinstance(cast.format, FloatFormat) and cast.format.mantissa < 4  # 4 + 4 of bfloat16's 8 bits
+    return scales_leave_the_sum or cast.scale.power_of_two or (cast.scale.two_level and fits_beside_e4m3)
 
 
 def run(
@@ -53,7 +63,8 @@ def run(
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
     if left_scale is right_scale is bias is None and left.dtype == right.dtype == out_dtype and _is_fast_at(left):
         return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
-    out = _times_scales(_float_mm(left, right), left_scale, right_scale)
+    longest = _longest_exact_sum(lhs, rhs, left_scale, right_scale)
+    out = _times_scales(_summed(left, right, longest), left_scale, right_scale)
     if bias is not None:
         # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
         out = out + bias.to(torch.float32)
@@ -70,10 +81,30 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
         return operand, None
     if operand.scale.shape[1] <= 1:
         return operand.values(), _row_scale(operand)
-    if operand.is_expanded:
-        data = operand.data if operand.cast.scale.power_of_two else operand.data.to(torch.float32)
-        return times_scale(data, operand.full_scale(), operand.cast.tile), None
-    return dequantize(operand), None
+    exact = operand.is_expanded and _is_exact_in_bf16(operand.cast)
+    values = operand.data if exact else operand.values().to(torch.float32)
+    shared = None if operand.global_scale is None else operand.global_scale.reshape(1, 1)
+    return times_scale(values, operand.scale, operand.cast.tile), shared
+
+
+def _longest_exact_sum(lhs: object, rhs: object, lhs_scale: Tensor | None, rhs_scale: Tensor | None) -> int | None:
+    """How many products of two integer operands float32 adds up exactly; None where the operands are no integers."""
+    if lhs_scale is None or rhs_scale is None or not isinstance(lhs, QTensor) or not isinstance(rhs, QTensor):
+        return None
+    if not (isinstance(lhs.cast.format, IntFormat) and isinstance(rhs.cast.format, IntFormat)):
+        return None
+    return int((2**24 - 1) // (lhs.cast.format.max * rhs.cast.format.max))
+
+
+def _summed(lhs: Tensor, rhs: Tensor, longest: int | None) -> Tensor:
+    """lhs @ rhs.T in float32; with `longest`, cut into sums of so many products, which are exact and added in float64."""
+    if longest is None or lhs.shape[1] <= longest:
+        return _float_mm(lhs, rhs)
+    parts = zip(lhs.split(longest, dim=1), rhs.split(longest, dim=1), strict=True)
+    out = torch.zeros(lhs.shape[0], rhs.shape[0], dtype=torch.float64, device=lhs.device)
+    for left, right in parts:
+        out += _float_mm(left, right)
+    return out.to(torch.float32)
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """quantize: a float matrix into codes and scales, tile by tile. dequantize: back.
 
-    amax[t]  = max |x| over tile t              (or given)
+    amax[t]  = max |x| over tile t              (or given, or as cast.calibrate says)
     scale[t] = cast.scale(amax[t])
     codes    = encode(x / scale[t])
 
@@ -29,6 +29,7 @@ from narrowgauge.recipe import Cast
 from narrowgauge.tiles import scale_shape
 
 tile_amax = reference.tile_amax
+calibrated_amax = reference.calibrated_amax
 
 
 @torch.no_grad()

@@ -5,14 +5,16 @@ A ragged tensor is first filled up with zeros, which change no amax, and cut aga
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ShapeError
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
-from narrowgauge.scaling import two_level_global
-from narrowgauge.tiles import WHOLE, as_tiles, filled_up, per_tile, scale_shape, times_scale
+from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
+from narrowgauge.scaling import two_level_scales
+from narrowgauge.tiles import WHOLE, as_tiles, filled_up, per_tile, scale_shape, tile_sizes, times_scale
 
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -37,6 +39,54 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     return amax.to(torch.float32)
 
 
+def tile_rms(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """sqrt(mean x**2) of each tile, in the shape of the scales; a tile cut short by the edge counts what it has.
+
+    The squares are summed in float32: magnitudes below 1e-19 count as zero, above 1e19 they make the tile infinite.
+    """
+    return _tile_norm(x, tile, 2.0).square().div(_tile_sizes(x, tile)).sqrt()
+
+
+def tile_mean(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """mean |x| of each tile, in the shape of the scales."""
+    return _tile_norm(x, tile, 1.0) / _tile_sizes(x, tile)
+
+
+def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
+    shape = scale_shape(tuple(x.shape), tile)
+    if x.numel() == 0:
+        return x.new_zeros(shape, dtype=torch.float32)
+    if tile == (WHOLE, WHOLE):
+        return torch.linalg.vector_norm(x, order, dtype=torch.float32).reshape(1, 1)
+    tiles = as_tiles(filled_up(x, tile), tile)
+    axes = (1, 3) if tiles.ndim == 4 else -1
+    return torch.linalg.vector_norm(tiles, order, dim=axes, keepdim=tiles.ndim == 2, dtype=torch.float32)
+
+
+def _tile_sizes(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Elements of x in each tile, float32, in the shape of the scales."""
+    counts = []
+    for length, size, number in zip(
+        x.shape, tile_sizes(tuple(x.shape), tile), scale_shape(tuple(x.shape), tile), strict=True
+    ):
+        starts = torch.arange(number, device=x.device) * size
+        counts.append((length - starts).clamp(1, size).to(torch.float32))
+    return counts[0][:, None] * counts[1][None, :]
+
+
+def calibrated_amax(x: Tensor, cast: Cast, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The largest magnitude that each tile's scale shall reach, by `cast.calibrate`, in the shape of the scales.
+
+    shape  of x before it was filled up with zeros, if it was. A LearnedStep gives the value with which it begins.
+    """
+    x = x if shape is None else x[: shape[0], : shape[1]]
+    if isinstance(cast.calibrate, ClippedRms):
+        return tile_rms(x, cast.tile) * cast.calibrate.clip
+    if isinstance(cast.calibrate, LearnedStep):
+        return tile_mean(x, cast.tile) * (2 * math.sqrt(cast.format.max))
+    return tile_amax(x, cast.tile)
+
+
 def quantize(x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | None, expand: torch.dtype | None) -> QTensor:
     """See `ops.quantize`; arguments are checked there."""
     tile, format = cast.tile, cast.format
@@ -44,13 +94,9 @@ def quantize(x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | None, e
     # Filled up before, and looked at as tiles until after rounding: Inductor (2.13) splits a loop that divides its index by
     # the tile's size, and then drops a vector tail or fails an assertion (try_loop_split in codegen/cpp.py).
     x = filled_up(x, tile).to(torch.float32)
-    amax = tile_amax(x, tile) if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
+    amax = calibrated_amax(x, cast, shape) if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
     scale, global_scale = _scales(amax, cast)
-    divisor = scale if global_scale is None else scale * global_scale
-    if cast.scale.two_level:
-        divisor = torch.where(divisor == 0, torch.inf, divisor)  # a tile too small for its e4m3 scale becomes zeros
-    # Division, not a multiplication by a reciprocal that was itself rounded.
-    y = as_tiles(x, tile) / per_tile(divisor, tile)
+    y = _divided(as_tiles(x, tile), scale, global_scale, cast)
     noise = None if noise is None else filled_up(noise, tile).reshape(y.shape)
     data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
     data = data.reshape(x.shape)[: shape[0], : shape[1]]
@@ -65,7 +111,20 @@ def dequantize(q: QTensor) -> Tensor:
 
 
 def _scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
+    """The scales of the tiles, and the factor that all of them share: of a two-level rule, of headroom, or of both."""
     if not cast.scale.two_level:
-        return cast.scale(amax, cast.format), None
-    global_scale = two_level_global(amax, cast.format) if amax.numel() else amax.new_ones(())
-    return cast.scale(amax / global_scale, cast.format), global_scale
+        shared = amax.new_full((), cast.headroom) if cast.headroom != 1 else None
+        return cast.scale(amax, cast.format), shared
+    scale, whole = two_level_scales(amax, cast.format, cast.scale)
+    return scale, whole * cast.headroom
+
+
+def _divided(tiles: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast) -> Tensor:
+    """x over its scale, in the shape of `as_tiles`."""
+    if cast.scale.two_level:
+        assert global_scale is not None
+        reciprocal = (1 / global_scale) / scale  # in this order: see scaling
+        # A tile too small for its e4m3 scale becomes zeros.
+        return tiles * per_tile(torch.where(scale == 0, 0.0, reciprocal), cast.tile)
+    # Division, not a multiplication by a reciprocal that was itself rounded.
+    return tiles / per_tile(scale if global_scale is None else scale * global_scale, cast.tile)

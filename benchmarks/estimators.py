@@ -1,0 +1,261 @@
+"""How noisy is each 4-bit estimate of a weight gradient, and is it unbiased? Relative variance, cosine, slope, by tail of the rows.
+
+    make estimators
+
+A gradient gy [512, 128] with rows of lognormal size (deviation sigma: .5 like language-model pre-training, 2.5 like a classification
+head), x [512, 128] in INT4 codes, G = gy.T @ x. For each estimator, over replicates and several gradients:
+
+    variance   E |estimate - E estimate|^2 / |G|^2
+    cosine     between an estimate and G
+    slope      <E estimate, G> / <G, G>: 1 when unbiased, in this direction at least (tests/estimators proves more)
+    predicted  the part of the variance that sampling.relative_variance expects of sampling, where rows are sampled
+
+Estimators take (gy, other, generator) and return an estimate of gy.T @ other; their quantizers are written out here as definitions,
+independent of the recipes that the library trains with. The two marked "defect" repeat published mistakes: a bit split clamped at
+6, LUQ rounded in the log domain with a natural logarithm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from benchmarks.harness import RESULTS, Spread, record
+from narrowgauge import sampling
+
+TOKENS, OUT, IN = 512, 128, 128
+SIGMAS = (0.5, 1.5, 2.5)
+RATIO, LEVELS = 14, 7  # of the bit split: 2 * 7 low levels fill the gap between two high ones
+LUQ_POWERS = 7
+
+Quantizer = Callable[[Tensor, Tensor], Tensor]  # (x, uniform noise of its shape) -> float32 of its shape
+Estimator = Callable[[Tensor, Tensor, Generator], Tensor]
+
+
+def uniform(x: Tensor, generator: Generator) -> Tensor:
+    return torch.rand(x.shape, generator=generator)
+
+
+def stochastically(y: Tensor, noise: Tensor) -> Tensor:
+    floor = y.floor()
+    return floor + (noise < y - floor)
+
+
+def bit_split(x: Tensor, noise: Tensor, limit: int = LEVELS) -> tuple[Tensor, Tensor, Tensor]:
+    """x ~ (14 high + low) * step: high to nearest, low stochastically, both within +-limit. Unbiased for limit 7 alone."""
+    step = x.abs().amax() / (RATIO * LEVELS)
+    y = x / torch.where(step == 0, 1.0, step)
+    high = (y / RATIO).round().clamp(-limit, limit)
+    low = stochastically(y - RATIO * high, noise).clamp(-limit, limit)
+    return high, low, step
+
+
+def split(x: Tensor, noise: Tensor, limit: int = LEVELS) -> Tensor:
+    high, low, step = bit_split(x, noise, limit)
+    return (RATIO * high + low) * step
+
+
+def split_clamped(x: Tensor, noise: Tensor) -> Tensor:
+    """Defect: levels to 6 where 7 are needed."""
+    return split(x, noise, limit=LEVELS - 1)
+
+
+def integers(x: Tensor, noise: Tensor, largest: int = LEVELS, per_row: bool = False) -> Tensor:
+    """Stochastic rounding to -largest ... largest, one scale for the tensor or each row ("min-max")."""
+    step = (x.abs().amax(dim=1, keepdim=True) if per_row else x.abs().amax()) / largest
+    return stochastically(x / torch.where(step == 0, 1.0, step), noise) * step
+
+
+def per_token(x: Tensor, noise: Tensor) -> Tensor:
+    return integers(x, noise, per_row=True)
+
+
+def luq(x: Tensor, noise: Tensor) -> Tensor:
+    """Zero and seven powers of two up to amax; stochastic between neighbours in the linear domain (arXiv 2112.10769, section 4)."""
+    unit = x.abs().amax() / 2 ** (LUQ_POWERS - 1)
+    y = x.abs() / torch.where(unit == 0, 1.0, unit)
+    below = torch.exp2(torch.frexp(y.clamp(min=1)).exponent - 1.0)  # the power at or below y
+    y = torch.where(y < 1, stochastically(y, noise), below * stochastically(y / below, noise))
+    return y.copysign(x) * unit
+
+
+def luq_in_log_domain(x: Tensor, noise: Tensor, logarithm: Callable[[float], float] = math.log2) -> Tensor:
+    """Defect: 2 ** round(log2 y + uniform + log(4/3) - 1/2) above the smallest power, which is no stochastic rounding."""
+    unit = x.abs().amax() / 2 ** (LUQ_POWERS - 1)
+    y = x.abs() / torch.where(unit == 0, 1.0, unit)
+    power = (y.clamp(min=1).log2() + noise - 0.5 + logarithm(4 / 3) - 0.5).round().clamp(0, LUQ_POWERS - 1)
+    return torch.where(y < 1, stochastically(y, noise), torch.exp2(power)).copysign(x) * unit
+
+
+def luq_natural(x: Tensor, noise: Tensor) -> Tensor:
+    """Defect: the same with a natural logarithm, as published."""
+    return luq_in_log_domain(x, noise, math.log)
+
+
+def whole(quantizer: Quantizer) -> Estimator:
+    """All rows."""
+    return lambda gy, other, generator: quantizer(gy, uniform(gy, generator)).T @ other
+
+
+def sampled(quantizer: Quantizer, keep: float = 0.5) -> Estimator:
+    """Leverage-score sampling, then the weights, then the quantizer: the library's order."""
+
+    def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
+        sample = draw(sampling.leverage_scores(gy, other), keep, generator)
+        rows = sampling.weighted(gy, sample)
+        return quantizer(rows, uniform(rows, generator)).T @ other[sample.rows]
+
+    return estimate
+
+
+def sampled_parts(requantize: bool, keep: float = 0.5) -> Estimator:
+    """The paper's order: bit split, then as many of the 2 T rows of parts; weights in floats or in a second rounding to INT8."""
+
+    def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
+        high, low, step = bit_split(gy, uniform(gy, generator))
+        parts = torch.cat((RATIO * high, low))
+        sample = draw(sampling.leverage_scores(parts, other), keep, generator)
+        rows = sampling.weighted(parts, sample) * step
+        rows = integers(rows, uniform(rows, generator), 127) if requantize else rows
+        return rows.T @ other[sample.rows % len(other)]
+
+    return estimate
+
+
+def sampled_sums(requantize: bool, keep: float = 0.5) -> Estimator:
+    """Bit split, then rows of 14 high + low as one INT8 operand; weights as in `sampled_parts`."""
+
+    def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
+        codes = split(gy, uniform(gy, generator))
+        sample = draw(sampling.leverage_scores(codes, other), keep, generator)
+        rows = sampling.weighted(codes, sample)
+        rows = integers(rows, uniform(rows, generator), 127) if requantize else rows
+        return rows.T @ other[sample.rows]
+
+    return estimate
+
+
+def sampled_uniformly(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
+    """Every row with probability 1/2, whatever it weighs."""
+    p = torch.full((len(gy),), 0.5, dtype=torch.float64)
+    sample = sampling.systematic(p, sampling.budget(len(gy), 0.5), torch.rand(len(gy) + 1, generator=generator))
+    rows = sampling.weighted(gy, sample)
+    return split(rows, uniform(rows, generator)).T @ other[sample.rows]
+
+
+def sampled_input(quantizer: Quantizer, *, weigh_first: bool, keep: float = 0.5) -> Estimator:
+    """The outer axis: estimates gy @ other.T, other [K, N], from the rows that |g_i| draws."""
+
+    def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
+        sample = draw(sampling.leverage_scores(gy), keep, generator)
+        rows = sampling.weighted(gy, sample) if weigh_first else gy[sample.rows]
+        product = quantizer(rows, uniform(rows, generator)) @ other.T
+        return sampling.spread(product, sample, len(gy), weigh=not weigh_first)
+
+    return estimate
+
+
+def draw(scores: Tensor, keep: float, generator: Generator) -> sampling.Sample:
+    noise = torch.rand(len(scores) + 1, generator=generator)
+    return sampling.sample_rows(scores, sampling.budget(len(scores), keep), noise)
+
+
+# Cost beside one INT4 product over all rows: the split ones read twice the rows unless they sample half.
+ESTIMATORS: dict[str, Estimator] = {
+    "min-max": whole(integers),
+    "luq": whole(luq),
+    "luq, natural log (defect)": whole(luq_natural),
+    "per-token": whole(per_token),
+    "bit split": whole(split),
+    "bit split, clamp 6 (defect)": whole(split_clamped),
+    "sampled, split": sampled(split),
+    "split, parts sampled, floats": sampled_parts(requantize=False),
+    "split, parts sampled, int8": sampled_parts(requantize=True),
+    "split, sums sampled, floats": sampled_sums(requantize=False),
+    "split, sums sampled, int8": sampled_sums(requantize=True),
+    "sampled uniformly, split": sampled_uniformly,
+}
+PREDICTED = "sampled, split"
+
+
+def operands(sigma: float, seed: int, tokens: int = TOKENS, out: int = OUT, inner: int = IN) -> tuple[Tensor, Tensor]:
+    """gy [tokens, out] with rows of lognormal size, x [tokens, inner] in INT4 codes of a normal activation."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp(sigma * torch.randn(tokens, 1, generator=generator))
+    gy = size * torch.randn(tokens, out, generator=generator)
+    x = torch.randn(tokens, inner, generator=generator)
+    return gy, (x / 0.3535).round().clamp(-LEVELS, LEVELS)  # the step with the least error for a normal operand
+
+
+def measure(estimator: Estimator, gy: Tensor, x: Tensor, replicates: int, seed: int) -> dict[str, float]:
+    """Relative variance, cosine and slope over so many replicates."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = gy.T.double() @ x.double()
+    norm_squared = exact.square().sum()
+    mean, squares, cosine = torch.zeros_like(exact), 0.0, 0.0
+    for _ in range(replicates):
+        estimate = estimator(gy, x, generator).double()
+        mean += estimate / replicates
+        squares += float(estimate.square().sum()) / replicates
+        cosine += float((estimate * exact).sum() / (estimate.norm() * norm_squared.sqrt())) / replicates
+    variance = (squares - float(mean.square().sum())) * replicates / (replicates - 1)
+    return {
+        "variance": variance / float(norm_squared),
+        "cosine": cosine,
+        "slope": float((mean * exact).sum() / norm_squared),
+    }
+
+
+def predicted(gy: Tensor, x: Tensor, keep: float = 0.5) -> float:
+    """What sampling alone adds to the relative variance, by sampling.relative_variance."""
+    scores = sampling.leverage_scores(gy, x)
+    p = sampling.probabilities(scores, sampling.budget(len(gy), keep))
+    return float(sampling.relative_variance(p, scores, (gy.T @ x).square().sum()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.estimators", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--replicates", type=int, default=100)
+    parser.add_argument("--gradients", type=int, default=5, help="gradients per sigma; the table shows their median")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [line for sigma in SIGMAS for line in compared(sigma, options.replicates, options.gradients)]
+    print(markdown(lines))
+    record("estimators", lines, RESULTS / "estimators.jsonl")
+
+
+def compared(sigma: float, replicates: int, gradients: int) -> list[dict[str, Any]]:
+    """A row per estimator: median and quartiles over the gradients."""
+    data = [operands(sigma, seed) for seed in range(gradients)]
+    lines: list[dict[str, Any]] = []
+    for name, estimator in ESTIMATORS.items():
+        found = [measure(estimator, gy, x, replicates, seed) for seed, (gy, x) in enumerate(data)]
+        line: dict[str, Any] = {"case": name, "sigma": sigma, "replicates": replicates, "gradients": gradients}
+        for key in found[0]:
+            spread = Spread.of([one[key] for one in found])
+            line |= {key: spread.median, f"{key}_quartiles": [spread.q1, spread.q3]}
+        if name == PREDICTED:
+            line["predicted"] = Spread.of([predicted(gy, x) for gy, x in data]).median
+        lines.append(line)
+    return lines
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    """One row per estimator; variance and cosine for each sigma, and the slope at the largest."""
+    sigmas = sorted({line["sigma"] for line in lines})
+    table = ["| estimator | " + " | ".join(f"sigma {sigma}: variance / cosine" for sigma in sigmas) + " | slope |"]
+    table.append("|---" * (len(sigmas) + 2) + "|")
+    for name in dict.fromkeys(line["case"] for line in lines):
+        mine = {line["sigma"]: line for line in lines if line["case"] == name}
+        cells = [f"{mine[sigma]['variance']:.4f} / {mine[sigma]['cosine']:.3f}" for sigma in sigmas]
+        table.append(f"| {name} | " + " | ".join(cells) + f" | {mine[sigmas[-1]]['slope']:.4f} |")
+    return "\n".join(table)
+
+
+if __name__ == "__main__":
+    main()

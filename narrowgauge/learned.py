@@ -1,0 +1,133 @@
+"""State of the layers that 4-bit recipes add: learned steps (parameters), and whether rows are sampled (a reading per product).
+
+`advance` ends a step for both: it counts the cold start down, keeps steps positive, and lets each product sample its rows or
+keep all of them by the variance that was predicted in the step. All of it is in state_dict.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.recipe import LearnedStep, LeverageScore
+
+SMALLEST_STEP = (
+    2.0**-20
+)  # a step driven to zero or below is this instead; it then clips everything, which pushes it up again
+
+
+class LearnedSteps(nn.Module):
+    """The learned steps of a layer: parameters `x` and `w`, [1] float32 each, those that its recipe has.
+
+    cold_left  [1] int64, the steps of the cold start that are left; in them the steps are set from the data
+    """
+
+    cold_left: Tensor
+
+    def __init__(self, settings: dict[str, LearnedStep], device: torch.device) -> None:
+        super().__init__()
+        self.settings = settings
+        for role in settings:
+            self.register_parameter(role, nn.Parameter(torch.ones(1, dtype=torch.float32, device=device)))
+        self._cold_steps = max(step.cold_steps for step in settings.values())
+        self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
+        self.is_cold = True
+
+    def get(self, role: str) -> Tensor | None:
+        return getattr(self, role) if role in self.settings else None
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Ends an optimizer step."""
+        for role in self.settings:
+            getattr(self, role).clamp_(min=SMALLEST_STEP)
+        if self.is_cold:
+            self.cold_left -= 1
+            self.is_cold = int(self.cold_left) > 0
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Begins anew; the name is the one by which frameworks initialize modules that were made on meta."""
+        for role in self.settings:
+            getattr(self, role).fill_(1.0)
+        self.cold_left.fill_(self._cold_steps)
+        self.is_cold = True
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        self.is_cold = self.cold_left.is_meta or int(self.cold_left) > 0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LearnedSteps:
+        """model.to(bfloat16) moves the steps but leaves their type: a step of 8 bits would jump."""
+        was_meta = self.cold_left.is_meta
+        for role in self.settings:
+            step = getattr(self, role)
+            moved = fn(step.data)
+            data = moved if moved.dtype == step.dtype else step.data.to(moved.device)
+            if step.is_meta == data.is_meta:
+                step.data = data
+            else:  # a parameter cannot change from meta in place
+                setattr(self, role, nn.Parameter(data, requires_grad=step.requires_grad))
+        self.cold_left = fn(self.cold_left)
+        if was_meta and not self.cold_left.is_meta:
+            self.reset_parameters()
+        return self
+
+    def extra_repr(self) -> str:
+        return ", ".join(self.settings)
+
+
+class RowSampling(nn.Module):
+    """Which products of a layer sample their rows.
+
+    variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
+              last backward pass; infinite before the first, so that a layer begins with all its rows
+    """
+
+    variance: Tensor
+    PRODUCTS = ("grad_input", "grad_weight")
+
+    def __init__(self, settings: dict[str, LeverageScore], device: torch.device) -> None:
+        super().__init__()
+        self.settings = settings
+        self.register_buffer("variance", torch.full((2,), math.inf, device=device))
+        self.active: tuple[str, ...] = ()
+        self.decide([math.inf, math.inf])
+
+    def decide(self, variance: list[float]) -> None:
+        """Takes over readings of `variance`. A NaN, from a poisoned gradient, means: all rows."""
+        self.active = tuple(
+            product
+            for product, predicted in zip(self.PRODUCTS, variance, strict=True)
+            if product in self.settings
+            and (predicted <= self.settings[product].max_variance or self.settings[product].max_variance == math.inf)
+        )
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        if not self.variance.is_meta:
+            self.decide(self.variance.tolist())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RowSampling:
+        """Moves and keeps float32; from meta it begins anew."""
+        was_meta, moved = self.variance.is_meta, fn(self.variance)
+        self.variance = moved if moved.dtype == torch.float32 else self.variance.to(moved.device)
+        if was_meta and not self.variance.is_meta:
+            self.variance.fill_(math.inf)
+        return self
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{product}: {sampler}" for product, sampler in self.settings.items())
+
+
+@torch.no_grad()
+def decide(samplings: list[RowSampling]) -> None:
+    """Ends a step for many layers with one read from the device. A layer without a gradient in the step keeps its reading."""
+    if samplings:
+        for sampling, variance in zip(
+            samplings, torch.stack([sampling.variance for sampling in samplings]).tolist(), strict=True
+        ):
+            sampling.decide(variance)

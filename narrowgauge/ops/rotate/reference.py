@@ -1,0 +1,60 @@
+"""The definition of rotate and unrotate in plain torch."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+# The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that a block of 16 agrees with it.
+_SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+_matrices: dict[tuple[int, torch.device], Tensor] = {}  # built once; a constant of mathematics, not a state
+
+
+def hadamard_matrix(block: int, device: torch.device) -> Tensor:
+    """H [block, block] float32, orthonormal: (-1) ** popcount(i & j) / sqrt(block)."""
+    if torch.compiler.is_compiling() or device.type == "meta":
+        return _build(block, device)
+    key = (block, device)
+    if key not in _matrices:
+        with torch.inference_mode(False):
+            _matrices[key] = _build(block, device)
+    return _matrices[key]
+
+
+def _build(block: int, device: torch.device) -> Tensor:
+    index = torch.arange(block, device=device, dtype=torch.int32)
+    parity = index[:, None] & index[None, :]
+    for shift in (8, 4, 2, 1):
+        parity = parity ^ (parity >> shift)
+    return (1 - 2 * (parity & 1)).to(torch.float32) * block**-0.5
+
+
+def fixed_signs(block: int, device: torch.device) -> Tensor:
+    """[block] of +1 and -1: TransformerEngine's for 16, else drawn from Python's generator seeded with the block."""
+    source = random.Random(block)
+    signs = _SIGNS_16 if block == 16 else tuple(source.choice((1, -1)) for _ in range(block))
+    return torch.tensor(signs, dtype=torch.float32, device=device)
+
+
+def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
+    """See `ops.rotate`; arguments are checked there."""
+    full = torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[1] % block))
+    return _times_hadamard(full if signs is None else full * signs, block)
+
+
+def unrotate(y: Tensor, block: int, signs: Tensor | None) -> Tensor:
+    """The inverse, uncut."""
+    full = _times_hadamard(y.to(torch.float32), block)
+    return full if signs is None else full * signs
+
+
+def _times_hadamard(x: Tensor, block: int) -> Tensor:
+    """x [outer, whole blocks] times BlockDiag(H); float32 under autocast too."""
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return _times_hadamard(x, block)
+    turned = torch.mm(x.reshape(-1, block), hadamard_matrix(block, x.device))
+    return turned.reshape(x.shape)

@@ -1,0 +1,312 @@
+"""The three matrix products of a Linear as one autograd function.
+
+    T tokens, K in_features, N out_features; x [T, K], w [N, K], gy [T, N]
+
+    output       = mm(x,    w)    + bias     [T, N]
+    grad_input   = mm(gy,   w.T)             [T, K]
+    grad_weight  = mm(gy.T, x.T)             [N, K]
+
+Each operand is rotated along its contracted axis, if the product says so, and then cast. Everything inside works on plain
+tensors, so `torch.compile(fullgraph=True)` traces through.
+
+What is left out: second derivatives (they raise); backward="straight-through", which is another function (straight_through.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.delayed import observe
+from narrowgauge.ops.mm import Plan, high_precision, plan
+from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
+from narrowgauge.ops.rotate import draw_signs, rotate
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import GEMMS, Cast, Hadamard, Recipe, Window
+from narrowgauge.tiles import WHOLE
+
+# Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
+Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
+
+
+@dataclass
+class WeightCache:
+    """The casts of a weight, kept from one optimizer step to the next.
+
+    Valid while the weight is the same tensor at the same version; `advance` empties it, for the optimizers that write
+    through raw pointers and leave the version as it was. `held` keeps the memory of the weight: freed, its address could
+    come back as another weight's.
+    """
+
+    key: tuple[Any, ...] = ()
+    held: Tensor | None = None
+    casts: dict[str, QTensor | Tensor] = field(default_factory=dict)
+
+    def get(
+        self,
+        gemm: str,
+        weight: Tensor,
+        settings: Settings,
+        build: Callable[[], QTensor | Tensor],
+        step: Tensor | None = None,
+    ) -> QTensor | Tensor:
+        """The weight as an operand of `gemm`, built at most once per step. step: its learned step, if it has one."""
+        if weight.is_inference():  # has no version counter
+            return build()
+        address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
+        learned = None if step is None or step.is_inference() else (step._version, step.data_ptr())
+        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe), learned)
+        if key != self.key:
+            self.key, self.held, self.casts = key, weight.detach(), {}
+        casts = self.casts  # of this key, should another thread bring another one meanwhile
+        if gemm not in casts:
+            casts[gemm] = build()
+        return casts[gemm]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What a recipe means on a device, worked out once: it would cost more than a small GEMM to do so at every call.
+
+    output, grad_input, grad_weight       the kernel of each product and the form of its operands
+    turn_x, turn_w, turn_gy               whether one quantization serves both products that read the tensor
+    """
+
+    output: Plan
+    grad_input: Plan
+    grad_weight: Plan
+    turn_x: bool
+    turn_w: bool
+    turn_gy: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe, device: torch.device) -> Plans:
+        output, grad_input, grad_weight = (plan(getattr(recipe, gemm), device) for gemm in GEMMS)
+        return cls(
+            output,
+            grad_input,
+            grad_weight,
+            turn_x=_serves_both(recipe.output.lhs, recipe.grad_weight.rhs)
+            and recipe.output.rotate is recipe.grad_weight.rotate is None,
+            turn_w=_serves_both(recipe.output.rhs, recipe.grad_input.rhs)
+            and recipe.output.rotate is recipe.grad_input.rotate is None
+            and output.expand == grad_input.expand,
+            turn_gy=_serves_both(recipe.grad_input.lhs, recipe.grad_weight.lhs)
+            and recipe.grad_input.rotate is recipe.grad_weight.rotate is None
+            and grad_input.expand == grad_weight.expand,
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the products need besides tensors.
+
+    records  whether delayed scaling notes what it sees: in training, not in evaluation
+    is_cold  whether learned steps are in their cold start
+    sampled  the products whose rows are sampled in this step
+    """
+
+    recipe: Recipe
+    plans: Plans
+    out_dtype: torch.dtype
+    records: bool = True
+    cache: WeightCache | None = None
+    observer: Observer | None = None
+    is_cold: bool = False
+    sampled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The rotation of one product: both operands are called with it before they are cast. Without one, they pass."""
+
+    hadamard: Hadamard | None = None
+    signs: Tensor | None = None
+
+    @classmethod
+    def of(cls, hadamard: Hadamard | None, operand: Tensor) -> Turn:
+        """The rotation along the last axis of `operand`, with new signs where they are random."""
+        if hadamard is None:
+            return cls()
+        return cls(hadamard, draw_signs(hadamard, operand.shape[1], operand.device))
+
+    @property
+    def is_random(self) -> bool:
+        return self.hadamard is not None and self.hadamard.signs == "random"
+
+    def __call__(self, operand: Tensor) -> Tensor:
+        return operand if self.hadamard is None else rotate(operand, self.hadamard, self.signs)
+
+
+class Products(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: Settings,
+        x_live: Tensor | None,
+        w_live: Tensor | None,
+        gy_live: Tensor | None,
+    ) -> Tensor:
+        recipe, how = settings.recipe, settings.plans.output
+        x_amax, w_amax = _amax(x, x_live, settings), _amax(weight, w_live, settings)
+        turn = Turn.of(recipe.output.rotate, x)
+        lhs = operand(turn(x), recipe.output.lhs, how.expand, x_amax, settings)
+        rhs = _weight_operand("output", weight, settings, how, w_amax, turn)
+        show(settings, "output", ("x", seen(settings, turn, x), lhs), ("w", seen(settings, turn, weight), rhs))
+        y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
+
+        kept: tuple[Tensor | None, ...] = (None, None, None)
+        ctx.kept_cast = None
+        if ctx.needs_input_grad[1]:
+            kept, ctx.kept_cast = _keep(x, lhs, settings, x_amax)
+        ctx.settings, ctx.x_dtype = settings, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.gy_live = gy_live  # an attribute: saved tensors may not change before backward, and this one does
+        ctx.save_for_backward(weight, x_amax, w_amax, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x_amax, w_amax, *kept = ctx.saved_tensors
+        settings: Settings = ctx.settings
+        recipe = settings.recipe
+        grad_input = grad_weight = grad_bias = lhs = None
+        gy_amax = _amax(gy, ctx.gy_live, settings)
+        how = settings.plans.grad_input
+        if ctx.needs_input_grad[0]:
+            turn = Turn.of(recipe.grad_input.rotate, gy)
+            lhs = operand(turn(gy), recipe.grad_input.lhs, how.expand, gy_amax, settings)
+            rhs = _weight_operand("grad_input", weight, settings, how, w_amax, turn)
+            show(
+                settings,
+                "grad_input",
+                ("gy", seen(settings, turn, gy), lhs),
+                ("w", seen(settings, turn, weight.T).T, rhs),
+            )
+            grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
+        if ctx.needs_input_grad[1]:
+            how, turn = settings.plans.grad_weight, Turn.of(recipe.grad_weight.rotate, gy.T)
+            if lhs is not None and settings.plans.turn_gy:
+                lhs = turned(lhs)
+            else:
+                lhs = operand(turn(gy.T), recipe.grad_weight.lhs, how.expand, gy_amax, settings)
+            rhs = _kept_operand(kept, ctx.kept_cast, lhs.shape[1], settings, how.expand, x_amax, turn)
+            if settings.observer is not None:
+                x = (
+                    dequantize(rhs)
+                    if isinstance(rhs, QTensor) and ctx.kept_cast is not None
+                    else seen(settings, turn, kept[0].T)
+                )
+                show(settings, "grad_weight", ("gy", seen(settings, turn, gy.T).T, lhs), ("x", x.T, rhs))
+            grad_weight = how.choice.kernel.run(lhs, rhs, None, weight.dtype, recipe.grad_weight.fast_accumulate)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _amax(x: Tensor, live: Tensor | None, settings: Settings) -> Tensor | None:
+    """The amax [1, 1] that delayed scaling gives this tensor, noted in its window; None for a tensor without a window."""
+    if live is None or x.numel() == 0:
+        return None
+    return observe(live, tile_amax(x.detach(), (WHOLE, WHOLE)), records=settings.records)
+
+
+def operand(
+    x: Tensor, cast: Cast | None, expand: torch.dtype | None, amax: Tensor | None, settings: Settings
+) -> QTensor | Tensor:
+    """x [outer, inner] as it enters a GEMM: 16 bits, or quantized with its own or its window's amax."""
+    if cast is None:
+        return high_precision(x, settings.out_dtype)
+    return _quantized(x, cast, expand, amax)
+
+
+def _quantized(x: Tensor, cast: Cast, expand: torch.dtype | None, amax: Tensor | None) -> QTensor:
+    noise = torch.rand(x.shape, dtype=torch.float32, device=x.device) if cast.rounding == "stochastic" else None
+    return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
+
+
+def _weight_operand(
+    gemm: str, weight: Tensor, settings: Settings, how: Plan, amax: Tensor | None, turn: Turn
+) -> QTensor | Tensor:
+    """The weight for `gemm`, from the cache where there is one. For grad_input it is w.T, from w's codes if they serve."""
+    recipe, cache = settings.recipe, settings.cache
+
+    def build() -> QTensor | Tensor:
+        if gemm == "output":
+            return operand(turn(weight), recipe.output.rhs, how.expand, amax, settings)
+        if cache is not None and settings.plans.turn_w:
+            codes = turned(_weight_operand("output", weight, settings, how, amax, turn))
+            return codes if how.expand is not None else _row_major(codes)
+        return operand(turn(weight.T), recipe.grad_input.rhs, how.expand, amax, settings)
+
+    return build() if cache is None or turn.is_random else cache.get(gemm, weight, settings, build)
+
+
+def _serves_both(cast: Cast | None, transposed: Cast | None) -> bool:
+    """Whether a tensor cast by `cast` can be turned instead of casting the turned tensor."""
+    return cast == transposed and (cast is None or (cast.is_symmetric and cast.format.codes_per_byte == 1))
+
+
+def turned(operand: QTensor | Tensor) -> QTensor | Tensor:
+    return operand.transposed() if isinstance(operand, QTensor) else operand.T
+
+
+def _row_major(operand: QTensor | Tensor) -> QTensor | Tensor:
+    """Contiguous codes: native GEMMs would otherwise turn the weight at every micro-batch."""
+    return replace(operand, data=operand.data.contiguous()) if isinstance(operand, QTensor) else operand.contiguous()
+
+
+def _keep(
+    x: Tensor, lhs: QTensor | Tensor, settings: Settings, amax: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], Cast | None]:
+    """What backward needs of x: (x, None, None), or (codes, scale, global scale) of x.T and the cast that made them."""
+    recipe = settings.recipe
+    cast = recipe.grad_weight.rhs
+    if recipe.save == "original" or cast is None:
+        return (x, None, None), None
+    if not isinstance(lhs, QTensor) or not settings.plans.turn_x:
+        turned = _quantized(Turn.of(recipe.grad_weight.rotate, x.T)(x.T), cast, None, amax)
+    elif lhs.is_expanded and x.device.type == "cpu":
+        turned = lhs.transposed()  # encoding and decoding on a CPU takes longer than the GEMM
+    else:
+        turned = lhs.compact().transposed()
+    return (turned.data, turned.scale, turned.global_scale), cast
+
+
+def _kept_operand(
+    kept: list[Tensor | None],
+    kept_cast: Cast | None,
+    tokens: int,
+    settings: Settings,
+    expand: torch.dtype | None,
+    amax: Tensor | None,
+    turn: Turn,
+) -> QTensor | Tensor:
+    """x.T [K, T] for grad_weight, from what `_keep` left. tokens: T, in whole blocks where the product is rotated."""
+    data, scale, global_scale = kept
+    assert data is not None
+    if kept_cast is None:
+        return operand(turn(data.T), settings.recipe.grad_weight.rhs, expand, amax, settings)
+    assert scale is not None
+    q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
+    return q if expand is None or q.is_expanded else q.expanded(expand)
+
+
+def seen(settings: Settings, turn: Turn, original: Tensor) -> Tensor:
+    """What an observer is shown beside an operand: the tensor in the basis in which it was cast."""
+    return original if settings.observer is None else turn(original)
+
+
+def show(settings: Settings, gemm: str, *operands: tuple[str, Tensor, QTensor | Tensor]) -> None:
+    if settings.observer is not None:
+        for role, original, operand in operands:
+            settings.observer(gemm, role, original, operand)

@@ -1,0 +1,217 @@
+"""Leverage-score sampling: a matrix product estimated from a few of its rows, without bias.
+
+    R rows of the gradient (tokens), n = ceil(keep * R) of them used; g_i row i of the gradient, a_i row i of the other operand
+
+    grad_weight = sum_i g_i^T a_i    contracted axis   c_i = |g_i| |a_i|   estimate  sum over the sample of (g_i / p_i)^T a_i
+    grad_input  = rows  g_i W        outer axis        c_i = |g_i|         estimate  rows (g_i W) / p_i, zero outside the sample
+
+    p_i = min(1, lambda c_i), sum p = n             minimises the variance  sum_i (1 - p_i) / p_i c_i^2
+
+Section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), with two changes.
+`systematic` draws exactly n rows, where independent draws would give a random number: shapes are static, nothing waits for
+the host, and every p_i is exact all the same. And the cap has a closed form in place of an iteration.
+
+**Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The
+sampled rows are multiplied by it as floats (`weighted`) and the product's ordinary stochastic cast comes after, with one scale:
+one rounding, unbiased, integer product. p_i ~ c_i levels the rows that it keeps, so their largest number hardly grows. The
+paper's order, split first and sample the 2 R rows of parts, works too: stack the parts for `leverage_scores`. At equal cost
+(R rows of INT4, or R / 2 of INT8), bit split, rows lognormal with deviation .5 / 1.5 / 2.5, the relative variances are
+
+    sample, weigh, then split             .585 / .032 / .0123     integer product; the default
+    split, sample parts, float weights    .671 / .031 / .0124     p < 1 needs a float product
+    split, sample parts, requantize INT8  .671 / .040 / .0154     a second rounding
+    split, sample sums, float weights     .588 / .071 / .0125     14 high + low as one INT8 row; float product
+    split, sample sums, requantize        .595 / .079 / .0143
+
+Scores taken before rounding see the small rows as they are, and rounding after weighing is not multiplied by 1 / p: so an outer
+axis gains too from weighing before the cast (`spread(weigh=False)`) although its epilogue could do it.
+
+Everything here is plain torch on one-dimensional float64 scores, no host synchronisation, compiled with fullgraph=True. A
+score that is not finite makes all probabilities and weights NaN: a poisoned gradient stays visible. Randomness comes in as an
+argument, so that whoever draws it can repeat it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ConfigError, ShapeError
+
+
+class Sample(NamedTuple):
+    """Rows that stand for all rows.
+
+    rows     [n] int64, distinct. Where fewer than n rows were drawn (the others are zero), undrawn ones fill it up.
+    weights  [n] float32: 1 / p of each, 0 for one that only fills up, NaN if any score was not finite
+    """
+
+    rows: Tensor
+    weights: Tensor
+
+
+def budget(rows: int, keep: float) -> int:
+    """How many of `rows` rows a keep ratio in (0, 1] allows: ceil(keep * rows), at least 1 of any. Raises ConfigError."""
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+        raise ConfigError(
+            f"sampling: keep is {keep!r}; it must be above 0 and at most 1. keep=0.5 takes every second row."
+        )
+    return min(rows, max(math.ceil(keep * rows - 1e-9), min(rows, 1)))  # 0.07 * 100 is above 7 in binary
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """x [R, C], floats or integer codes -> Euclidean norm of each row, [R] float64.
+
+    Squares are taken of x / amax, in float32: a gradient of 1e-30 has norms too. Rows 1e-19 times smaller than the largest
+    number count as zero. Two passes over x.
+    """
+    if x.ndim != 2:
+        raise ShapeError(f"row_norms: x is {list(x.shape)}; it must be two-dimensional. Flatten the leading axes.")
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[0], dtype=torch.float64)
+    x = x.to(torch.float32)
+    amax = x.abs().amax()
+    unit = torch.where(amax == 0, 1.0, amax)
+    return torch.linalg.vector_norm(x / unit, dim=1).to(torch.float64) * unit.to(torch.float64)
+
+
+def leverage_scores(gradient: Tensor, other: Tensor | None = None) -> Tensor:
+    """Scores c, [R] float64, from which `probabilities` are made.
+
+    gradient  [R, N], one row per token; or [2 T, N], the parts of a bit-split gradient stacked, both in one unit (14 * high
+              and low): each part of a token is then a row of its own
+    other     [T, K], the operand that meets the gradient on the contracted axis (grad_weight); None for an outer axis
+    """
+    scores = row_norms(gradient)
+    if other is None:
+        return scores
+    parts, left = divmod(scores.shape[0], max(other.shape[0], 1))
+    if other.ndim != 2 or left or (scores.shape[0] > 0 and parts == 0):
+        raise ShapeError(
+            f"leverage_scores: gradient {list(gradient.shape)} and other {list(other.shape)} share no rows. "
+            "The gradient needs as many rows as the other operand, or a multiple when its parts are stacked."
+        )
+    return scores * row_norms(other).repeat(parts)
+
+
+def probabilities(scores: Tensor, budget: int) -> Tensor:
+    """Inclusion probabilities p proportional to the scores, none above 1, summing to the budget: [R] float64.
+
+    With the scores in descending order, M is the first m with c_m (n - m) <= sum of c_j over j >= m; the M largest have
+    p = 1 and the rest share n - M in proportion to c. If no more than `budget` scores are above zero, p = 1 for these and 0
+    for the others: nothing is lost by sampling then.
+    """
+    _check(scores, budget)
+    scores = scores.to(torch.float64)
+    poison = scores.sum() * 0.0  # NaN if any score is not finite
+    if budget == scores.shape[0]:
+        return (scores > 0).to(torch.float64) + poison
+    ordered = scores.sort(descending=True).values
+    tail = ordered.flip(0).cumsum(0).flip(0)  # from the small end, which keeps the small ones
+    left = budget - torch.arange(scores.shape[0], device=scores.device, dtype=torch.float64)
+    first = (ordered * left <= tail).to(torch.int8).argmax().reshape(1)
+    rate = left.gather(0, first) / tail.gather(0, first)
+    # rate * c is above 1 for exactly the M largest; it is infinite, or 0 / 0, where nothing is left to share.
+    p = torch.where(scores > 0, (scores * rate).clamp(max=1.0), 0.0)
+    return p + poison
+
+
+def systematic(p: Tensor, budget: int, noise: Tensor) -> Sample:
+    """Draws exactly min(budget, sum p) distinct rows, row i with probability p_i.
+
+    p      [R] as `probabilities` returns it
+    noise  [R + 1] independent uniform numbers in [0, 1): the order of the rows, and the place of the first point
+
+    The rows in random order lie end to end, each as long as its p; equally spaced points, one apart, hit those that are
+    drawn. No row is longer than 1, so none is hit twice. Two sorts of R numbers.
+    """
+    _check(p, budget)
+    if noise.shape != (p.shape[0] + 1,):
+        raise ShapeError(f"systematic: noise is {list(noise.shape)}; {p.shape[0]} rows need [{p.shape[0] + 1}].")
+    order = noise[:-1].argsort()
+    # Half a step of float32's uniform numbers: a point exactly at 0 would let rounding admit one row too many at the end.
+    offset = noise[-1:].to(torch.float64) + 2.0**-25
+    ends = p.to(torch.float64)[order].cumsum(0)
+    points = (ends - offset).ceil().clamp(min=0.0)
+    hit = points - torch.cat((torch.zeros_like(offset), points[:-1])) if p.shape[0] else points
+    drawn = torch.zeros_like(p, dtype=torch.bool).scatter(0, order, hit > 0)
+    index = drawn.to(torch.int8).argsort(descending=True, stable=True)[:budget]
+    chosen = p[index]
+    weight = torch.where(drawn[index] | chosen.isnan(), 1.0 / chosen, 0.0)
+    return Sample(index, weight.to(torch.float32))
+
+
+def sample_rows(scores: Tensor, budget: int, noise: Tensor) -> Sample:
+    """`systematic` with the `probabilities` of these scores [R]; noise [R + 1]."""
+    return systematic(probabilities(scores, budget), budget, noise)
+
+
+def weighted(rows: Tensor, sample: Sample) -> Tensor:
+    """rows [R, C] -> the sampled ones over their probability, [n, C] in rows' dtype: cast this for a contracted axis."""
+    return rows[sample.rows] * sample.weights[:, None].to(rows.dtype)
+
+
+def spread(rows: Tensor, sample: Sample, length: int, *, weigh: bool) -> Tensor:
+    """rows [n, C], one per sampled row -> [length, C] with zeros elsewhere: the end of a product sampled on its outer axis.
+
+    weigh  multiply by 1 / p here, in the epilogue; False if `weighted` has done so before the product
+    """
+    if weigh:
+        rows = rows * sample.weights[:, None].to(rows.dtype)
+    index = sample.rows[:, None].expand_as(rows)
+    return rows.new_zeros(length, rows.shape[1]).scatter(0, index, rows)
+
+
+def sampling_variance(p: Tensor, scores: Tensor) -> Tensor:
+    """E |estimate - product|^2 that sampling alone adds: sum (1 - p) / p c^2 (proposition 4.1), 0-d float64.
+
+    For an outer axis c_i must be |g_i W|; with c_i = |g_i| the result stands for the gradient before the product.
+    """
+    term = (1.0 - p) / torch.where(p == 0, 1.0, p) * scores.to(torch.float64).square()
+    return torch.where(p == 0, 0.0, term).sum()
+
+
+def relative_variance(p: Tensor, scores: Tensor, norm_squared: Tensor | None = None) -> Tensor:
+    """`sampling_variance` over the squared norm of the product, 0-d float64; 0 for a product of zeros.
+
+    norm_squared  |G|^2, for instance from `product_norm_squared`. None: the sum of the squared scores, which is exact for
+                  an outer axis, whose rows are orthogonal pieces of the result
+    """
+    whole = scores.to(torch.float64).square().sum() if norm_squared is None else norm_squared.to(torch.float64)
+    variance = sampling_variance(p, scores)
+    return torch.where(variance == 0, 0.0, variance / whole)
+
+
+def product_norm_squared(gradient: Tensor, other: Tensor, signs: Tensor) -> Tensor:
+    """|gradient.T @ other|^2 (squared Frobenius norm) without the product: 0-d float64, unbiased.
+
+    gradient [R, N], other [R, K]; signs [K, q], independent numbers of mean 0 and variance 1: E |G z|^2 = |G|^2.
+    2 R (N + K) q operations. Its relative standard deviation is at most sqrt(2 / q), reached by a product of rank 1, and
+    near sqrt(2 / (q r)) for r singular values of one size.
+    """
+    probes = gradient.to(torch.float32).T @ (other.to(torch.float32) @ signs.to(torch.float32))
+    return probes.to(torch.float64).square().sum() / signs.shape[1]
+
+
+def row_concentration(norms: Tensor, share: float = 0.1) -> Tensor:
+    """Which part of the sum of the norms [R] the largest ceil(share * R) rows hold: 0-d float64, between share and 1.
+
+    Near `share`, sampling loses much; near 1, nothing. 0 when all rows are zero.
+    """
+    norms = norms.to(torch.float64)
+    whole = norms.sum()
+    largest = norms.topk(budget(norms.shape[0], share)).values.sum()
+    return torch.where(whole == 0, 0.0, largest / whole)
+
+
+def _check(scores: Tensor, budget: int) -> None:
+    if scores.ndim != 1:
+        raise ShapeError(f"sampling: scores are {list(scores.shape)}; they must be [rows], see leverage_scores.")
+    rows = scores.shape[0]
+    if not min(rows, 1) <= budget <= rows:
+        raise ConfigError(
+            f"sampling: the budget is {budget} of {rows} rows; it must be 1 to {rows}. See sampling.budget."
+        )

@@ -1,0 +1,354 @@
+"""The three products with backward="straight-through": backward multiplies by the very codes of the forward pass.
+
+    T tokens, K in_features, N out_features; H the rotation of `output`, K filled up to whole blocks; q whole numbers, s steps
+
+    forward      q_x = round(clip(x H / s_x)), q_w = round(clip(w H / s_w)),  clip to -max ... max
+                 y = s_x s_w q_x @ q_w.T + bias                                                 [T, N]
+    backward     d_x = s_w gy @ q_w,  d_w = s_x gy.T @ q_x          gradients of the decoded operands
+                 grad_input  = (d_x where x H was not clipped) H                                [T, K]
+                 grad_weight = (d_w where w H was not clipped) H                                [N, K]
+                 grad_step   = sum d * (q - x H / s where not clipped, else q) / sqrt(numel max)    of x, and so of w
+
+Equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), the mask in the rotated
+basis, where the clipping happened. gy is cast as the recipe says. Its rows may be sampled (see `sampling`): outer ones in
+grad_input, contracted ones in grad_weight; they are weighed before they are cast. A product whose rhs is None takes the original
+instead of the codes, in 16 bits, with no mask and no gradient of a step.
+
+Kept for backward: q_x, two codes to a byte, and one bit per element that says what was not clipped: 0.625 bytes per element; 2 /
+residual_every more for a learned step. q_w is made again from the weight.
+
+What is left out: second derivatives (they raise).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from narrowgauge import sampling
+from narrowgauge.formats import INT8
+from narrowgauge.learned import SMALLEST_STEP, LearnedSteps
+from narrowgauge.ops.mm import Plan
+from narrowgauge.ops.quantize import calibrated_amax
+from narrowgauge.ops.rotate import rotated_length, unrotate
+from narrowgauge.products import Plans, Settings, Turn, operand, seen, show, turned
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, LearnedStep, Recipe
+from narrowgauge.tiles import WHOLE
+
+
+@dataclass(frozen=True)
+class Coded:
+    """An operand of the forward product, as backward needs it.
+
+    codes     [outer, K] float32, whole numbers
+    scale     [1, 1] float32
+    inside    [outer, K] bool, what was not clipped; None where nobody asks
+    residual  [n, K] codes - x H / scale of the n `rows`, zero where clipped; of all rows if `rows` is None
+    """
+
+    cast: Cast
+    codes: Tensor
+    scale: Tensor
+    inside: Tensor | None = None
+    residual: Tensor | None = None
+    rows: Tensor | None = None
+
+    def decoded(self) -> Tensor:
+        """[outer, K] float32."""
+        return self.codes * self.scale
+
+    def operand(self, how: Plan, rows: Tensor | None = None) -> QTensor:
+        """The codes, or some rows of them, for a kernel that wants decoded values or, `how.expand` being None, INT8 codes."""
+        codes = self.codes if rows is None else self.codes[rows]
+        if how.expand is not None:
+            return QTensor(data=codes.to(how.expand), scale=self.scale, cast=self.cast, inner=codes.shape[1])
+        eight_bits = replace(self.cast, format=INT8)  # the same numbers, one to a byte
+        return QTensor(data=codes.to(torch.int8), scale=self.scale, cast=eight_bits, inner=codes.shape[1])
+
+    def unclipped(self, d: Tensor) -> Tensor:
+        """d, the gradient of the decoded operand, where it was not clipped."""
+        assert self.inside is not None
+        return torch.where(self.inside, d, 0.0)
+
+    def step_gradient(self, d: Tensor) -> Tensor | None:
+        """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max). Rounding errors of some rows stand for all."""
+        if self.residual is None or self.inside is None:
+            return None
+        clipped = torch.where(self.inside, 0.0, d * self.codes).sum()
+        some = d if self.rows is None else d[self.rows]
+        share = 1.0 if self.rows is None else max(len(self.rows), 1) / max(len(d), 1)
+        rounded = (some * self.residual.to(torch.float32)).sum() / share
+        return ((clipped + rounded) * (max(d.numel(), 1) * self.cast.format.max) ** -0.5).reshape(1)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: Settings,
+        x_step: Tensor | None,
+        w_step: Tensor | None,
+        variance: Tensor | None,
+    ) -> Tensor:
+        gemm, how = settings.recipe.output, settings.plans.output
+        turn = Turn.of(gemm.rotate, x)
+        rotated = turn(x)
+        coded = None if gemm.lhs is None else _coded(rotated, gemm.lhs, x_step)
+        lhs = operand(x, None, None, None, settings) if coded is None else coded.operand(how)
+        rhs = _weight(weight, w_step, turn, how, settings)
+        show(settings, "output", ("x", rotated, lhs), ("w", seen(settings, turn, weight), rhs))
+        y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, gemm.fast_accumulate)
+
+        needs = ctx.needs_input_grad
+        ctx.needs_d_x, ctx.needs_d_w = needs[0] or needs[4], needs[1] or needs[5]
+        ctx.settings, ctx.hadamard, ctx.x_shape, ctx.x_dtype = settings, gemm.rotate, x.shape, x.dtype
+        ctx.bias_dtype = bias.dtype if bias is not None and needs[2] else None
+        ctx.variance = variance  # an attribute: backward writes it
+        w_scale = rhs.scale if isinstance(rhs, QTensor) else None
+        kept = _kept(x, rotated, coded, settings.recipe, ctx.needs_d_x, ctx.needs_d_w)
+        ctx.save_for_backward(weight, w_scale, turn.signs, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, w_scale, signs, original, *kept = ctx.saved_tensors
+        needs, settings = ctx.needs_input_grad, ctx.settings
+        recipe, plans = settings.recipe, settings.plans
+        turn = Turn(ctx.hadamard, signs)
+        width = ctx.x_shape[1] if turn.hadamard is None else rotated_length(ctx.x_shape[1], turn.hadamard)
+        x, w = _reread(kept, recipe.output.lhs, width), _again(weight, w_scale, recipe.output.rhs, turn)
+        grad_input = grad_weight = grad_bias = x_step = w_step = lhs = None
+
+        if ctx.needs_d_x:
+            gemm, how = recipe.grad_input, plans.grad_input
+            draw = _draw("grad_input", gy, None, settings)
+            lhs = operand(draw.rows, gemm.lhs, how.expand, None, settings)
+            rhs = operand(weight, None, None, None, settings) if gemm.rhs is None or w is None else w.operand(how)
+            show(settings, "grad_input", ("gy", draw.rows, lhs), ("w", weight, rhs))
+            d_x = how.choice.kernel.run(lhs, turned(rhs), None, torch.float32, gemm.fast_accumulate)
+            if draw.sample is not None:
+                d_x = sampling.spread(d_x, draw.sample, len(gy), weigh=False)
+            _note(ctx.variance, 0, draw, draw.squares)
+            if gemm.rhs is not None and x is not None:
+                x_step = x.step_gradient(d_x)
+                d_x = _turned_back(x.unclipped(d_x), turn, ctx.x_shape[1])
+            grad_input = d_x.to(ctx.x_dtype)
+
+        if ctx.needs_d_w:
+            gemm, how = recipe.grad_weight, plans.grad_weight
+            draw = _draw("grad_weight", gy, original if x is None else x.decoded(), settings)
+            index = None if draw.sample is None else draw.sample.rows
+            if lhs is not None and index is None and _serves_both(recipe, plans, lhs):
+                lhs = turned(lhs)
+            else:
+                lhs = operand(draw.rows.T, gemm.lhs, how.expand, None, settings)
+            if gemm.rhs is None or x is None:
+                rhs = operand(original if index is None else original[index], None, None, None, settings)
+            else:
+                rhs = x.operand(how, index)
+            show(settings, "grad_weight", ("gy", draw.rows, lhs), ("x", original if x is None else x.decoded(), rhs))
+            d_w = how.choice.kernel.run(lhs, turned(rhs), None, torch.float32, gemm.fast_accumulate)
+            _note(ctx.variance, 1, draw, None if draw.squares is None else d_w.square().sum())
+            if gemm.rhs is not None and w is not None:
+                w_step = w.step_gradient(d_w)
+                d_w = _turned_back(w.unclipped(d_w), turn, weight.shape[1])
+            grad_weight = d_w.to(weight.dtype)
+
+        if ctx.bias_dtype is not None:
+            grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
+        x_step, w_step = (
+            _step_or_zero(step, learns, settings, gy.device)
+            for step, learns in ((x_step, needs[4]), (w_step, needs[5]))
+        )
+        return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
+
+
+# --- the operands of the forward product ---------------------------------------------------------------------------------------
+
+
+def _coded(rotated: Tensor, cast: Cast, step: Tensor | None) -> Coded:
+    """x H [outer, K] -> its codes. A learned step is used as it is, but for its smallest value; see `learned`."""
+    rotated = rotated.to(torch.float32)
+    if step is None:
+        scale = cast.scale(calibrated_amax(rotated, cast), cast.format)
+    else:
+        # 0 * sum: NaN and infinity in x show themselves through the scale, as they do through an amax.
+        scale = step.detach().clamp(min=SMALLEST_STEP).reshape(1, 1) + rotated.sum() * 0.0
+    if 0 in rotated.shape:
+        return Coded(cast, rotated, scale)
+    return Coded(cast, cast.format.round(rotated / scale), scale)
+
+
+def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings: Settings) -> QTensor | Tensor:
+    """The weight of the forward product, from the cache where there is one."""
+    cast = settings.recipe.output.rhs
+
+    def build() -> QTensor | Tensor:
+        if cast is None:
+            return operand(turn(weight), None, None, None, settings)
+        return _coded(turn(weight), cast, step).operand(how)
+
+    if settings.cache is None or turn.is_random:
+        return build()
+    return settings.cache.get("output", weight, settings, build, step)
+
+
+# --- from forward to backward --------------------------------------------------------------------------------------------------
+
+
+def _kept(
+    x: Tensor, rotated: Tensor, coded: Coded | None, recipe: Recipe, needs_d_x: bool, needs_d_w: bool
+) -> tuple[Tensor | None, ...]:
+    """(x itself, codes, scale, unclipped bits, residual, rows), each only if a gradient asks for it; see `Coded`."""
+    original = x if needs_d_w and (recipe.grad_weight.rhs is None or coded is None) else None
+    masks = needs_d_x and recipe.grad_input.rhs is not None
+    reads = needs_d_w and recipe.grad_weight.rhs is not None
+    if coded is None or not (masks or reads):
+        return original, None, None, None, None, None
+    format = coded.cast.format
+    ratio = rotated.to(torch.float32) / coded.scale
+    inside = ratio.abs() <= format.max
+    residual = rows = None
+    if masks and isinstance(coded.cast.calibrate, LearnedStep):
+        rows = _drawn_rows(len(x), coded.cast.calibrate.residual_every, x.device)
+        residual = torch.where(inside[rows], coded.codes[rows] - ratio[rows], 0.0).to(torch.float16)
+    codes = format.pack(coded.codes.to(format.storage)) if reads or residual is not None else None
+    return original, codes, coded.scale, _pack_bits(inside) if masks else None, residual, rows
+
+
+def _reread(kept: list[Tensor | None], cast: Cast | None, width: int) -> Coded | None:
+    """x of the forward product, from what `_kept` left of it; None if nobody asks for its codes or what was clipped."""
+    codes, scale, bits, residual, rows = kept
+    if cast is None or scale is None:
+        return None
+    inside = None if bits is None else _unpack_bits(bits, width)
+    if codes is None:  # a frozen weight: only what was clipped is asked for
+        assert bits is not None
+        return Coded(cast, bits, scale, inside)
+    return Coded(cast, cast.format.decode(cast.format.unpack(codes, width)), scale, inside, residual, rows)
+
+
+def _again(weight: Tensor, scale: Tensor | None, cast: Cast | None, turn: Turn) -> Coded | None:
+    """w of the forward product, made again from the weight."""
+    if cast is None or scale is None:
+        return None
+    ratio = turn(weight).to(torch.float32) / scale
+    codes, inside = cast.format.round(ratio), ratio.abs() <= cast.format.max
+    learned = isinstance(cast.calibrate, LearnedStep)
+    return Coded(cast, codes, scale, inside, torch.where(inside, codes - ratio, 0.0) if learned else None)
+
+
+def _drawn_rows(rows: int, every: int, device: torch.device) -> Tensor:
+    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row with the same probability."""
+    count = -(-rows // every)
+    places = (torch.arange(count, device=device) + torch.rand((), device=device)) * (rows / max(count, 1))
+    return places.to(torch.int64).clamp(max=max(rows - 1, 0))
+
+
+def _pack_bits(bits: Tensor) -> Tensor:
+    """bool [outer, n] -> uint8 [outer, ceil(n / 8)], the first of eight in the lowest bit."""
+    full = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
+    return (full.reshape(len(bits), full.shape[1] // 8, 8) << _places(bits.device)).sum(dim=-1, dtype=torch.uint8)
+
+
+def _unpack_bits(packed: Tensor, length: int) -> Tensor:
+    """The inverse of `_pack_bits`: uint8 [outer, m] -> bool [outer, length]."""
+    return ((packed[:, :, None] >> _places(packed.device)) & 1).reshape(len(packed), packed.shape[1] * 8)[
+        :, :length
+    ] == 1
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+# --- backward ------------------------------------------------------------------------------------------------------------------
+
+
+class Draw(NamedTuple):
+    """The rows of the gradient that enter a product.
+
+    rows      the gradient itself, or the sampled rows, weighed
+    sample    which they are; None: all of them
+    variance  what sampling adds, or would add, to the squared error of the product; None: the product never samples
+    squares   the sum of the squared scores
+    """
+
+    rows: Tensor
+    sample: sampling.Sample | None = None
+    variance: Tensor | None = None
+    squares: Tensor | None = None
+
+
+def _draw(product: str, gy: Tensor, other: Tensor | None, settings: Settings) -> Draw:
+    """The rows of gy [T, N] for a product. other: x [T, K] for grad_weight, whose rows count too."""
+    sampler = settings.recipe.samples().get(product)
+    if sampler is None or len(gy) == 0:
+        return Draw(gy)
+    budget = sampling.budget(len(gy), sampler.keep)
+    scores = sampling.leverage_scores(gy, other)
+    p = sampling.probabilities(scores, budget)
+    variance, squares = sampling.sampling_variance(p, scores), scores.square().sum()
+    if product not in settings.sampled:
+        return Draw(gy, None, variance, squares)
+    noise = torch.rand(len(gy) + 1, device=gy.device)
+    sample = sampling.systematic(p, budget, noise)
+    return Draw(sampling.weighted(gy.to(torch.float32), sample), sample, variance, squares)
+
+
+def _note(readings: Tensor | None, place: int, draw: Draw, whole: Tensor | None) -> None:
+    """Writes the relative variance that sampling adds to a product of squared norm `whole` into the layer's readings [2]."""
+    if readings is None or draw.variance is None or whole is None:
+        return
+    relative = torch.where(draw.variance == 0, 0.0, draw.variance / whole).to(torch.float32)
+    here = torch.arange(2, device=readings.device) == place
+    readings.copy_(torch.where(here, relative, readings))
+
+
+def _serves_both(recipe: Recipe, plans: Plans, lhs: QTensor | Tensor) -> bool:
+    """Whether the cast of gy for grad_input, turned, serves grad_weight too: one draw of the rounding for both."""
+    same = recipe.grad_input.lhs == recipe.grad_weight.lhs and plans.grad_input.expand == plans.grad_weight.expand
+    whole = isinstance(lhs, QTensor) and lhs.cast.tile == (WHOLE, WHOLE) and not lhs.is_packed
+    return same and whole and recipe.grad_input.sample is None
+
+
+def _turned_back(d: Tensor, turn: Turn, inner: int) -> Tensor:
+    return d if turn.hadamard is None else unrotate(d, turn.hadamard, inner, turn.signs)
+
+
+def _step_or_zero(step: Tensor | None, learns: bool, settings: Settings, device: torch.device) -> Tensor | None:
+    """The gradient of a step: zero in the cold start, and where a product in 16 bits leaves none."""
+    if not learns:
+        return None
+    return torch.zeros(1, device=device) if step is None or settings.is_cold else step
+
+
+# --- the cold start ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool) -> dict[str, Tensor]:
+    """Role -> the step of the cold start, 2 mean|x H| / sqrt(max), [1]; written into the parameters if `writes`.
+
+    x [T, K], weight [N, K]. A tensor of zeros, or with a number that is not finite, leaves the step as it was.
+    """
+    found = {}
+    for role, tensor, cast in (("x", x, recipe.output.lhs), ("w", weight, recipe.output.rhs)):
+        if role not in steps.settings or cast is None:
+            continue
+        amax = calibrated_amax(Turn.of(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast).reshape(1)
+        step = steps.get(role)
+        assert step is not None
+        found[role] = torch.where(amax.isfinite() & (amax > 0), amax / cast.format.max, step)
+        if writes:
+            step.copy_(found[role])
+    return found

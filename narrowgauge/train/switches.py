@@ -1,0 +1,116 @@
+"""The setting `switch`: when in a run which layers get a wider recipe, in words that a person can type.
+
+    [LAYERS=]RECIPE@START[:PRODUCTS], several with commas between
+
+    fp8-current@80%                        all layers, all products, after 80 % of the steps
+    bf16@82%:forward                       the forward product only; `backward` is both gradients
+    layers.[0-3].*=bf16@240                blocks 0 to 3, after 240 steps
+    fp8-row@50%, bf16@90%:grad_weight      one after another; of those at one step, as they stand
+
+This file does without torch, so that the command line can refuse at once what cannot be meant.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from narrowgauge.errors import ConfigError
+
+ENTRY = re.compile(r"(?:(?P<layers>[^=@]+)=)?(?P<recipe>[^=@:%]+)@(?P<start>[^=@:]+)(?::(?P<products>[^=@:]+))?")
+PRODUCTS: dict[str, tuple[str, ...]] = {
+    "forward": ("output",),
+    "backward": ("grad_input", "grad_weight"),
+    "output": ("output",),
+    "grad_input": ("grad_input",),
+    "grad_weight": ("grad_weight",),
+}
+ALL = ("output", "grad_input", "grad_weight")
+FORM = "the form is [LAYERS=]RECIPE@START[:PRODUCTS], such as fp8-current@80% or layers.0.*=bf16@240:forward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """One entry.
+
+    text      as it was written, which names it in the log
+    layers    pattern of layers
+    recipe    name of the wider recipe
+    after     finished steps before it: a whole number of them, or a share of the run below 1
+    products  of a Linear, by their names
+    """
+
+    text: str
+    layers: str
+    recipe: str
+    after: Fraction
+    products: tuple[str, ...]
+
+    @property
+    def is_share(self) -> bool:
+        return self.after < 1
+
+    def after_step(self, steps: int) -> int:
+        """Finished steps before the switch, in a run of `steps`; a share is rounded down."""
+        return int(self.after * steps) if self.is_share else int(self.after)
+
+
+def parse(text: str) -> list[Switch]:
+    """The entries of the setting, as they stand; [] for ''. ConfigError for what is not of the form."""
+    return [_entry(part.strip()) for part in text.split(",")] if text.strip() else []
+
+
+def _entry(text: str) -> Switch:
+    match = ENTRY.fullmatch(text)
+    if not match:
+        raise ConfigError(f"{text!r} is no switch: {FORM}")
+    layers, recipe, start, products = (match[name] and match[name].strip() for name in match.groupdict())
+    if products and products not in PRODUCTS:
+        raise ConfigError(
+            f"{text!r} names products {products!r}: choose from {', '.join(PRODUCTS)}, or leave them out for all"
+        )
+    return Switch(
+        text=text,
+        layers=layers or "*",
+        recipe=recipe,
+        after=_start(start, text),
+        products=PRODUCTS[products] if products else ALL,
+    )
+
+
+def _start(start: str, text: str) -> Fraction:
+    percent = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)\s*%", start)
+    if percent:
+        share = Fraction(percent[1]) / 100
+        if not 0 < share < 1:
+            raise ConfigError(f"{text!r} starts at {start}: give a share above 0% and below 100%")
+        return share
+    if not re.fullmatch(r"[1-9]\d{0,9}", start):
+        raise ConfigError(
+            f"{text!r} starts at {start!r}: give a share of the run (80%), or a number of steps of at least 1 (240)"
+        )
+    return Fraction(start)
+
+
+def problems(text: str, steps: int) -> Iterator[str]:
+    """What is wrong with the setting in a run of `steps`, in words."""
+    try:
+        entries = parse(text)
+    except ConfigError as error:
+        yield f"{error}."
+        return
+    for entry in entries:
+        after = entry.after_step(steps)
+        if after < 1:
+            yield (
+                f"{entry.text!r} would be there from the first of {steps} steps on: give the recipe itself, or a later start."
+            )
+        if after >= steps:
+            yield f"{entry.text!r} starts after step {after}, and the run has {steps}: it would never happen. Start earlier."
+    places = [(entry.layers, entry.after_step(steps), product) for entry in entries for product in entry.products]
+    if len(set(places)) < len(places):
+        yield f"{text!r} switches the same layers and product twice at one step. Leave one out."
+
+
+def in_order(entries: Sequence[Switch], steps: int) -> list[Switch]:
+    return sorted(entries, key=lambda entry: entry.after_step(steps))

@@ -1,0 +1,159 @@
+"""The setting `switch`: its grammar and refusals (exact), and that a run resumed across a switch is the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.cli import main
+from narrowgauge.diagnose import report
+from narrowgauge.errors import ConfigError
+from narrowgauge.train import loop, switches
+from narrowgauge.train.config import replace
+from tests.train import tiny
+
+BACKWARD = ("grad_input", "grad_weight")
+
+
+@pytest.mark.parametrize(
+    ("written", "layers", "recipe", "after", "products"),
+    [
+        ("fp8-current@80%", "*", "fp8-current", Fraction(4, 5), switches.ALL),
+        ("bf16@82.5%:forward", "*", "bf16", Fraction(33, 40), ("output",)),
+        ("bf16@240:backward", "*", "bf16", Fraction(240), BACKWARD),
+        ("layers.[0-3].*=bf16@1:grad_weight", "layers.[0-3].*", "bf16", Fraction(1), ("grad_weight",)),
+        (" *.q_proj = bf16 @ 50 % : forward ", "*.q_proj", "bf16", Fraction(1, 2), ("output",)),
+    ],
+)
+def test_an_entry_says_what_when_and_where(written, layers, recipe, after, products):
+    [entry] = switches.parse(written)
+    assert (entry.layers, entry.recipe, entry.after, entry.products) == (layers, recipe, after, products)
+
+
+def test_a_share_is_of_the_steps_rounded_down():
+    [entry] = switches.parse("bf16@82%")
+    assert [entry.after_step(steps) for steps in (100, 10, 300, 7)] == [82, 8, 246, 5]
+    assert [entry.after_step(100) for entry in switches.parse("bf16@29%, bf16@58%")] == [
+        29,
+        58,
+    ]  # floats would give 28, 57
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("80%", "is no switch: the form is"),
+        ("bf16", "is no switch: the form is"),
+        ("bf16@", "is no switch: the form is"),
+        ("@80%", "is no switch: the form is"),
+        ("bf16@80%,", "'' is no switch"),
+        ("bf16@80%:sideways", "names products 'sideways': choose from forward, backward"),
+        ("bf16@120%", "give a share above 0% and below 100%"),
+        ("bf16@0%", "give a share above 0% and below 100%"),
+        ("bf16@half", "starts at 'half': give a share of the run"),
+        ("bf16@-5", "starts at '-5': give a share of the run"),
+        ("bf16@0.8", "starts at '0.8': give a share of the run"),
+        ("bf16@6", r"starts after step 6, and the run has 6: it would never happen"),
+        ("bf16@10%", "would be there from the first of 6 steps on: give the recipe itself"),
+        ("bf16@50%, fp8-row@3", "switches the same layers and product twice at one step"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_read(make, written, words):
+    with pytest.raises(ConfigError, match=words):
+        make("refused", recipe="mxfp4", switch=written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"recipe": "fp8-row", "switch": "nvfp4@50%"}, "'nvfp4' would change nothing: .* or are wider"),
+        ({"recipe": "fp8-row", "switch": "fp8-row@50%"}, "'fp8-row' would change nothing"),
+        ({"recipe": "fp8-row", "switch": "layers.9.*=bf16@50%"}, r"pattern 'layers\.9\.\*' names no converted layer"),
+        (
+            {"recipe": "fp8-row", "switch": "bf16@2, bf16@4:forward"},
+            "'bf16@4:forward': switch: 'bf16' would change nothing",
+        ),
+    ],
+)
+def test_switches_that_fit_no_layer_are_refused_before_the_first_step(make, changes, words):
+    config = make("refused", **changes)
+    with pytest.raises(ConfigError, match=words):
+        loop.run(config)
+    assert not tiny.events(Path(config.output), "step")
+
+
+def test_unknown_recipes_are_refused_by_the_command_line(tmp_path, capsys):
+    assert main(["train", "--switch=fp8-rows@50%", f"--output={tmp_path / 'run'}"]) == 2
+    assert "no recipe 'fp8-rows'. Closest: 'fp8-row'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def stop(trainer):
+    signal.raise_signal(signal.SIGTERM)
+
+
+SWITCHES = ["fp8-delayed@50%", "layers.0.*=fp8-current@2:backward, bf16@4:forward"]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("stopped", [2, 3, 4])
+def test_a_run_resumed_across_a_switch_is_the_run_that_never_stopped(make, before_step, switch, stopped):
+    """Before, at and after it: losses and every tensor of the checkpoint, amax windows included (exact)."""
+    common = {"recipe": "mxfp4", "switch": switch}
+    reference, config = make("reference", **common), make("stopped", **common)
+    assert loop.run(reference) == 0
+    before_step(stopped, stop)
+    assert loop.run(config) == 75
+    assert loop.run(replace(config, resume=True)) == 0
+    folders = Path(config.output), Path(reference.output)
+    assert tiny.losses(folders[0]) == tiny.losses(folders[1])
+    assert tiny.digests(folders[0]) == tiny.digests(folders[1])
+    assert tiny.events(folders[0], "switch") == tiny.events(folders[1], "switch")
+
+
+def test_a_switch_changes_its_step_and_none_before(make):
+    """The loss of a step is computed before its update, so the switched forward shows in the first switched step (exact)."""
+    plain, switched = make("plain", recipe="mxfp4"), make("switched", recipe="mxfp4", switch="bf16@3:forward")
+    for config in (plain, switched):
+        assert loop.run(config) == 0
+    left, right = (tiny.losses(Path(config.output)) for config in (plain, switched))
+    assert [step for step in left if left[step] != right[step]] == [4, 5, 6]
+
+
+def test_a_switch_is_told_everywhere(make, capsys):
+    """Console, metrics, run.json, config.toml and the report."""
+    config = make("told", recipe="mxfp4", switch="fp8-row@50%:backward")
+    assert loop.run(config) == 0
+    folder, said = Path(config.output), capsys.readouterr().err
+    sentence = "step 4: switch fp8-row@50%:backward: 14 layers from mxfp4 to mxfp4+fp8-row:grad_input,grad_weight"
+    assert f"To come at {sentence}" in said and f"\n{sentence}" in said
+    event = {
+        "step": 4, "switch": "fp8-row@50%:backward", "layers": 14, "before": ["mxfp4"],
+        "after": ["mxfp4+fp8-row:grad_input,grad_weight"],
+    }  # fmt: skip
+    assert tiny.events(folder, "switch") == [{"event": "switch", **event}]
+    assert json.loads((folder / "run.json").read_text("utf-8"))["switches"] == [event]
+    assert 'switch = "fp8-row@50%:backward"' in (folder / "config.toml").read_text("utf-8")
+    assert "fp8-row@50%:backward from step 4 on" in report.write(folder).read_text("utf-8")
+
+
+def test_other_steps_may_not_move_what_has_happened(make, before_step):
+    """A share of more steps is a later step; a number stays where it is."""
+    config = make("moved", recipe="mxfp4", switch="bf16@50%")
+    before_step(5, stop)
+    assert loop.run(config) == 75
+    with pytest.raises(ConfigError, match=r"steps = 12: at step 5 .* \['bf16@50%'\] had happened, .* none would have"):
+        loop.run(replace(config, resume=True, steps=12))
+    with pytest.raises(ConfigError, match="cannot resume with switch = ''"):
+        loop.run(replace(config, resume=True, switch=""))
+    assert loop.run(replace(config, resume=True)) == 0
+
+
+def test_the_reference_of_a_comparison_is_not_switched(make):
+    config = make("compared", recipe="mxfp4", switch="fp8-row@50%", compare="bf16")
+    assert loop.run(config) == 0
+    assert not tiny.events(Path(config.output) / "compare-bf16", "switch")
