@@ -4,8 +4,8 @@
     convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})     later patterns win
 
 A layer keeps its identity: the module object, its parameters, hooks, ties and users stay as they are, only its class becomes
-QLinear. Patterns are shell wildcards over dotted names; a pattern without a leading `*` also matches the end of a name, from a
-dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
+QLinear. Patterns are shell wildcards and ranges over dotted names (see `patterns`); one without a leading `*` also matches the
+end of a name, from a dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
 
 What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
 their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
+from narrowgauge.patterns import matches
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
 
@@ -77,13 +77,13 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
             "Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first."
         )
     for pattern in resolved:
-        if not any(_matches(name, pattern) for name in linears):
+        if not any(matches(name, pattern) for name in linears):
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
                 + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
             )
-    matching = {name: [pattern for pattern in resolved if _matches(name, pattern)] for name in linears}
+    matching = {name: [pattern for pattern in resolved if matches(name, pattern)] for name in linears}
     head = _output_head(model)
     kept = {
         name: _reason_to_keep(name, layer, matching[name], head) for name, layer in linears.items() if matching[name]
@@ -235,10 +235,6 @@ def _restore(layer: QLinear) -> None:
     layer._modules.pop("scaling", None)
     layer.__dict__.pop("scaling", None)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or (not pattern.startswith("*") and fnmatchcase(name, f"*.{pattern}"))
 
 
 def _names_in_letters(pattern: str) -> bool:
