@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from narrowgauge.train.generate import sample
 from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
-from narrowgauge.train.objective import Batch, count_targets, learning_rate, summed_loss
+from narrowgauge.train.objective import Batch, LanguageLoss, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import StopRequest
@@ -55,7 +56,7 @@ class Trainer:
     device: torch.device
     rung: precision.Precision
     model: Any
-    forward: Callable[..., Any]
+    objective: LanguageLoss
     optimizer: Any
     scaler: torch.amp.GradScaler | None
     batches: data.CausalBatches
@@ -86,7 +87,7 @@ class Trainer:
             device=device,
             rung=rung,
             model=model,
-            forward=torch.compile(model) if config.compile else model,
+            objective=LanguageLoss.of(model, rung.computes_in, compiled=config.compile),
             optimizer=build_optimizer(config, model, rung),
             scaler=torch.amp.GradScaler(device.type) if rung.scales_loss else None,
             batches=data.CausalBatches(corpus.train, config.sequence_length, config.batch_size, config.seed),
@@ -144,6 +145,7 @@ class Trainer:
             f"{summary['train_tokens']:,} training tokens"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
+        show.say(f"Loss: {self.objective.words}.")
         if self.config.compile and self.config.tensor_every:
             show.say("Compiled code cannot be observed: no tensor statistics in this run.")
 
@@ -193,7 +195,7 @@ class Trainer:
             group["lr"] = lr
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
-            loss_sum += self._backward(self.forward, batch, targets)
+            loss_sum += self._backward(self.objective, batch, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
@@ -209,9 +211,9 @@ class Trainer:
         self.step = number
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
 
-    def _backward(self, forward: Callable[..., Any], batch: Batch, targets: int) -> Tensor:
+    def _backward(self, objective: Callable[[Batch, torch.device], Tensor], batch: Batch, targets: int) -> Tensor:
         with self.rung.context(self.device.type):
-            loss = summed_loss(forward, batch, self.device) / targets
+            loss = objective(batch, self.device) / targets
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
@@ -228,7 +230,7 @@ class Trainer:
 
         def repeat() -> None:
             for batch in micro_batches:
-                self._backward(self.model, batch, targets)  # not the compiled one, which has no hooks
+                self._backward(partial(summed_loss, self.model), batch, targets)  # uncompiled and whole: all hooks run
 
         where = first_nonfinite(self.model, repeat)
         self.optimizer.zero_grad()
@@ -261,7 +263,7 @@ class Trainer:
         total, tokens = 0.0, 0
         for batch in self.evaluation.evaluation(config.eval_tokens):
             with self.rung.context(self.device.type):
-                total += float(summed_loss(self.forward, batch, self.device))
+                total += float(self.objective(batch, self.device))
             tokens += data.valid_targets(batch)
         self.model.train()
         self.log.write("eval", self.step, loss=total / tokens, tokens=tokens, elapsed_s=self.trained_s)
@@ -314,6 +316,7 @@ class Trainer:
             "seed": config.seed,
             "recipe": config.recipe,
             "precision": config.precision,
+            "loss": self.objective.words,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model": describe_model(self.model) | {"sequence_length": config.sequence_length},
             "data": self.corpus.summary,
