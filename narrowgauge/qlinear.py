@@ -373,7 +373,21 @@ def _weight_operand(gemm: str, weight: Tensor, settings: Settings, how: Plan, am
             return turned if how.expand is not None else _row_major(turned)
         return _operand(weight.T, recipe.grad_input.rhs, how.expand, amax, settings)
 
-    return build() if cache is None else cache.get(gemm, weight, settings, build)
+    if cache is None:
+        return build()
+    built = False
+
+    def noted() -> QTensor | Tensor:
+        nonlocal built
+        built = True
+        return build()
+
+    operand = cache.get(gemm, weight, settings, noted)
+    cast = recipe.output.rhs
+    if gemm == "output" and not built and cast is not None and cast.rounding == "stochastic":
+        # Draws what casting drew: activation checkpointing repeats a forward that cast with one that finds the cast here.
+        torch.rand(weight.shape, dtype=torch.float32, device=weight.device)
+    return operand
 
 
 def _serves_both(cast: Cast | None, transposed: Cast | None) -> bool:

@@ -146,7 +146,8 @@ class _Packer:
             self.references.append(StorageWeakRef(storage))
             note(tensor)
             return tensor
-        order = tuple(sorted(range(tensor.ndim), key=lambda axis: (-tensor.stride(axis), axis)))
+        strides = tensor.stride()
+        order = tuple(sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis)))
         in_memory = tensor.permute(order)
         if not in_memory.is_contiguous() or in_memory.shape[-1] < 2:  # a part of something larger, or statistics
             note(tensor)

@@ -31,6 +31,7 @@ from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.console import Console
+from narrowgauge.train.economy import economize
 from narrowgauge.train.generate import sample
 from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
 from narrowgauge.train.metrics import MetricsLog
@@ -61,6 +62,7 @@ class Trainer:
     scaler: torch.amp.GradScaler | None
     batches: data.CausalBatches
     evaluation: data.CausalBatches
+    saving: list[str]
     step: int = 0
     saved_step: int = 0
     trained_s: float = 0.0  # over all resumptions
@@ -78,6 +80,8 @@ class Trainer:
         rung = precision.get(config.precision)
         model = build(config, tokenizer, device, rung)
         data.check_vocabulary(corpus, model.get_input_embeddings().weight.shape[0])
+        batches = data.CausalBatches(corpus.train, config.sequence_length, config.batch_size, config.seed)
+        saving = economize(config, model, rung, device, batches)  # before the optimizer: it holds what trains, no more
         trainer = cls(
             config=config,
             folder=folder,
@@ -90,7 +94,8 @@ class Trainer:
             objective=LanguageLoss.of(model, rung.computes_in, compiled=config.compile),
             optimizer=build_optimizer(config, model, rung),
             scaler=torch.amp.GradScaler(device.type) if rung.scales_loss else None,
-            batches=data.CausalBatches(corpus.train, config.sequence_length, config.batch_size, config.seed),
+            batches=batches,
+            saving=saving,
             evaluation=data.CausalBatches(
                 corpus.validation, min(config.sequence_length, len(corpus.validation) - 1), config.batch_size, config.seed
             ),
@@ -145,7 +150,7 @@ class Trainer:
             f"{summary['train_tokens']:,} training tokens"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
-        show.say(f"Loss: {self.objective.words}.")
+        show.say("\n".join([f"Loss: {self.objective.words}.", *self.saving]))
         if self.config.compile and self.config.tensor_every:
             show.say("Compiled code cannot be observed: no tensor statistics in this run.")
 
@@ -317,6 +322,7 @@ class Trainer:
             "recipe": config.recipe,
             "precision": config.precision,
             "loss": self.objective.words,
+            "memory": self.saving,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model": describe_model(self.model) | {"sequence_length": config.sequence_length},
             "data": self.corpus.summary,
