@@ -91,7 +91,7 @@ def test_run_json_follows_the_contract(full):
     run = json.loads(Path(full.output, "run.json").read_text("utf-8"))
     assert set(run) == {
         "narrowgauge", "torch", "python", "device", "threads", "started_at", "command", "seed", "recipe", "precision",
-        "parameters", "model", "data", "tokens_per_step", "steps", "describe",
+        "parameters", "model", "data", "tokens_per_step", "steps", "describe", "loss", "memory",
     }  # fmt: skip
     assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == ("fp8-delayed", "amp-bf16", 6, 64)
     assert {"name", "hidden_size", "layers", "heads", "vocab_size"} <= set(run["model"])
