@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.bench_memory", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=6, help="even")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a batch")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a batch")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a sequence")
     options = parser.parse_args()
     if options.threads:
