@@ -191,6 +191,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(rule.names)
     if each.name == "device":
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
+    if each.name == "checkpointing":
+        return st.sampled_from(["none", "full", "every-2", "selective", "budget:1.5GiB", "budget:9"])
     if each.type is int:
         return st.integers(rule.low, rule.high)
     if each.type is float:
@@ -207,6 +209,7 @@ def configurations(draw) -> TrainConfig:
     drawn["micro_batches"] = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0]))
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
+    drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
     if drawn["tokenizer"]:
         del drawn["vocab_size"]
     if drawn["model"]:
