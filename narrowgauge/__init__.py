@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from narrowgauge import formats, optim, recipes
+    from narrowgauge import formats, memory, optim, recipes
     from narrowgauge.conversion import advance, convert, describe, suspended
     from narrowgauge.ops import dequantize, mm, quantize
     from narrowgauge.qlinear import QLinear, linear
@@ -31,6 +31,7 @@ _HOMES = {
     "formats": "formats",
     "recipes": "recipes",
     "optim": "optim",
+    "memory": "memory",
     "Cast": "recipe",
     "Gemm": "recipe",
     "Recipe": "recipe",
@@ -59,6 +60,7 @@ __all__ = [
     "describe",
     "formats",
     "linear",
+    "memory",
     "mm",
     "optim",
     "quantize",

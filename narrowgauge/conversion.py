@@ -4,8 +4,8 @@
     convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})     later patterns win
 
 A layer keeps its identity: the module object, its parameters, hooks, ties and users stay as they are, only its class becomes
-QLinear. Patterns are shell wildcards over dotted names; a pattern without a leading `*` also matches the end of a name, from a
-dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
+QLinear. Patterns are shell wildcards and ranges over dotted names (see `patterns`); one without a leading `*` also matches the
+end of a name, from a dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
 
 What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
 their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
@@ -32,6 +32,7 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.learned import decide
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
+from narrowgauge.patterns import matches
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
 
@@ -274,11 +275,6 @@ def _restore(layer: QLinear) -> None:
         layer._modules.pop(name, None)
         layer.__dict__.pop(name, None)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a layer; see the module."""
-    return fnmatchcase(name, pattern) or (not pattern.startswith("*") and fnmatchcase(name, f"*.{pattern}"))
 
 
 def _names_in_letters(pattern: str) -> bool:

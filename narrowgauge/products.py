@@ -248,7 +248,21 @@ def _weight_operand(
             return codes if how.expand is not None else _row_major(codes)
         return operand(turn(weight.T), recipe.grad_input.rhs, how.expand, amax, settings)
 
-    return build() if cache is None or turn.is_random else cache.get(gemm, weight, settings, build)
+    if cache is None or turn.is_random:
+        return build()
+    was_built = False
+
+    def noted() -> QTensor | Tensor:
+        nonlocal was_built
+        was_built = True
+        return build()
+
+    kept = cache.get(gemm, weight, settings, noted)
+    cast = recipe.output.rhs
+    if gemm == "output" and not was_built and cast is not None and cast.rounding == "stochastic":
+        # Draws what casting drew: activation checkpointing repeats a forward that cast with one that finds the cast here.
+        torch.rand(turn(weight).shape, dtype=torch.float32, device=weight.device)
+    return kept
 
 
 def _serves_both(cast: Cast | None, transposed: Cast | None) -> bool:

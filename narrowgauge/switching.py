@@ -20,8 +20,9 @@ from dataclasses import replace
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.conversion import matches, wide_by_policy
+from narrowgauge.conversion import wide_by_policy
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.patterns import matches
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
 

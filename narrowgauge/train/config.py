@@ -143,6 +143,15 @@ class TrainConfig:
     beta2: float = setting("training", 0.95, "AdamW's decay of the second moment.", Range(0, 1, open_high=True))
     epsilon: float = setting("training", 1e-8, "AdamW's guard against division by zero.", Range(0, 1, open_low=True))
     clip: float = setting("training", 1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
+    freeze: str = setting(
+        "training", "", "Patterns of layers and parameters that do not train, as embed*,layers.0-3; empty: none."
+    )
+    checkpointing: str = setting(
+        "training", "none", "What is computed again in backward: none, full, every-N, selective or budget:512MiB.",
+        Matching(r"none|full|selective|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
+                 "one of 'none', 'full', 'every-2', 'selective' or 'budget:512MiB'"),
+    )  # fmt: skip
+    compress_activations: bool = setting("training", False, "Keep what blocks save for backward in E4M3.")
     seed: int = setting("training", 0, "Decides weights, order of the data and stochastic rounding.", Range(0, MAX_INT))
     device: str = setting(
         "training", "auto", "auto, cpu, cuda or cuda:N.",
@@ -274,6 +283,12 @@ def _between(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             ("micro_batches", "batch_size"),
             f"micro_batches = {config.micro_batches}: must divide batch_size = {config.batch_size}.",
+        )
+    if config.compress_activations and config.compile:
+        yield Problem(
+            ("compress_activations", "compile"),
+            "compress_activations = true: has no place in a compiled model, where the compiler fixes what is kept. "
+            "Remove one of compress_activations and compile.",
         )
     if config.min_learning_rate > config.learning_rate:
         yield Problem(

@@ -3,17 +3,25 @@
     loss = sum over valid targets of -log p(target) / number of valid targets in the step
 
 Each micro-batch divides by the step's count, not by its own, so the gradient does not depend on how a batch is cut.
+
+The output head and the loss are computed together, over chunks of tokens (`memory.chunked_cross_entropy`), wherever the head is an
+ordinary Linear and the model's logits are its product; `LanguageLoss.of` finds that out by trying, and says why where not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.data import IGNORED, valid_targets
 from narrowgauge.errors import DataError
+from narrowgauge.memory import chunked_cross_entropy
+from narrowgauge.qlinear import QLinear
+from narrowgauge.recipe import Gemm
 
 Batch = dict[str, Tensor]
 
@@ -33,6 +41,75 @@ def summed_loss(model: Any, batch: Batch, device: torch.device) -> Tensor:
     return torch.nn.functional.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
+
+
+@dataclass(frozen=True)
+class LanguageLoss:
+    """summed_loss of one model; called with a micro-batch.
+
+    forward  the model below its head, or the whole model where head is None; compiled if the run is
+    head     the Linear whose product and loss are taken in chunks
+    softcap  of the logits, or None
+    words    how the loss is computed, and why not in chunks
+    """
+
+    forward: Callable[..., Any]
+    head: nn.Linear | None
+    softcap: float | None
+    words: str
+
+    @classmethod
+    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> LanguageLoss:
+        """Tries the model on a few tokens, without a trace in its generators, and decides."""
+        reason, softcap = _refuse_chunks(model, computes_in)
+        part = model if reason else model.base_model
+        forward = torch.compile(part) if compiled else part
+        if reason:
+            return cls(forward, None, None, f"whole logits: {reason}")
+        return cls(forward, model.get_output_embeddings(), softcap, "in chunks of tokens, never the whole logits")
+
+    def __call__(self, batch: Batch, device: torch.device) -> Tensor:
+        """Sum of -log p over the valid targets of a micro-batch, float32 scalar."""
+        if self.head is None:
+            return summed_loss(self.forward, batch, device)
+        hidden = self.forward(input_ids=batch["input_ids"].to(device), use_cache=False).last_hidden_state
+        loss, _ = chunked_cross_entropy(
+            hidden, self.head.weight, batch["labels"].to(device),
+            bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap,
+        )  # fmt: skip
+        return loss
+
+
+def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | None]:
+    """Why the loss needs the whole logits, or ''; and the softcap of the logits if the model has one."""
+    head = model.get_output_embeddings()
+    if type(head) not in (nn.Linear, QLinear):
+        return f"the output head is a {type(head).__name__}, not an nn.Linear", None
+    recipe = head.recipe if isinstance(head, QLinear) else None
+    if recipe is not None and (
+        any(gemm != Gemm() for gemm in recipe.gemms().values()) or computes_in not in (torch.bfloat16, torch.float16)
+    ):
+        return f"the output head follows the recipe {recipe.name!r}", None
+    if model.base_model is model:
+        return f"{type(model).__name__} has no part below its output head", None
+    modes = [(module, module.training) for module in model.modules()]
+    ids = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
+    devices = [head.weight.device] if head.weight.is_cuda else []
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            logits = model(input_ids=ids, use_cache=False).logits
+            product = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    except (TypeError, AttributeError) as error:
+        return f"{type(model).__name__} cannot be called below its output head ({error})", None
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    for cap in {None, softcap}:
+        if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
+            return "", cap
+    return "the logits are not the product of the output head with the last hidden state", None
 
 
 def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, lowest: float) -> float:

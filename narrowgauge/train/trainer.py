@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.console import Console
+from narrowgauge.train.economy import economize
 from narrowgauge.train.generate import sample
 from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
-from narrowgauge.train.objective import Batch, count_targets, learning_rate, summed_loss
+from narrowgauge.train.objective import Batch, LanguageLoss, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.schedule import Schedule
@@ -57,11 +59,12 @@ class Trainer:
     device: torch.device
     rung: precision.Precision
     model: Any
-    forward: Callable[..., Any]
+    objective: LanguageLoss
     optimizer: Any
     scaler: torch.amp.GradScaler | None
     batches: data.CausalBatches
     evaluation: data.CausalBatches
+    saving: list[str]
     step: int = 0
     saved_step: int = 0
     trained_s: float = 0.0  # over all resumptions
@@ -80,6 +83,8 @@ class Trainer:
         rung = precision.get(config.precision)
         model = build(config, tokenizer, device, rung)
         data.check_vocabulary(corpus, model.get_input_embeddings().weight.shape[0])
+        batches = data.CausalBatches(corpus.train, config.sequence_length, config.batch_size, config.seed)
+        saving = economize(config, model, rung, device, batches)  # before the optimizer: it holds what trains, no more
         trainer = cls(
             config=config,
             folder=folder,
@@ -89,10 +94,11 @@ class Trainer:
             device=device,
             rung=rung,
             model=model,
-            forward=torch.compile(model) if config.compile else model,
+            objective=LanguageLoss.of(model, rung.computes_in, compiled=config.compile),
             optimizer=build_optimizer(config, model, rung),
             scaler=torch.amp.GradScaler(device.type) if rung.scales_loss else None,
-            batches=data.CausalBatches(corpus.train, config.sequence_length, config.batch_size, config.seed),
+            batches=batches,
+            saving=saving,
             evaluation=data.CausalBatches(
                 corpus.validation, min(config.sequence_length, len(corpus.validation) - 1), config.batch_size, config.seed
             ),
@@ -169,6 +175,7 @@ class Trainer:
         for stage in self.schedule.stages:
             if stage.step > self.step:
                 show.say(f"To come at {stage}")
+        show.say("\n".join([f"Loss: {self.objective.words}.", *self.saving]))
         if self.config.compile and self.config.tensor_every:
             show.say("Compiled code cannot be observed: no tensor statistics in this run.")
 
@@ -221,7 +228,7 @@ class Trainer:
             group["lr"] = lr
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
-            loss_sum += self._backward(self.forward, batch, targets)
+            loss_sum += self._backward(self.objective, batch, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
@@ -237,9 +244,9 @@ class Trainer:
         self.step = number
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
 
-    def _backward(self, forward: Callable[..., Any], batch: Batch, targets: int) -> Tensor:
+    def _backward(self, objective: Callable[[Batch, torch.device], Tensor], batch: Batch, targets: int) -> Tensor:
         with self.rung.context(self.device.type):
-            loss = summed_loss(forward, batch, self.device) / targets
+            loss = objective(batch, self.device) / targets
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
@@ -256,7 +263,7 @@ class Trainer:
 
         def repeat() -> None:
             for batch in micro_batches:
-                self._backward(self.model, batch, targets)  # not the compiled one, which has no hooks
+                self._backward(partial(summed_loss, self.model), batch, targets)  # uncompiled and whole: all hooks run
 
         where = first_nonfinite(self.model, repeat)
         self.optimizer.zero_grad()
@@ -289,7 +296,7 @@ class Trainer:
         total, tokens = 0.0, 0
         for batch in self.evaluation.evaluation(config.eval_tokens):
             with self.rung.context(self.device.type):
-                total += float(summed_loss(self.forward, batch, self.device))
+                total += float(self.objective(batch, self.device))
             tokens += data.valid_targets(batch)
         self.model.train()
         self.log.write("eval", self.step, loss=total / tokens, tokens=tokens, elapsed_s=self.trained_s)
@@ -348,6 +355,8 @@ class Trainer:
             "recipes": dict(config.layers_recipe),
             "precision": config.precision,
             "switches": [{"step": stage.step, **stage.event} for stage in self.schedule.stages],
+            "loss": self.objective.words,
+            "memory": self.saving,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model": describe_model(self.model) | {"sequence_length": config.sequence_length},
             "data": self.corpus.summary,

@@ -193,6 +193,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
+    if each.name == "checkpointing":
+        return st.sampled_from(["none", "full", "every-2", "selective", "budget:1.5GiB", "budget:9"])
     if each.type is int:
         return st.integers(rule.low, rule.high)
     if each.type is float:
@@ -210,6 +212,7 @@ def configurations(draw) -> TrainConfig:
     drawn["switch"] = drawn["switch"] if drawn["steps"] > 1 else ""
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
+    drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
     if drawn["tokenizer"]:
         del drawn["vocab_size"]
     if drawn["model"]:

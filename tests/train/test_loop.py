@@ -91,7 +91,7 @@ def test_run_json_follows_the_contract(full):
     run = json.loads(Path(full.output, "run.json").read_text("utf-8"))
     assert set(run) == {
         "narrowgauge", "torch", "python", "device", "threads", "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
-        "parameters", "model", "data", "tokens_per_step", "steps", "describe",
+        "switches", "parameters", "model", "data", "tokens_per_step", "steps", "describe", "loss", "memory",
     }  # fmt: skip
     assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == ("fp8-delayed", "amp-bf16", 6, 64)
     assert {"name", "hidden_size", "layers", "heads", "vocab_size"} <= set(run["model"])
@@ -377,7 +377,7 @@ def spoiled(tensor, bad):
 
 
 class Poison:
-    """Spoils what passes a module from its third forward pass on: step 3 and its repetition."""
+    """Spoils what passes a module from its third forward pass in training on: step 3 and its repetition."""
 
     def __init__(self, bad, first=3, last=10**9):
         self.bad, self.first, self.last, self.calls = bad, first, last, 0
@@ -386,20 +386,20 @@ class Poison:
         return self.first <= self.calls <= self.last
 
     def output(self, module, inputs, output):
-        self.calls += 1
+        self.calls += module.training
         return spoiled(output, self.bad) if self.active() else output
 
     def operand(self, module, inputs):
-        self.calls += 1
+        self.calls += module.training
         return (spoiled(inputs[0], self.bad),) if self.active() else inputs
 
     def backward(self, module, inputs, output):
-        self.calls += 1
+        self.calls += module.training
         if self.active():
             output.register_hook(lambda gradient: spoiled(gradient, self.bad))
 
     def count(self, module, inputs):
-        self.calls += 1
+        self.calls += module.training
 
     def gradient(self, gradient):
         return spoiled(gradient, self.bad) if self.active() else gradient

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from narrowgauge.conversion import convert
 from narrowgauge.data import IGNORED
 from narrowgauge.errors import DataError
 from narrowgauge.train import loop
-from narrowgauge.train.objective import count_targets, learning_rate, summed_loss
+from narrowgauge.train.objective import LanguageLoss, count_targets, learning_rate, summed_loss
+from tests.compare import assert_same
 from tests.train import tiny
 
 CPU = torch.device("cpu")
@@ -29,12 +32,13 @@ def batch_of(rows, uneven):
     return {"input_ids": ids, "labels": labels}
 
 
-def gradients(model, batches):
+def gradients(model, batches, chunked=True):
     model = copy.deepcopy(model)
+    objective = LanguageLoss.of(model, torch.float32, compiled=False) if chunked else partial(summed_loss, model)
     targets = count_targets(batches, 1)
     total = 0.0
     for batch in batches:
-        loss = summed_loss(model, batch, CPU) / targets
+        loss = objective(batch, CPU) / targets
         loss.backward()
         total += float(loss.detach())
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -68,6 +72,69 @@ def test_a_step_does_not_depend_on_how_its_batch_is_cut(model, parts, uneven):
         scale = unsplit[name].norm()
         assert float((found[name] - unsplit[name]).norm() / scale) <= SAME, name
         assert float((found[name].double() - parameter.grad).norm() / scale) <= 4 * SAME, name
+
+
+def test_in_chunks_as_with_the_whole_logits(model):
+    batch = batch_of(8, uneven=True)
+    loss, found = gradients(model, [batch])
+    expected, reference = gradients(model, [batch], chunked=False)
+    assert loss == pytest.approx(expected, rel=SAME)
+    for name, gradient in reference.items():
+        assert float((found[name] - gradient).norm() / gradient.norm()) <= SAME, name
+    with torch.no_grad():
+        evaluated = LanguageLoss.of(model, torch.float32, compiled=False)(batch, CPU)
+        assert float(evaluated) == pytest.approx(float(summed_loss(model, batch, CPU)), rel=SAME)
+
+
+def test_a_head_in_the_recipe_bf16_is_ordinary(model):
+    """The operands and roundings are those of QLinear, so the losses agree as sums in another order do."""
+    model = copy.deepcopy(model)
+    convert(model, {"lm_head": "bf16"})
+    objective = LanguageLoss.of(model, torch.bfloat16, compiled=False)
+    assert objective.head is model.lm_head
+    batch = batch_of(4, uneven=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = objective(batch, CPU), summed_loss(model, batch, CPU)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=2**-12)
+
+
+class Scaled(LlamaForCausalLM):
+    """Its logits are more than its head's product."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = output.logits * 0.5
+        return output
+
+
+def test_other_heads_fall_back_and_say_why(model):
+    def words(changed, computes_in=torch.bfloat16):
+        objective = LanguageLoss.of(changed, computes_in, compiled=False)
+        assert objective.head is None and objective.forward is changed
+        batch = batch_of(2, uneven=False)
+        with torch.no_grad():
+            assert_same(objective(batch, CPU), summed_loss(changed, batch, CPU))
+        return objective.words
+
+    narrow = convert(copy.deepcopy(model), {"lm_head": "fp8-row"})
+    assert words(narrow) == "whole logits: the output head follows the recipe 'fp8-row'"
+    rounded = convert(copy.deepcopy(model), {"lm_head": "bf16"})
+    assert words(rounded, torch.float32) == "whole logits: the output head follows the recipe 'bf16'"
+    nested = copy.deepcopy(model)
+    nested.lm_head = torch.nn.Sequential(nested.lm_head)
+    assert words(nested) == "whole logits: the output head is a Sequential, not an nn.Linear"
+    assert "not the product of the output head" in words(Scaled(model.config))
+
+
+def test_finding_out_leaves_no_trace(model):
+    model = convert(copy.deepcopy(model), "fp8-delayed").train()
+    model.model.norm.eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    LanguageLoss.of(model, torch.float32, compiled=False)
+    assert_same(torch.get_rng_state(), state)
+    assert_same(dict(model.state_dict()), before)
+    assert model.training and model.lm_head.training and not model.model.norm.training
 
 
 def test_a_step_without_targets_is_a_data_error():

@@ -1,0 +1,237 @@
+"""Activation checkpointing: blocks keep little for backward, and backward computes the rest once more.
+
+    policy            what is kept of a block
+    None, "none"      everything: takes checkpointing off
+    "full"            its inputs
+    "every-N"         of every N-th block, from the first on, its inputs; of the others everything
+    "selective"       its inputs and the outputs of matrix products and attention; what lies between is computed again
+    "budget:512MiB"   as "full", in as many blocks, from the first on, as bring the bytes kept below the budget
+
+Torch's non-reentrant checkpoint: no input needs a gradient, so frozen layers below need no hook that would drive backward through
+them, and a block that needs no backward at all runs plainly. Generators are put back for the recomputation, so dropout and
+stochastic rounding draw the same numbers; delayed scaling only takes maxima, so seeing an amax twice changes nothing.
+
+The last block is left out by default: backward would begin by computing it again, so its activations would exist at that moment
+anyway. Leaving it out costs memory only where something large lives between it and backward, such as whole logits.
+
+Cost: about one more forward of the recomputed blocks in each step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.memory.blocks import find_blocks, set_recompute
+from narrowgauge.memory.measure import note, saved_bytes
+
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_POLICY = re.compile(r"none|full|selective|every-([1-9]\d{0,3})|budget:(\d+(?:\.\d+)?) ?(B|[KMG]iB)?")
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+# Outputs that "selective" keeps; a release of torch may lack some.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "convolution")
+_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
+_ATTENTION += ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
+KEPT_OPERATIONS = frozenset(
+    getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION) if hasattr(torch.ops.aten, name)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointReport:
+    """What `checkpoint` did; `print` it.
+
+    recomputed, kept   names of the blocks whose forward is repeated, and of the others
+    kept_bytes         with a budget: bytes kept for backward now, measured; else None
+    notes              what else changed
+    """
+
+    policy: str
+    recomputed: tuple[str, ...]
+    kept: tuple[str, ...]
+    kept_bytes: int | None
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        blocks = len(self.recomputed) + len(self.kept)
+        head = f"checkpointing {self.policy}: {len(self.recomputed)} of {blocks} blocks are computed again in backward"
+        size = "" if self.kept_bytes is None else f"; {self.kept_bytes / 2**20:.1f} MiB are kept for it"
+        return "\n".join([head + size, *self.notes])
+
+
+@dataclass(frozen=True)
+class Again:
+    """The recomputation of one block: whole, or without the operations whose outputs are kept."""
+
+    selective: bool
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _needs_backward(forward, args, kwargs):
+            return forward(*args, **kwargs)
+        for name in CACHES:
+            if kwargs.get(name) is not None:
+                raise ConfigError(
+                    f"checkpoint: a block was given {name}; computing it again would append its keys and values a second "
+                    "time. Call the model with use_cache=False, or take checkpointing off with checkpoint(model, None)."
+                )
+        contexts: dict[str, Any] = {"context_fn": _selective_contexts} if self.selective else {}
+        return torch_checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
+
+
+class WithoutCache:
+    """Forward pre-hook of the model: while gradients are on, no KV cache is filled."""
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not torch.is_grad_enabled():
+            return None
+        if kwargs.get("use_cache"):
+            raise ConfigError(
+                "checkpoint: use_cache=True, but recomputation would fill the KV cache twice. Pass use_cache=False, "
+                "or take checkpointing off with checkpoint(model, None)."
+            )
+        return args, {**kwargs, "use_cache": False}
+
+
+def checkpoint(
+    model: nn.Module,
+    policy: str | None,
+    *,
+    blocks: str | Iterable[str] | None = None,
+    keep_last: bool = True,
+    batch: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> CheckpointReport:
+    """Sets the checkpointing of a model's blocks, in place, in the stead of what was set before; see the module.
+
+    blocks      patterns of the modules to treat as blocks; None finds them by structure (see `find_blocks`)
+    keep_last   whether the last block keeps everything, unless a budget needs it too
+    batch,loss  for a budget: what `saved_bytes` needs to measure
+
+    Parameter names, state dicts, copies and pickles stay as they are. Raises ConfigError for an unknown policy, a budget without
+    a batch or below what "full" reaches, and a model that checkpoints already by transformers' own switch.
+    """
+    words = policy or "none"
+    parsed = _POLICY.fullmatch(words)
+    if not parsed:
+        raise ConfigError(
+            f"checkpoint: no policy {words!r}. Choose 'none', 'full', 'every-2', 'selective', or 'budget:512MiB'."
+        )
+    found = find_blocks(model, blocks, "checkpoint")
+    _refuse_transformers_own(found)
+    for block in found.values():
+        set_recompute(block, None)
+    _set_cache(model, allowed=True)
+    names = list(found)
+    candidates = names[:-1] if keep_last and len(names) > 1 else names
+    kept_bytes = None
+    if parsed[2]:
+        chosen, kept_bytes = _within(model, found, float(parsed[2]) * UNITS[parsed[3] or ""], batch, loss)
+    else:
+        chosen = [] if words == "none" else candidates[:: int(parsed[1] or 1)]
+        for name in chosen:
+            set_recompute(found[name], Again(words == "selective"))
+    notes = _set_cache(model, allowed=not chosen)
+    return CheckpointReport(
+        policy=words,
+        recomputed=tuple(chosen),
+        kept=tuple(name for name in names if name not in chosen),
+        kept_bytes=kept_bytes,
+        notes=notes,
+    )
+
+
+def _within(
+    model: nn.Module, found: dict[str, nn.Module], budget_bytes: float, batch: Any, loss: Callable[[Any], Tensor] | None
+) -> tuple[list[str], int]:
+    """Recomputes as few blocks as bring the bytes below the budget, the first ones; they keep theirs the longest."""
+    if batch is None:
+        raise ConfigError(
+            "checkpoint: a budget is held by measuring, so it needs a sample batch. Pass batch=, shaped like the largest one."
+        )
+    _set_cache(model, allowed=False)
+    names = list(found)
+    whole = saved_bytes(model, batch, loss)
+    for block in found.values():
+        set_recompute(block, Again(selective=False))
+    least = saved_bytes(model, batch, loss)
+    if least.total > budget_bytes:
+        for block in found.values():
+            set_recompute(block, None)
+        _set_cache(model, allowed=True)
+        raise ConfigError(
+            f"checkpoint: with every block computed again {least.total:,} bytes are kept, above the budget of "
+            f"{int(budget_bytes):,}. Raise the budget to {-(-least.total // 2**20)}MiB, or make the batch smaller."
+        )
+    estimate, count = whole.total, 0
+    while estimate > budget_bytes and count < len(names):
+        estimate -= whole.below(names[count]) - least.below(names[count])
+        count += 1
+    while True:  # what blocks share is counted for the first of them, so the estimate is checked
+        for place, name in enumerate(names):
+            set_recompute(found[name], Again(selective=False) if place < count else None)
+        kept = saved_bytes(model, batch, loss).total
+        if kept <= budget_bytes or count == len(names):
+            return names[:count], kept
+        count += 1
+
+
+def _needs_backward(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
+        return True
+    owner = forward.__self__.block  # type: ignore[attr-defined]
+    return any(parameter.requires_grad for parameter in owner.parameters())
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_products)
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Products and attention are kept. Attention with dropout is not: kept, it would not draw, and all later draws differ."""
+    if operation not in KEPT_OPERATIONS or _draws(operation, args, kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    if not context.is_recompute:
+        outputs = tree_leaves(getattr(context, "op_output", None))
+        note(*(output for output in outputs if isinstance(output, Tensor)))
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
+    return False
+
+
+def _refuse_transformers_own(found: dict[str, nn.Module]) -> None:
+    for name, block in found.items():
+        if getattr(block, "gradient_checkpointing", False):
+            raise ConfigError(
+                f"checkpoint: {name} checkpoints already, by transformers' own switch, and would be computed three times. "
+                "Call model.gradient_checkpointing_disable() first."
+            )
+
+
+def _set_cache(model: nn.Module, *, allowed: bool) -> tuple[str, ...]:
+    """Puts the hook that keeps the KV cache off, or takes it away; returns what to tell."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, WithoutCache):
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    if allowed or "use_cache" not in inspect.signature(model.forward).parameters:
+        return ()
+    model.register_forward_pre_hook(WithoutCache(), with_kwargs=True)
+    return ("KV cache: off while gradients are on, since computing a block again would fill it twice",)

@@ -1,0 +1,249 @@
+"""Linear and cross-entropy in one, over chunks of tokens: the logits of all tokens never exist at once.
+
+    hidden [T, K], weight [V, K], targets [T]
+
+    z      = hidden @ weight.T + bias                  [rows, V], one chunk at a time
+    z      = softcap * tanh(z / softcap)               where asked for
+    loss   = sum over valid t of  lse(z[t]) - z[t, target] + z_loss * lse(z[t])^2
+
+Gradients are computed in forward, while a chunk's logits are there, for the sum itself; backward multiplies them by the gradient
+of the loss. So no product is computed twice: the same three as the plain path's. Kept for backward: grad_hidden [T, K], and
+grad_weight [V, K] in float32, which the plain path would make in backward. Ignored tokens are left out before the first product.
+
+Types are the plain path's: operands in autocast's dtype, or hidden's without autocast; logits rounded to it; softmax and loss in
+float32. grad_weight is summed over chunks in float32, where the plain path rounds once per GEMM. A CPU without bfloat16
+instructions multiplies 16-bit operands in float32, which holds the same values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.errors import ConfigError, DataError, ShapeError
+from narrowgauge.ops.registry import device_facts
+
+IGNORED = -100
+# Of a chunk's logits in float32. The CPU's is measured: below 8 MiB the many small products cost more than the cache gives
+# (docs/limited-memory.md). A GPU's is an estimate: enough rows to fill the multiprocessors.
+CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+FEWEST_ROWS = {"cpu": 32, "cuda": 256}
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """softcap and z_loss are 0 when they are off."""
+
+    rows: int
+    computes_in: torch.dtype
+    multiplies_in: torch.dtype
+    softcap: float
+    z_loss: float
+    needs_gradients: bool
+
+    def operand(self, x: Tensor) -> Tensor:
+        """As it enters a product: rounded to the type of the computation, held in that of the multiplication."""
+        return x.to(self.computes_in).to(self.multiplies_in)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum of -log softmax(hidden @ weight.T + bias)[target] over the valid targets, and their number.
+
+    hidden   [..., K] float, last hidden states      weight  [V, K] float, the output head's      bias  [V] or None
+    targets  [...] int64, of hidden's leading shape; ignore_index marks the ones that do not count
+    softcap  logits become softcap * tanh(logits / softcap)
+    z_loss   this times the squared log-sum-exp is added for each valid target
+    chunk    tokens of a chunk; None: as many as make a few MiB of logits on the CPU, 256 MiB on a GPU
+    ->       loss float32 (float64 for float64), count int64, both 0-d; 0 and 0 if no target is valid
+
+    Divide the loss by the count, or by that of all micro-batches. Differentiable once in hidden, weight and bias. Raises ShapeError
+    and, for a target outside 0 ... V - 1, DataError (which synchronises with a GPU). While compiling, targets are not
+    checked and ignored tokens are computed, since both depend on data.
+    """
+    _check(hidden, weight, targets, bias, softcap, chunk)
+    states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    valid = labels != ignore_index
+    count = valid.sum()
+    if not torch.compiler.is_compiling():
+        if int(count) < labels.numel():
+            states, labels = states[valid], labels[valid]
+            valid = torch.ones_like(labels, dtype=torch.bool)
+        _check_targets(labels, weight.shape[0])
+    computes_in = _computes_in(hidden)
+    settings = _Settings(
+        rows=chunk or _rows(hidden.device.type, weight.shape[0]),
+        computes_in=computes_in,
+        multiplies_in=_multiplies_in(computes_in, hidden.device),
+        softcap=softcap or 0.0,
+        z_loss=z_loss,
+        needs_gradients=torch.is_grad_enabled(),
+    )
+    loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, settings)
+    return loss, count
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        valid: Tensor,
+        settings: _Settings,
+    ) -> Tensor:
+        wide = torch.float64 if settings.computes_in == torch.float64 else torch.float32
+        needs = [settings.needs_gradients and need for need in ctx.needs_input_grad[:3]]
+        grad_hidden = torch.empty_like(hidden) if needs[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+        rhs = settings.operand(weight)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, hidden.shape[0], settings.rows):
+            rows = slice(start, start + settings.rows)
+            lhs = settings.operand(hidden[rows])
+            logits = _logits(lhs, rhs, bias, settings, wide)
+            chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], settings, any(needs))
+            loss += chunk_loss
+            if grad is None:
+                continue
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+            grad = settings.operand(grad)
+            if grad_hidden is not None:
+                grad_hidden[rows] = (grad @ rhs).to(settings.computes_in)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad, lhs)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
+        if grad_weight is not None:  # in place: a second copy of the head's gradient would be the largest tensor here
+            grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtypes[0])
+        if grad_bias is not None:
+            grad_bias = (grad_bias * grad_loss).to(ctx.dtypes[1])
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _logits(lhs: Tensor, rhs: Tensor, bias: Tensor | None, settings: _Settings, wide: torch.dtype) -> Tensor:
+    """[rows, V], rounded to the type of the computation, then in float32."""
+    product = lhs @ rhs.T if bias is None else torch.addmm(settings.operand(bias), lhs, rhs.T)
+    return product.to(settings.computes_in).to(wide)
+
+
+def _loss_and_gradient(
+    logits: Tensor, labels: Tensor, valid: Tensor, settings: _Settings, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sum over the chunk, and its gradient with respect to the logits before the softcap [rows, V]."""
+    capped = torch.tanh(logits / settings.softcap) * settings.softcap if settings.softcap else logits
+    labels = labels[:, None]
+    log_p = torch.log_softmax(capped, dim=-1)
+    log_p_target = log_p.gather(1, labels)
+    weight = valid[:, None].to(log_p.dtype)
+    loss = -log_p_target
+    factor = weight
+    if settings.z_loss:
+        log_sum = capped.gather(1, labels) - log_p_target
+        loss = loss + settings.z_loss * log_sum.square()
+        factor = weight * (1 + 2 * settings.z_loss * log_sum)
+    total = (loss * weight).sum()
+    if not needs_gradient:
+        return total, None
+    grad = log_p.exp_()
+    if settings.z_loss or not _all_ones(valid):
+        grad = grad.mul_(factor)
+    grad = grad.scatter_add_(1, labels, -weight)
+    if settings.softcap:
+        grad = grad.mul_(1 - (capped / settings.softcap).square())
+    return total, grad
+
+
+def _all_ones(valid: Tensor) -> bool:
+    """Whether ignored tokens were left out beforehand: always, except while compiling."""
+    return not torch.compiler.is_compiling()
+
+
+def _add_product(total: Tensor, grad: Tensor, lhs: Tensor) -> None:
+    """total [V, K] += grad.T @ lhs, without a second [V, K] where the types allow."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.T, lhs)
+    else:
+        total += grad.T @ lhs
+
+
+def _rows(device_type: str, vocabulary: int) -> int:
+    """Tokens of a chunk, a power of two."""
+    limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary)
+    return max(FEWEST_ROWS.get(device_type, FEWEST_ROWS["cuda"]), 1 << max(limit, 1).bit_length() - 1)
+
+
+def _computes_in(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return hidden.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def _multiplies_in(computes_in: torch.dtype, device: torch.device) -> torch.dtype:
+    is_narrow = computes_in in (torch.bfloat16, torch.float16)
+    slow = device.type == "cpu" and (
+        computes_in == torch.float16 or not device_facts(device.type, device.index).bf16_gemm
+    )
+    return torch.float32 if is_narrow and slow else computes_in
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None, chunk: int | None
+) -> None:
+    if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ShapeError(
+            f"chunked_cross_entropy: hidden is {list(hidden.shape)}, weight {list(weight.shape)}; hidden must be [..., K] "
+            "and weight [V, K] with the same K. Pass the hidden states that the output head receives."
+        )
+    if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
+        raise ShapeError(
+            f"chunked_cross_entropy: targets are {list(targets.shape)} {targets.dtype}; they must be "
+            f"{list(hidden.shape[:-1])} torch.int64. Shift and convert the labels first."
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ShapeError(
+            f"chunked_cross_entropy: bias is {list(bias.shape)}, it must be [{weight.shape[0]}]. Pass the head's own bias."
+        )
+    if (softcap is not None and not softcap > 0) or (chunk is not None and chunk < 1):
+        raise ConfigError(
+            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive or None. Leave them out."
+        )
+
+
+def _check_targets(labels: Tensor, vocabulary: int) -> None:
+    """One synchronisation; a target out of range would end the CUDA context instead."""
+    if not labels.numel():
+        return
+    low, high = torch.stack(labels.aminmax()).tolist()
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise DataError(
+            f"chunked_cross_entropy: target {wrong} is outside the {vocabulary} classes (0 ... {vocabulary - 1}). "
+            "Use the tokenizer that the model was made for, or ignore_index for tokens that do not count."
+        )

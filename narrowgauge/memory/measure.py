@@ -1,0 +1,164 @@
+"""How many bytes a forward pass keeps for backward, and which module keeps them.
+
+Counted are the storages that are alive when forward has ended, each once however many operations saved it or a view of it;
+parameters and buffers, which exist anyway, are not counted. A view keeps its whole storage, so the whole is counted. What the
+techniques of this package keep in their own way (codes, selectively kept outputs) reports itself through `note`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from narrowgauge.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBytes:
+    """`total`, and the bytes that each module saved first, by dotted name ("" is the model itself). `print` it for a table."""
+
+    total: int
+    by_module: Mapping[str, int]
+
+    def below(self, name: str) -> int:
+        """Bytes of a module and all modules in it."""
+        return sum(count for module, count in self.by_module.items() if module == name or module.startswith(f"{name}."))
+
+    def __str__(self) -> str:
+        rows = sorted(self.by_module.items(), key=lambda item: -item[1])
+        width = max([len(name or "(model)") for name, _ in rows], default=3)
+        lines = [f"{name or '(model)':<{width}}  {count:>15,} bytes" for name, count in rows]
+        return "\n".join([*lines, f"{'all':<{width}}  {self.total:>15,} bytes"])
+
+
+@dataclass
+class Meter:
+    """Storages seen while it is active, by the module at work."""
+
+    known: set[int]
+    modules: list[str] = field(default_factory=lambda: [""])
+    seen: dict[int, tuple[StorageWeakRef, int, str]] = field(default_factory=dict)
+
+    def note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        # The reference keeps the address from being given to another storage.
+        if storage._cdata not in self.known and storage._cdata not in self.seen:
+            self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), self.modules[-1])
+
+    def result(self) -> SavedBytes:
+        by_module: dict[str, int] = {}
+        for reference, count, module in self.seen.values():
+            if not reference.expired():
+                by_module[module] = by_module.get(module, 0) + count
+        return SavedBytes(total=sum(by_module.values()), by_module=by_module)
+
+
+_ACTIVE: ContextVar[Meter | None] = ContextVar("narrowgauge_meter", default=None)
+
+
+def note(*tensors: Tensor) -> None:
+    """Tells the active measurement, if there is one, of tensors that are kept for backward without autograd's knowledge."""
+    meter = _ACTIVE.get()
+    if meter is not None:
+        for tensor in tensors:
+            meter.note(tensor)
+
+
+def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> SavedBytes:
+    """Bytes that a forward pass of `model` keeps for backward.
+
+    batch  keyword arguments as a mapping, positional ones as a tuple, or one tensor
+    loss   called with the model's output, so that what the loss keeps (logits) is counted; without it the output's graph alone
+
+    One forward pass. Torch's generators, buffers (amax windows) and gradients are left as they were. Raises ConfigError if nothing in
+    the output requires a gradient.
+    """
+    known = {
+        tensor.untyped_storage()._cdata
+        for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
+        if isinstance(tensor, Tensor)
+    }
+    meter = Meter(known)
+
+    def pack(tensor: Tensor) -> Tensor:
+        meter.note(tensor)
+        return tensor
+
+    with _undisturbed(model), _following(model, meter), torch.enable_grad():
+        token = _ACTIVE.set(meter)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = run(model, batch)
+                result = output if loss is None else loss(output)
+        finally:
+            _ACTIVE.reset(token)
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tensors_in(result)):
+            raise ConfigError(
+                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze a parameter."
+            )
+        if loss is not None:
+            del output
+        return meter.result()
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """The model on a batch in any of its forms; see `saved_bytes`."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """The leaves of nested containers; a model output of transformers is a mapping."""
+    return tree_leaves(dict(value) if isinstance(value, Mapping) else value)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Buffers and torch's random generators are put back when it ends."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+@contextmanager
+def _following(model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Keeps the meter's stack of module names."""
+
+    def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+        meter.modules.pop()
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.enter_context(_hook(module.register_forward_pre_hook(_entering(meter, name))))
+            stack.enter_context(_hook(module.register_forward_hook(leave, always_call=True)))
+        yield
+
+
+def _entering(meter: Meter, name: str) -> Callable[[nn.Module, Any], None]:
+    def enter(module: nn.Module, arguments: Any) -> None:
+        meter.modules.append(name)
+
+    return enter
+
+
+@contextmanager
+def _hook(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,240 @@
+"""Checkpointing (exact): the same gradients to the last bit, fewer bytes, nothing but `forward` touched."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import narrowgauge as ng
+from narrowgauge.errors import ConfigError
+from narrowgauge.memory import checkpoint, find_blocks, freeze, saved_bytes
+from tests.compare import assert_same
+from tests.memory.models import batch, llama, step
+
+POLICIES = ["full", "every-2", "selective", "budget:400KiB", "budget:0.2MiB"]
+INPUTS = {**batch(), "use_cache": False}
+
+
+def stochastic(x_only: bool) -> ng.Recipe:
+    """fp8-row with operands of `output` rounded stochastically: x alone, or weights as well."""
+    from dataclasses import replace
+
+    recipe = ng.recipes.get("fp8-row")
+    lhs = replace(recipe.output.lhs, rounding="stochastic")
+    rhs = recipe.output.rhs if x_only else replace(recipe.output.rhs, rounding="stochastic")
+    return replace(recipe, name="random", output=replace(recipe.output, lhs=lhs, rhs=rhs))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_do_not_change_and_bytes_fall(policy):
+    model = llama(attention_dropout=0.2)
+    whole = saved_bytes(model, INPUTS).total
+    loss, gradients = step(model)
+    report = checkpoint(model, policy, batch=INPUTS)
+    again_loss, again = step(model)
+    assert_same(again_loss, loss)
+    assert_same(again, gradients)
+    kept = saved_bytes(model, INPUTS).total
+    assert kept < whole
+    assert report.recomputed and set(report.recomputed) | set(report.kept) == set(find_blocks(model))
+    if report.kept_bytes is not None:
+        assert report.kept_bytes == kept <= (400 if policy.endswith("KiB") else 204.8) * 1024
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("x_only", [True, False], ids=["x", "x and w"])
+@pytest.mark.parametrize("advanced", [False, True], ids=["", "weights kept"])
+def test_stochastic_rounding_replays(policy, x_only, advanced):
+    """With kept weights the first forward draws their noise and the recomputation finds them cast: it must draw alike."""
+    found = []
+    for wanted in (None, policy):
+        model = llama()
+        ng.convert(model, stochastic(x_only))
+        checkpoint(model, wanted)
+        if advanced:
+            ng.advance(model)
+        found.append([step(model), step(model)])
+    assert_same(found[1], found[0])
+
+
+def test_delayed_scaling_sees_each_amax_once():
+    states = []
+    for policy in (None, "full"):
+        model = llama()
+        ng.convert(model, "fp8-delayed")
+        checkpoint(model, policy)
+        for _ in range(3):
+            step(model)
+            ng.advance(model)
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert_same(states[1], states[0])
+
+
+def test_frozen_layers_below_are_neither_kept_nor_computed_again():
+    model = llama()
+    freeze(model, "embed*,layers.0-1")
+    loss, gradients = step(model)
+    checkpoint(model, "full", keep_last=False)
+    calls = []
+    for name, block in find_blocks(model).items():
+        block.mlp.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    again_loss, again = step(model)
+    assert_same((again_loss, again), (loss, gradients))
+    numbers = [name.rpartition(".")[2] for name in calls]
+    assert sorted(numbers) == ["0", "1", "2", "2", "3", "3"]
+    saved = saved_bytes(model, INPUTS)
+    assert saved.below("model.layers.0") == saved.below("model.layers.1") == 0
+
+
+def test_the_last_block_is_left_out_by_default():
+    model = llama()
+    assert checkpoint(model, "full").kept == ("model.layers.3",)
+    assert checkpoint(model, "full", keep_last=False).kept == ()
+    assert checkpoint(model, "every-3").recomputed == ("model.layers.0",)
+    assert checkpoint(model, "every-3", keep_last=False).recomputed == ("model.layers.0", "model.layers.3")
+
+
+def test_full_keeps_the_inputs_alone():
+    model = llama()
+    checkpoint(model, "full", keep_last=False)
+    saved = saved_bytes(model, INPUTS)
+    residual = 4 * 32 * 32 * 4
+    assert [saved.below(name) for name in find_blocks(model)][1:] == [residual] * 3
+
+
+def test_selective_keeps_products_and_nothing_between():
+    """Between "full" and everything, and no product of a Linear is computed twice."""
+    model = llama()
+    sizes = {}
+    for policy in ("none", "selective", "full"):
+        checkpoint(model, policy, keep_last=False)
+        sizes[policy] = saved_bytes(model, INPUTS).total
+    assert sizes["full"] < sizes["selective"] < sizes["none"]
+    products = {}
+    for policy in ("none", "selective", "full"):
+        checkpoint(model, policy, keep_last=False)
+        with Count(torch.ops.aten.mm.default) as count:
+            step(model)
+        products[policy] = count.calls
+    # Early stop: backward asks for nothing behind the input of down_proj, so "full" repeats six of a block's seven Linears.
+    assert products["full"] == products["none"] + 4 * 6
+    assert products["selective"] == products["none"]
+
+
+class Count(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.calls = operation, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func == self.operation
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_forward_is_replaced_and_comes_back():
+    model = llama()
+    names = list(model.state_dict())
+    checkpoint(model, "full")
+    assert list(model.state_dict()) == names and type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    expected = step(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved_and_loaded(model)):
+        assert other.model.layers[0].forward.block is other.model.layers[0]
+        assert_same(step(other), expected)
+        assert saved_bytes(other, INPUTS).total == saved_bytes(model, INPUTS).total
+    assert checkpoint(model, None).recomputed == ()
+    assert not any("forward" in module.__dict__ or module._forward_pre_hooks for module in model.modules())
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_another_replacement_of_forward_is_kept():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+    calls = []
+
+    def observed(x, inner=model[0].forward):
+        calls.append(1)
+        return inner(x)
+
+    model[0].forward = observed
+    checkpoint(model, "full", keep_last=False)
+    model(torch.randn(2, 8)).sum().backward()
+    assert len(calls) == 2
+    checkpoint(model, None)
+    assert model[0].forward is observed
+
+
+def test_the_cache_is_off_in_training_and_on_in_generation():
+    model = llama()
+    report = checkpoint(model, "full")
+    assert "KV cache: off while gradients are on" in str(report)
+    assert model(**batch()).past_key_values is None
+    with pytest.raises(ConfigError, match="use_cache=True, but recomputation would fill the KV cache twice"):
+        model(**batch(), use_cache=True)
+    with pytest.raises(ConfigError, match="a block was given past_key_values"):
+        model.model(**batch(), use_cache=True)
+    with torch.no_grad():
+        assert model(**batch()).past_key_values is not None
+    assert model.config.use_cache is True
+
+
+def test_an_encoder_and_pytorchs_own():
+    sizes = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, vocab_size=64)
+    bert = BertForSequenceClassification(sizes).train()
+    assert list(find_blocks(bert)) == [f"bert.encoder.layer.{n}" for n in range(3)]
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 2, 48, batch_first=True), 3, enable_nested_tensor=False
+    )
+    assert list(find_blocks(encoder)) == ["layers.0", "layers.1", "layers.2"]
+    x, found = torch.randn(2, 6, 32), []
+    for policy in (None, "full", "selective"):
+        checkpoint(encoder, policy)
+        torch.manual_seed(1)
+        encoder.zero_grad()
+        encoder(x).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in encoder.parameters()])
+    assert_same(found[1:], [found[0], found[0]])
+
+
+def test_bad_requests_are_refused_in_words():
+    model = llama()
+    with pytest.raises(ConfigError, match="no policy 'half'"):
+        checkpoint(model, "half")
+    with pytest.raises(ConfigError, match="needs a sample batch"):
+        checkpoint(model, "budget:1MiB")
+    with pytest.raises(ConfigError, match=r"are kept, above the budget of 1,024. Raise the budget to 1MiB"):
+        checkpoint(model, "budget:1KiB", batch=INPUTS)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    with pytest.raises(ConfigError, match=r"blocks='layer.\*' matched no module. Closest"):
+        checkpoint(model, "full", blocks="layer.*")
+    with pytest.raises(ConfigError, match="lies inside another one"):
+        checkpoint(model, "full", blocks=["layers.0", "layers.0.mlp"])
+    with pytest.raises(ConfigError, match="Linear has no numbered stack of equal blocks"):
+        checkpoint(nn.Linear(4, 4), "full")
+    model.model.layers[2].gradient_checkpointing = True  # what gradient_checkpointing_enable sets
+    with pytest.raises(ConfigError, match="checkpoints already, by transformers' own switch"):
+        checkpoint(model, "full")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_it_compiles():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)])
+    x = torch.randn(8, 16)
+    model(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    checkpoint(model, "full", keep_last=False)
+    model.zero_grad()
+    torch.compile(model, fullgraph=True)(x).square().sum().backward()
+    for parameter, reference in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, reference, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,113 @@
+"""Freezing (exact): what trains, what is refused, where backward stops, what is not kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.errors import ConfigError
+from narrowgauge.memory import freeze, saved_bytes, train_only
+from tests.memory.models import batch, llama, step
+
+
+def trainable(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_patterns_name_modules_and_parameters():
+    model = llama()
+    report = freeze(model, "embed*,layers.0-1, layers.2.mlp,layers.3.self_attn.q_proj.weight")
+    frozen = {name for name, _ in model.named_parameters()} - set(trainable(model))
+    prefixes = ("model.embed_tokens", "model.layers.0.", "model.layers.1.", "model.layers.2.mlp.")
+    expected = {name for name, _ in model.named_parameters() if name.startswith(prefixes)}
+    assert frozen == expected | {"model.layers.3.self_attn.q_proj.weight"}
+    assert report.lowest_trainable == "model.layers.2"
+    assert report.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert report.gradient_bytes_saved == 4 * (report.parameters - report.trainable)
+    assert report.optimizer_bytes_saved == 8 * (report.parameters - report.trainable)
+
+
+def test_freezing_adds_up_and_train_only_decides_all():
+    model = llama()
+    freeze(model, "embed*")
+    freeze(model, ["layers.0"])
+    assert trainable(model)[0] == "model.layers.1.self_attn.q_proj.weight"
+    report = train_only(model, "layers.0,lm_head")
+    assert {name.split(".")[0] + "." + name.split(".")[-2] for name in trainable(model)} >= {"lm_head.lm_head"}
+    assert all(name.startswith(("model.layers.0.", "lm_head")) for name in trainable(model))
+    assert report.lowest_trainable == "model.layers.0"
+
+
+@pytest.mark.parametrize("verb", [freeze, train_only])
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        ("embd*", "'embd\\*' matched no parameter or module. Closest: 'embed_tokens'"),
+        ("layers.0-9", "'layers.4' of its range.* matched no"),
+        ("lm_head,layers.17", "'layers.17' matched no .*Closest: 'layers.1'"),
+        (" , ", "no pattern was given"),
+    ],
+)
+def test_a_pattern_without_a_match_changes_nothing(verb, patterns, words):
+    model = llama()
+    with pytest.raises(ConfigError, match=words):
+        verb(model, patterns)
+    assert len(trainable(model)) == len(list(model.parameters()))
+
+
+def test_nothing_left_to_train_is_an_error():
+    model = llama()
+    freeze(model, "layers.*")
+    with pytest.raises(ConfigError, match="leaves no parameter of LlamaForCausalLM to train"):
+        freeze(model, "embed*,norm,lm_head")
+    assert "lm_head.weight" in trainable(model)
+
+
+def test_tied_weights_are_told():
+    model = llama(tie_word_embeddings=True)
+    report = freeze(model, "embed_tokens")
+    assert not model.lm_head.weight.requires_grad
+    (sentence,) = report.ties
+    assert "model.embed_tokens.weight and lm_head.weight are one parameter, which is frozen" in sentence
+    assert sentence in str(report)
+
+
+def test_predicted_share_of_backward():
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
+    whole = 2 * 4
+    # 0 and 1 frozen: neither product; 2 trains and is the lowest: grad_weight alone; 3 both. 3 of 8 remain.
+    assert freeze(model, "0-1").backward_share_saved == pytest.approx(1 - 3 / whole)
+    # All but 0 frozen: 0 has grad_weight, the others grad_input. 4 of 8 remain.
+    assert train_only(model, "0").backward_share_saved == pytest.approx(1 - 4 / whole)
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-current", "fp8-delayed", "fp8-row"])
+def test_frozen_lower_layers_keep_nothing(recipe):
+    model = llama()
+    if recipe:
+        ng.convert(model, recipe)
+    freeze(model, "embed*,layers.0-1")
+    saved = saved_bytes(model, {**batch(), "use_cache": False})
+    assert saved.below("model.layers.0") == saved.below("model.layers.1") == saved.below("model.embed_tokens") == 0
+    assert saved.below("model.layers.2") > 0
+    _, gradients = step(model)
+    assert {name for name, gradient in gradients.items() if gradient is not None} == set(trainable(model))
+
+
+@pytest.mark.parametrize("save", ["original", "quantized"])
+def test_a_frozen_linear_in_the_middle_keeps_no_input(save):
+    from dataclasses import replace
+
+    recipe = replace(ng.recipes.get("fp8-row"), save=save)
+    layers = [ng.QLinear(32, 32, bias=False, recipe=recipe) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    x = torch.randn(64, 32)
+    whole = saved_bytes(model, x)
+    freeze(model, "1")
+    frozen = saved_bytes(model, x)
+    assert whole.below("1") > 0 and frozen.below("1") == 0
+    assert frozen.below("2") == whole.below("2") > 0
+    model(x).sum().backward()
+    assert layers[0].weight.grad is not None and layers[1].weight.grad is None

@@ -1,0 +1,206 @@
+"""Chunked linear-cross-entropy (bounded against the plain path; exact where nothing is rounded anew)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from narrowgauge.errors import ConfigError, DataError, ShapeError
+from narrowgauge.memory import chunked_cross_entropy
+from tests.compare import assert_same, assert_sqnr
+
+SAME = 1e-6  # relative in the norm, float32: sums of a few hundred terms in another order, 2**-24 each
+
+
+def made(tokens=50, hidden=24, vocabulary=40, dtype=torch.float32, bias=False, ignored=0.0):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, hidden, generator=generator) * 0.3).to(dtype).requires_grad_()
+    b = torch.randn(vocabulary, generator=generator).to(dtype).requires_grad_() if bias else None
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    targets[torch.rand(tokens, generator=generator) < ignored] = -100
+    return x, weight, b, targets
+
+
+def plain(x, weight, bias, targets, softcap=None, z_loss=0.0):
+    logits = F.linear(x, weight, bias)
+    logits = logits.double() if logits.dtype == torch.float64 else logits.float()
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    valid = targets != -100
+    return loss + z_loss * (logits.logsumexp(-1).square() * valid).sum(), valid.sum()
+
+
+def gradients(loss, tensors):
+    return [each for each in torch.autograd.grad(loss / 7, [t for t in tensors if t is not None and t.requires_grad])]
+
+
+def distance(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 64, None])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True},
+        {"ignored": 0.4},
+        {"softcap": 2.0},
+        {"z_loss": 0.1},
+        {"bias": True, "ignored": 0.4, "softcap": 2.0, "z_loss": 0.1},
+    ],
+    ids=str,
+)
+def test_it_equals_the_plain_path(options, chunk):
+    extra = {key: options[key] for key in ("softcap", "z_loss") if key in options}
+    tensors = made(**{key: value for key, value in options.items() if key not in extra})
+    loss, count = chunked_cross_entropy(tensors[0], tensors[1], tensors[3], bias=tensors[2], chunk=chunk, **extra)
+    expected, expected_count = plain(*tensors, **extra)
+    assert_same(count, expected_count)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=SAME)
+    for found, reference in zip(gradients(loss, tensors[:3]), gradients(expected, tensors[:3]), strict=True):
+        assert distance(found, reference) <= SAME
+
+
+def test_gradients_are_those_of_finite_differences():
+    """Along random directions, central differences in float64: error h^2, about 1e-10, and rounding 1e-16 / h."""
+    *tensors, targets = made(5, 4, 6, torch.float64, bias=True, ignored=0.3)
+
+    def value(x, weight, bias):
+        return chunked_cross_entropy(x, weight, targets, bias=bias, softcap=1.5, z_loss=0.2, chunk=2)[0]
+
+    found = torch.autograd.grad(value(*tensors), tensors)
+    for place, gradient in enumerate(found):
+        direction = torch.randn_like(gradient)
+        ends = []
+        for h in (1e-5, -1e-5):
+            moved = [t.detach() + h * direction if i == place else t.detach() for i, t in enumerate(tensors)]
+            ends.append(float(value(*moved)))
+        assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(float((gradient * direction).sum()), rel=1e-7)
+
+
+@given(tokens=st.integers(0, 20), vocabulary=st.integers(1, 30), chunk=st.integers(1, 25), ignored=st.floats(0, 1))
+def test_any_sizes(tokens, vocabulary, chunk, ignored):
+    x, weight, _, targets = made(tokens, 3, vocabulary, torch.float64, ignored=ignored)
+    loss, count = chunked_cross_entropy(x, weight, targets, chunk=chunk)
+    expected, expected_count = plain(x, weight, None, targets)
+    assert int(count) == int(expected_count)
+    torch.testing.assert_close(loss, expected)
+    for found, reference in zip(gradients(loss, (x, weight)), gradients(expected, (x, weight)), strict=True):
+        torch.testing.assert_close(found, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sixteen_bits_round_where_the_plain_path_rounds(dtype, autocast):
+    x, weight, bias, targets = made(dtype=torch.float32 if autocast else dtype, bias=True)
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        loss, _ = chunked_cross_entropy(x, weight, targets, bias=bias, chunk=16)
+        expected, _ = plain(x, weight, bias, targets)
+    assert loss.dtype == torch.float32
+    # Logits are rounded alike but for ties after another order of summation: the loss moves by less than a rounding of one.
+    assert float(loss.detach()) == pytest.approx(
+        float(expected.detach()), rel=2**-9 if dtype == torch.bfloat16 else 2**-12
+    )
+    # The gradient of the logits is rounded to 8 bits of significand on both sides, then products differ by one more rounding.
+    floor_db = 40.0 if dtype == torch.bfloat16 else 55.0
+    for found, reference in zip(
+        gradients(loss, (x, weight, bias)), gradients(expected, (x, weight, bias)), strict=True
+    ):
+        assert found.dtype == reference.dtype
+        assert_sqnr(found, reference, floor_db)
+
+
+def test_frozen_parts_get_no_gradient_and_keep_nothing():
+    x, weight, _, targets = made()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        chunked_cross_entropy(x, weight.detach(), targets)
+    assert kept == [x.shape]
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        loss, _ = chunked_cross_entropy(x.detach(), weight, targets)
+    assert kept == [weight.shape]
+    loss.backward()
+    assert weight.grad is not None
+    with torch.no_grad():
+        assert not chunked_cross_entropy(x, weight, targets)[0].requires_grad
+
+
+def test_the_whole_logits_never_exist():
+    x, weight, _, targets = made(tokens=256, vocabulary=512)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        loss, _ = chunked_cross_entropy(x, weight, targets, chunk=16)
+        loss.backward()
+    assert largest == weight.numel()  # grad_weight; the logits would be 256 * 512
+
+
+def test_tied_weights_get_both_gradients():
+    _, weight, _, targets = made(tokens=40)
+    ids = torch.arange(40)
+    loss, _ = chunked_cross_entropy(F.embedding(ids, weight), weight, targets, chunk=8)
+    expected, _ = plain(F.embedding(ids, weight), weight, None, targets)
+    assert distance(gradients(loss, [weight])[0], gradients(expected, [weight])[0]) <= SAME
+
+
+def test_no_valid_target_is_zero():
+    x, weight, _, targets = made()
+    loss, count = chunked_cross_entropy(x, weight, torch.full_like(targets, -100))
+    loss.backward()
+    assert float(loss.detach()) == int(count) == 0
+    assert_same(x.grad, torch.zeros_like(x))
+    assert_same(weight.grad, torch.zeros_like(weight))
+
+
+def test_a_second_backward_is_refused_and_not_wrong():
+    x, weight, _, targets = made()
+    loss, _ = chunked_cross_entropy(x, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_bad_input_is_refused_in_words():
+    x, weight, _, targets = made()
+    for wrong in (40, -3):
+        bad = targets.clone()
+        bad[3] = wrong
+        with pytest.raises(DataError, match=rf"target {wrong} is outside the 40 classes \(0 ... 39\)"):
+            chunked_cross_entropy(x, weight, bad)
+    with pytest.raises(ShapeError, match=r"hidden is \[50, 24\], weight \[24, 40\]"):
+        chunked_cross_entropy(x, weight.T, targets)
+    with pytest.raises(ShapeError, match=r"targets are \[49\] torch.int64; they must be \[50\]"):
+        chunked_cross_entropy(x, weight, targets[1:])
+    with pytest.raises(ShapeError, match=r"bias is \[3\], it must be \[40\]"):
+        chunked_cross_entropy(x, weight, targets, bias=torch.zeros(3))
+    with pytest.raises(ConfigError, match="must be positive or None"):
+        chunked_cross_entropy(x, weight, targets, softcap=-1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own use of autograd.Function
+def test_it_compiles_without_a_break():
+    x, weight, bias, targets = made(bias=True, ignored=0.3)
+    compiled = torch.compile(lambda: chunked_cross_entropy(x, weight, targets, bias=bias, chunk=25), fullgraph=True)
+    (loss, count), (expected, expected_count) = compiled(), plain(x, weight, bias, targets)
+    assert int(count) == int(expected_count)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=SAME)
+    for found, reference in zip(
+        gradients(loss, (x, weight, bias)), gradients(expected, (x, weight, bias)), strict=True
+    ):
+        assert distance(found, reference) <= SAME

@@ -1,0 +1,81 @@
+"""Counting what forward keeps (exact): one storage once, parameters never, nothing disturbed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.errors import ConfigError
+from narrowgauge.memory import freeze, saved_bytes
+from tests.compare import assert_same
+from tests.memory.models import batch, llama
+
+
+class Twice(nn.Module):
+    """Two operations that save the same tensor, and one that saves a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("table", torch.randn(100, 8))
+
+    def forward(self, x):
+        y = x * 2.0
+        return (
+            (y @ self.weight).sum() + (y.view(-1) ** 2 * self.weight.sum()).sum() + (self.table * self.weight[0]).sum()
+        )
+
+
+def test_a_storage_counts_once_and_parameters_do_not():
+    saved = saved_bytes(Twice(), torch.randn(100, 8))
+    # y once (matmul and its square's input share it), y^2 [800] as the factor of weight.sum(); sums are scalars.
+    scalars = 64
+    assert 2 * 800 * 4 <= saved.total <= 2 * 800 * 4 + scalars
+    assert set(saved.by_module) == {""}
+
+
+def test_modules_and_their_sum():
+    saved = saved_bytes(llama(), {**batch(), "use_cache": False})
+    assert saved.total == sum(saved.by_module.values()) == saved.below("model") + saved.below("lm_head")
+    tokens, hidden, intermediate = 4 * 32, 32, 48
+    # Input of gate and up; gate, silu(gate), up, their product.
+    assert saved.below("model.layers.1.mlp") == 4 * tokens * (hidden + 4 * intermediate)
+    assert str(saved).splitlines()[-1].startswith("all")
+
+
+def test_the_loss_counts_if_given():
+    model, inputs = llama(), {**batch(), "use_cache": False}
+    plain = saved_bytes(model, inputs).total
+    logits = 4 * 32 * 64 * 4
+    with_loss = saved_bytes(model, inputs, lambda output: output.logits.log_softmax(-1).square().sum()).total
+    assert with_loss - plain == logits  # log_softmax and square keep one and the same result
+
+
+def test_nothing_is_disturbed():
+    model = llama(attention_dropout=0.1)
+    ng.convert(model, "fp8-delayed")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    saved_bytes(model, {**batch(), "use_cache": False})
+    assert_same(torch.rand(4), expected)
+    assert_same(dict(model.state_dict()), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_without_a_gradient_there_is_nothing_to_count():
+    model = nn.Linear(4, 4)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="nothing in the output of Linear requires a gradient"):
+        saved_bytes(model, torch.randn(2, 4))
+
+
+def test_a_frozen_model_below_counts_from_the_first_trainable_layer():
+    model = llama()
+    whole = saved_bytes(model, {**batch(), "use_cache": False}).total
+    freeze(model, "embed*,layers.0-2")
+    assert saved_bytes(model, {**batch(), "use_cache": False}).total < whole / 3

@@ -1,0 +1,52 @@
+"""Freezing, checkpointing and narrow activations as settings of a run (exact)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.train import checkpoint, loop
+from narrowgauge.train.config import InvalidSettings
+from tests.train import tiny
+
+
+def finished(make, name, **changes):
+    config = make(name, steps=2, **changes)
+    assert loop.run(config) == 0
+    return loop.Path(config.output)
+
+
+def test_checkpointing_changes_no_bit(make):
+    plain = finished(make, "plain", recipe="fp8-delayed")
+    for policy in ("selective", "budget:3MiB"):
+        again = finished(make, policy.replace(":", "-"), recipe="fp8-delayed", checkpointing=policy)
+        assert tiny.losses(again) == tiny.losses(plain)
+        assert tiny.digests(again) == tiny.digests(plain)
+
+
+def test_frozen_layers_stay_and_have_no_optimizer_state(make, capsys):
+    run = finished(make, "frozen", freeze="embed*,layers.0", compress_activations=True, checkpointing="full")
+    said = capsys.readouterr().err
+    assert "lowest: model.layers.1" in said and "stored as e4m3 1x128 pow2" in said and "computed again" in said
+    found, _ = checkpoint.newest_valid(run / "checkpoints")
+    moments = [name for name in found.tensors["optimizer"] if name.endswith("exp_avg")]
+    trainable = [name for name in found.tensors["weights"] if "embed" not in name and "layers.0." not in name]
+    assert len(moments) == len(trainable)
+    start, _ = checkpoint.newest_valid(
+        finished(make, "start", freeze="embed*,layers.0", learning_rate=1e-30) / "checkpoints"
+    )
+    still = {
+        name for name, tensor in found.tensors["weights"].items() if torch.equal(tensor, start.tensors["weights"][name])
+    }
+    assert still == set(found.tensors["weights"]) - set(trainable)
+    assert "memory" in (run / "run.json").read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_is_refused(make):
+    with pytest.raises(InvalidSettings, match="checkpointing = 'some': must be one of 'none'"):
+        make(checkpointing="some")
+    with pytest.raises(InvalidSettings, match="has no place in a compiled model"):
+        make(compress_activations=True, compile=True)
+    with pytest.raises(ConfigError, match="freeze: pattern 'embd'"):
+        loop.run(make(freeze="embd"))
