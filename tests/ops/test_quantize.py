@@ -17,7 +17,7 @@ from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import DYNAMIC_UNSIGNED, E2M1, E4M3, E5M2, E8M0, INT4, INT8, NF4
 from narrowgauge.ops import dequantize, quantize
 from narrowgauge.ops.quantize import tile_amax
-from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.recipe import CURRENT, WHOLE, Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
 from narrowgauge.tiles import scale_shape, tile_sizes
 from tests.compare import assert_same, assert_sqnr, sqnr_db
@@ -33,9 +33,13 @@ MXFP4 = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
 INT4_ROWS = Cast(format=INT4, tile=(1, WHOLE))
 NF4_64 = Cast(format=NF4, tile=(1, 64))
 FOUR_BIT = (NVFP4, MXFP4, INT4_ROWS, NF4_64)
-RECIPE_CASTS = tuple(
+RECIPE_CASTS = tuple(  # to nearest, of the tensor's own amax: noise and calibration have tests of their own
     dict.fromkeys(
-        cast for recipe in recipes.ALL for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast
+        replace(cast, rounding="nearest", calibrate=CURRENT)
+        for recipe in recipes.ALL
+        for gemm in recipe.gemms().values()
+        for cast in (gemm.lhs, gemm.rhs)
+        if cast
     )
 )
 ALL_CASTS = (*RECIPE_CASTS, *FOUR_BIT)
