@@ -343,7 +343,7 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
     """
     found = {}
     for role, tensor, cast in (("x", x, recipe.output.lhs), ("w", weight, recipe.output.rhs)):
-        if role not in steps.settings or cast is None:
+        if role not in steps.settings or cast is None or tensor.numel() == 0:
             continue
         amax = calibrated_amax(Turn.of(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast).reshape(1)
         step = steps.get(role)
