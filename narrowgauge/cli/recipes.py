@@ -30,9 +30,9 @@ def recipes(name: str = "", /) -> int:
     chosen = (name,) if name else registry.names()
     found = [registry.get(each) for each in chosen]
     print("\n\n".join(_block(recipe, registry.SUMMARIES[recipe.name]) for recipe in found))
-    print(f"\n{LEGEND}")
     for shorthand, (recipe_name, why) in registry.SHORTHANDS.items():
-        print(f"{shorthand} stands for {recipe_name}: {why}.")
+        print(f"\n  {shorthand} stands for {recipe_name}: {why}.", end="")
+    print(f"\n\n{LEGEND}")
     return 0
 
 
