@@ -32,6 +32,7 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.learned import decide
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
+from narrowgauge.ops.rotate import rotated_length
 from narrowgauge.patterns import matches
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
@@ -196,7 +197,7 @@ def describe(model: nn.Module) -> Description:
                 recipe=recipe.name,
                 output=str(recipe.output),
                 grad_input=str(recipe.grad_input),
-                grad_weight=str(recipe.grad_weight) + (", x kept as codes" if recipe.save == "quantized" else ""),
+                grad_weight=str(recipe.grad_weight) + _kept(recipe),
                 backend=_backends(layer, recipe),
                 note=_note(model, name, layer),
             )
@@ -307,6 +308,12 @@ def _reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.M
     return None
 
 
+def _kept(recipe: Recipe) -> str:
+    if recipe.save != "quantized":
+        return ""
+    return ", x kept as codes" + (" and what was clipped" if recipe.backward == "straight-through" else "")
+
+
 def _backends(layer: QLinear, recipe: Recipe) -> str:
     """ "native" or "reference (native: why not)" for each product, one entry if all three agree."""
     entries = {name: _backend(gemm, layer) for name, gemm in recipe.gemms().items()}
@@ -336,7 +343,27 @@ def _note(model: nn.Module, name: str, layer: QLinear) -> str:
         notes.append("weight frozen: no grad_weight")
     if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
         notes.append(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
+    notes += _four_bit_notes(layer)
     owner = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
     if isinstance(owner, nn.TransformerEncoderLayer):
         notes.append("PyTorch's fused encoder bypasses it in eval() without gradients")
     return ", ".join(notes)
+
+
+def _four_bit_notes(layer: QLinear) -> list[str]:
+    """What a rotation fills up, and what learned steps and sampling are doing."""
+    notes = []
+    rotation = layer.recipe.output.rotate if layer.recipe is not None else None
+    if rotation is not None and layer.in_features % rotation.block:
+        filled = rotated_length(layer.in_features, rotation)
+        notes.append(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation")
+    if layer.steps is not None and layer.steps.is_cold:
+        notes.append("steps from the data, learned later")
+    if layer.sampling is not None:
+        notes += [
+            f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
+            f" (sampling adds {variance:.2g} relative variance)"
+            for product, variance in zip(layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True)
+            if product in layer.sampling.settings
+        ]
+    return notes

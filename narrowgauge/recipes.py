@@ -227,8 +227,19 @@ def names() -> tuple[str, ...]:
     return tuple(recipe.name for recipe in ALL)
 
 
+# Shorthand -> the recipe that we recommend for the format, and why. The same on all hardware: what differs is where it runs.
+SHORTHANDS: dict[str, tuple[str, str]] = {
+    "fp8": ("fp8-current", "native from compute capability 8.9 on, needs no state, emulated exactly elsewhere"),
+    "int4": (
+        "int4-hq-bs",
+        "needs no state and no learning of steps; 4-bit codes run on INT8 units, or emulated exactly",
+    ),
+}
+
+
 def get(name: str) -> Recipe:
-    """The recipe called `name`. Raises ConfigError with the closest names."""
+    """The recipe called `name`, or the one that a shorthand ("fp8", "int4") stands for. Raises ConfigError with the closest."""
+    name = SHORTHANDS[name][0] if name in SHORTHANDS else name
     for recipe in ALL:
         if recipe.name == name:
             return recipe

@@ -178,13 +178,11 @@ class StraightThrough(torch.autograd.Function):
 def _coded(rotated: Tensor, cast: Cast, step: Tensor | None) -> Coded:
     """x H [outer, K] -> its codes. A learned step is used as it is, but for its smallest value; see `learned`."""
     rotated = rotated.to(torch.float32)
-    if step is None:
+    if step is None or 0 in rotated.shape:
         scale = cast.scale(calibrated_amax(rotated, cast), cast.format)
     else:
         # 0 * sum: NaN and infinity in x show themselves through the scale, as they do through an amax.
         scale = step.detach().clamp(min=SMALLEST_STEP).reshape(1, 1) + rotated.sum() * 0.0
-    if 0 in rotated.shape:
-        return Coded(cast, rotated, scale)
     return Coded(cast, cast.format.round(rotated / scale), scale)
 
 
@@ -343,7 +341,7 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
     """
     found = {}
     for role, tensor, cast in (("x", x, recipe.output.lhs), ("w", weight, recipe.output.rhs)):
-        if role not in steps.settings or cast is None:
+        if role not in steps.settings or cast is None or tensor.numel() == 0:
             continue
         amax = calibrated_amax(Turn.of(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast).reshape(1)
         step = steps.get(role)

@@ -28,8 +28,11 @@ def recipes(name: str = "", /) -> int:
     from narrowgauge import recipes as registry
 
     chosen = (name,) if name else registry.names()
-    print("\n\n".join(_block(registry.get(each), registry.SUMMARIES[each]) for each in chosen))
-    print(f"\n{LEGEND}")
+    found = [registry.get(each) for each in chosen]
+    print("\n\n".join(_block(recipe, registry.SUMMARIES[recipe.name]) for recipe in found))
+    for shorthand, (recipe_name, why) in registry.SHORTHANDS.items():
+        print(f"\n  {shorthand} stands for {recipe_name}: {why}.", end="")
+    print(f"\n\n{LEGEND}")
     return 0
 
 

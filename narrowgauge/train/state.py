@@ -2,7 +2,7 @@
 
     group       holds
     weights     the model's parameters and buffers
-    scaling     amax windows of delayed scaling
+    scaling     what recipes add to layers: amax windows of delayed scaling, learned steps, readings of samplers
     optimizer   moments, step counters, master weights, the generator of stochastic rounding
     rng         torch's, CUDA's, numpy's and Python's generators
 
@@ -12,6 +12,7 @@ The position in the data is the step number (see `data.batches`).
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import CheckpointError
 
 Tensors = dict[str, dict[str, Tensor]]
-SCALING = ".scaling."
+SCALING = re.compile(r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$")  # names that recipes add
 
 
 def seed_all(seed: int) -> None:
@@ -53,9 +54,9 @@ def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, res
 
 
 def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A state dict as (what an unconverted model has, amax windows)."""
-    plain = {name: tensor for name, tensor in state.items() if SCALING not in name}
-    return plain, {name: tensor for name, tensor in state.items() if SCALING in name}
+    """A state dict as (what an unconverted model has, what its recipes have added)."""
+    plain = {name: tensor for name, tensor in state.items() if not SCALING.search(name)}
+    return plain, {name: tensor for name, tensor in state.items() if SCALING.search(name)}
 
 
 def flatten(tree: Any, path: str = "") -> tuple[dict[str, Tensor], Any]:

@@ -150,7 +150,9 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
         assert event["scale"] == float(scales.max()) and event["format"] == cast.format.name
 
 
-@pytest.mark.parametrize(("recipe", "precision"), [("fp8-delayed", "amp-bf16"), ("mxfp8", "bf16-o3")])
+@pytest.mark.parametrize(
+    ("recipe", "precision"), [("fp8-delayed", "amp-bf16"), ("mxfp8", "bf16-o3"), ("int4-hq-lss", "amp-bf16")]
+)
 def test_looking_changes_nothing(make, recipe, precision):
     """Evaluation, samples, statistics and checkpoints at every step, or none of them: the same run, bit for bit."""
     common = {"recipe": recipe, "precision": precision, "micro_batches": 2, "steps": 4}
