@@ -8,7 +8,7 @@ head), x [512, 128] in INT4 codes, G = gy.T @ x. For each estimator, over replic
     variance   E |estimate - E estimate|^2 / |G|^2
     cosine     between an estimate and G
     slope      <E estimate, G> / <G, G>: 1 when unbiased, in this direction at least (tests/estimators proves more)
-    predicted  the part of the variance that sampling.relative_variance expects of sampling, where rows are sampled
+    predicted  what sampling.relative_variance expects, for rows that are sampled and not rounded
 
 Estimators take (gy, other, generator) and return an estimate of gy.T @ other; their quantizers are written out here as definitions,
 independent of the recipes that the library trains with. The two marked "defect" repeat published mistakes: a bit split clamped at
@@ -97,6 +97,11 @@ def luq_natural(x: Tensor, noise: Tensor) -> Tensor:
     return luq_in_log_domain(x, noise, math.log)
 
 
+def unrounded(x: Tensor, noise: Tensor) -> Tensor:
+    """No quantizer: what is left is the variance of sampling alone."""
+    return x
+
+
 def whole(quantizer: Quantizer) -> Estimator:
     """All rows."""
     return lambda gy, other, generator: quantizer(gy, uniform(gy, generator)).T @ other
@@ -173,6 +178,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "per-token": whole(per_token),
     "bit split": whole(split),
     "bit split, clamp 6 (defect)": whole(split_clamped),
+    "sampled, not rounded": sampled(unrounded),
     "sampled, split": sampled(split),
     "split, parts sampled, floats": sampled_parts(requantize=False),
     "split, parts sampled, int8": sampled_parts(requantize=True),
@@ -180,7 +186,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "split, sums sampled, int8": sampled_sums(requantize=True),
     "sampled uniformly, split": sampled_uniformly,
 }
-PREDICTED = "sampled, split"
+PREDICTED = "sampled, not rounded"
 
 
 def operands(sigma: float, seed: int, tokens: int = TOKENS, out: int = OUT, inner: int = IN) -> tuple[Tensor, Tensor]:
@@ -218,6 +224,11 @@ def predicted(gy: Tensor, x: Tensor, keep: float = 0.5) -> float:
     return float(sampling.relative_variance(p, scores, (gy.T @ x).square().sum()))
 
 
+def concentration(gy: Tensor) -> float:
+    """The share of the row norms that the largest tenth of the rows holds."""
+    return float(sampling.row_concentration(sampling.row_norms(gy)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.estimators", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--replicates", type=int, default=100)
@@ -236,6 +247,7 @@ def compared(sigma: float, replicates: int, gradients: int) -> list[dict[str, An
     for name, estimator in ESTIMATORS.items():
         found = [measure(estimator, gy, x, replicates, seed) for seed, (gy, x) in enumerate(data)]
         line: dict[str, Any] = {"case": name, "sigma": sigma, "replicates": replicates, "gradients": gradients}
+        line["row_concentration"] = Spread.of([concentration(gy) for gy, _ in data]).median
         for key in found[0]:
             spread = Spread.of([one[key] for one in found])
             line |= {key: spread.median, f"{key}_quartiles": [spread.q1, spread.q3]}
@@ -252,8 +264,10 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     table.append("|---" * (len(sigmas) + 2) + "|")
     for name in dict.fromkeys(line["case"] for line in lines):
         mine = {line["sigma"]: line for line in lines if line["case"] == name}
-        cells = [f"{mine[sigma]['variance']:.4f} / {mine[sigma]['cosine']:.3f}" for sigma in sigmas]
+        cells = [f"{mine[sigma]['variance']:.2g} / {mine[sigma]['cosine']:.3f}" for sigma in sigmas]
         table.append(f"| {name} | " + " | ".join(cells) + f" | {mine[sigmas[-1]]['slope']:.4f} |")
+        if "predicted" in mine[sigmas[0]]:
+            table.append("| predicted | " + " | ".join(f"{mine[sigma]['predicted']:.2g}" for sigma in sigmas) + " | |")
     return "\n".join(table)
 
 

@@ -14,17 +14,19 @@ the host, and every p_i is exact all the same. And the cap has a closed form in 
 **Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The
 sampled rows are multiplied by it as floats (`weighted`) and the product's ordinary stochastic cast comes after, with one scale:
 one rounding, unbiased, integer product. p_i ~ c_i levels the rows that it keeps, so their largest number hardly grows. The
-paper's order, split first and sample the 2 R rows of parts, works too: stack the parts for `leverage_scores`. At equal cost
-(R rows of INT4, or R / 2 of INT8), bit split, rows lognormal with deviation .5 / 1.5 / 2.5, the relative variances are
+paper's order, split first and sample the 2 R rows of parts, works too: stack the parts for `leverage_scores`. Relative variances
+of a weight gradient over lognormal rows of deviation .5 / 1.5 / 2.5 (benchmarks/results/estimators.jsonl):
 
-    sample, weigh, then split             .585 / .032 / .0123     integer product; the default
-    split, sample parts, float weights    .671 / .031 / .0124     p < 1 needs a float product
-    split, sample parts, requantize INT8  .671 / .040 / .0154     a second rounding
-    split, sample sums, float weights     .588 / .071 / .0125     14 high + low as one INT8 row; float product
-    split, sample sums, requantize        .595 / .079 / .0143
+    sample, weigh, then split             R / 2 rows of INT8, or R of INT4    .568 / .017 / .0072    the default
+    split, sample sums, weigh, requantize R / 2 rows of INT8                  .574 / .038 / .0105    sums: 14 high + low
+    split, sample parts, requantize       R rows of INT8                      .552 / .014 / .0095
+    split, sample parts, float weights    R rows of INT4, floats for p < 1    .550 / .010 / .0072    how many is random
+    split, no sampling                    R rows of INT8, or 2 R of INT4      .0016 / .0090 / .0072
 
-Scores taken before rounding see the small rows as they are, and rounding after weighing is not multiplied by 1 / p: so an outer
-axis gains too from weighing before the cast (`spread(weigh=False)`) although its epilogue could do it.
+Where INT4 runs as INT8, sampling parts costs as much as taking all rows and is always worse; that is why sums, not parts, are the
+unit. Scores taken before rounding see the small rows as they are, and noise of a rounding that comes after the weights is not
+multiplied by 1 / p. So an outer axis, whose epilogue could apply the weights, gains as well from weighing before the cast: .017
+against .035 at deviation 1.5 (`spread(weigh=False)`).
 
 Everything here is plain torch on one-dimensional float64 scores, no host synchronisation, compiled with fullgraph=True. A
 score that is not finite makes all probabilities and weights NaN: a poisoned gradient stays visible. Randomness comes in as an
