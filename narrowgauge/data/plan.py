@@ -210,7 +210,7 @@ def _packed(sizes: Indices, chosen: Indices, fitting: np.ndarray[Any, Any], batc
     rows = [tuple(chosen[row].tolist()) for row in pack(sizes[chosen], batching.row_length)]
     order = permutation(len(rows), b"rows:%d:%d" % (batching.seed, epoch))
     steps, dropped, repeated = _cut([rows[place] for place in order], [batching.row_length] * len(rows), batching)
-    lost = [index for item in dropped for index in item]  # type: ignore[union-attr]
+    lost = [index for item in dropped for index in item]
     return steps, (batching.row_length,), lost, repeated
 
 
@@ -286,16 +286,17 @@ def _report(
     tokens = positions = rows = 0
     for step in steps:
         for batch in step:
-            tokens += int(sizes[np.fromiter(_examples(batch), dtype=np.int64)].sum())
+            tokens += int(sizes[np.fromiter(examples_of(batch), dtype=np.int64)].sum())
             positions += batch_positions(sizes, batch, widths, batching)[0]
-            rows += sum(1 for _ in _examples(batch))
+            rows += sum(1 for _ in examples_of(batch))
     batches = max(1, sum(map(len, steps)))
     lengths = sizes[chosen]
     shuffled = shuffled_waste(lengths, max(1, rows // batches), batching.multiple)
     return PaddingReport(fixed_waste(lengths, batching.multiple), shuffled, Waste(tokens, positions))
 
 
-def _examples(batch: list[Item]) -> Iterator[int]:
+def examples_of(batch: list[Item]) -> Iterator[int]:
+    """The examples of a batch, packed or not."""
     for item in batch:
         if isinstance(item, tuple):
             yield from item

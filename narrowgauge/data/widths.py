@@ -30,8 +30,7 @@ def rows_multiple(width: int, tokens_multiple: int) -> int:
 
 
 def width_of(longest: int, rows: int, widths: Sequence[int], tokens_multiple: int) -> int:
-    """The width of a batch: the smallest of the ascending `widths` that holds `longest`, rounded up further if that many
-    rows need it for rows x width to be a multiple of `tokens_multiple`.
+    """The smallest of the ascending `widths` that holds `longest`, rounded up until rows x width is a tokens_multiple.
 
     Planner and collator both call this. Raises DataError for an example that is longer than every width.
     """
