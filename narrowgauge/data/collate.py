@@ -21,7 +21,7 @@ from torch import Tensor
 
 from narrowgauge.data.batches import IGNORED, Batch
 from narrowgauge.data.packing import block_mask, cumulative_lengths, positions
-from narrowgauge.data.widths import round_up, rows_multiple, width_of
+from narrowgauge.data.widths import round_up, width_of
 from narrowgauge.errors import ConfigError, DataError
 
 Example = dict[str, Any]
@@ -33,7 +33,7 @@ class Collator:
 
     pad_id           any id of the vocabulary; what stands there is never looked at (see `pad_id_of`)
     widths           widths to pad to, those of the sampler; None pads to the longest of the batch, rounded up
-    multiple         without widths, what is rounded up to; also for the decoder's side of seq2seq
+    multiple         without widths, what is rounded up to
     tokens_multiple  rows x width is a multiple of it
     position_ids     whether padded batches have them; models without absolute positions from outside need none
     attention        what keeps documents of a packed row apart: "mask", a block-diagonal attention_mask [rows, 1, width, width]
@@ -88,15 +88,18 @@ class Collator:
             return torch.tensor([int(label) for label in labels])
         lengths = [len(label) for label in labels]
         if lengths != sizes:  # the decoder's side
-            multiple = max(self.multiple, rows_multiple(len(examples), self.tokens_multiple))
-            width = round_up(max(lengths), multiple)
+            width = self._width(max(lengths), len(examples))
         return _filled(labels, width, IGNORED)
 
     def _packed(self, rows: Sequence[Sequence[Example]]) -> Batch:
         sizes = [[len(example["input_ids"]) for example in row] for row in rows]
         width = self._width(max(map(sum, sizes)), len(rows))
         ids = _filled([np.concatenate([one["input_ids"] for one in row]) for row in rows], width, self.pad_id)
-        labels = _filled([np.concatenate([_from_second(one["labels"]) for one in row]) for row in rows], width, IGNORED)
+        labels = _filled(
+            [np.concatenate([_from_second(one["labels"], len(one["input_ids"])) for one in row]) for row in rows],
+            width,
+            IGNORED,
+        )
         both = [positions(row, width) for row in sizes]
         position, document = (torch.stack(part) for part in zip(*both, strict=True))
         batch = {"input_ids": ids, "labels": labels, "position_ids": position}
@@ -110,11 +113,14 @@ class Collator:
         return batch
 
 
-def _from_second(labels: Any) -> np.ndarray[Any, Any]:
+def _from_second(labels: Any, tokens: int) -> np.ndarray[Any, Any]:
     """Labels of a document without its first token, which the shift would make a target of the document before."""
     found = np.array(labels)
-    if found.ndim == 0:
-        raise ConfigError("Collator: examples with one class each cannot be packed into rows. Leave row_length out.")
+    if found.shape != (tokens,):
+        raise ConfigError(
+            f"Collator: labels of shape {list(found.shape)} for {tokens} tokens cannot be packed: only causal-lm examples are. "
+            "Leave row_length out."
+        )
     found[:1] = IGNORED
     return found
 

@@ -196,8 +196,16 @@ def _widest(batching: Batching) -> int:
     return width
 
 
+def _usable(width: int, batching: Batching) -> int:
+    """The next width of which the budget holds whole rows: an odd width may need more rows at once than a wider one."""
+    while not batching.rows(width):
+        width += batching.multiple
+    return width
+
+
 def _padded(sizes: Indices, chosen: Indices, fitting: np.ndarray[Any, Any], batching: Batching, epoch: int) -> _Cut:
-    widths = choose_widths(sizes[fitting], count=batching.classes, multiple=batching.multiple)
+    chosen_widths = choose_widths(sizes[fitting], count=batching.classes, multiple=batching.multiple)
+    widths = tuple(sorted({_usable(width, batching) for width in chosen_widths}))
     classes = np.searchsorted(widths, sizes[chosen])
     queue = chosen[np.argsort(-classes, kind="stable")]
     width = np.asarray(widths, dtype=np.int64)[np.sort(classes)[::-1]] if len(queue) else queue
