@@ -38,7 +38,7 @@ class Collator:
     position_ids     whether padded batches have them; models without absolute positions from outside need none
     attention        what keeps documents of a packed row apart: "mask", a block-diagonal attention_mask [rows, 1, width, width]
                      of bool for sdpa; "positions", position_ids alone, from which transformers derives the same for the
-                     models that look at them; "varlen", one row of all rows and cu_seq_lens for variable-length kernels
+                     models that look at them, and use_cache False, without which none does; "varlen", one row of all rows and cu_seq_lens for variable-length kernels
     causal           whether the block-diagonal mask is causal; False for encoders
     """
 
@@ -105,6 +105,9 @@ class Collator:
         batch = {"input_ids": ids, "labels": labels, "position_ids": position}
         if self.attention == "mask":
             batch["attention_mask"] = block_mask(document, causal=self.causal)
+        elif self.attention == "positions":
+            # transformers 5 (masking_utils) looks at position_ids only where there is no cache, and makes one by default.
+            batch["use_cache"] = False  # type: ignore[assignment]
         elif self.attention == "varlen":
             batch = {name: values.reshape(1, -1) for name, values in batch.items()}
             bounds, longest = cumulative_lengths(document)

@@ -74,6 +74,14 @@ def test_a_leak_is_refused(model):
         check_packing(model(), Collator(pad_id=0))
 
 
+def test_a_cache_turns_positions_into_a_leak():
+    """transformers derives the mask from positions only without a cache; so the collator asks for none."""
+    with pytest.raises(ConfigError, match="mixes packed documents"):
+        check_packing(
+            Ignoring(llama(attn_implementation="sdpa"), ("use_cache",)), Collator(pad_id=0, attention="positions")
+        )
+
+
 def test_positions_that_run_on_are_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, initializer_range=0.2))
     with pytest.raises(ConfigError, match="otherwise than alone"):

@@ -36,7 +36,18 @@ def bert():
 @pytest.fixture(scope="module")
 def t5():
     torch.manual_seed(0)
-    return T5(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0))
+    return T5(
+        T5Config(
+            vocab_size=50,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0,
+            decoder_start_token_id=0,
+        )
+    )
 
 
 def examples(kind, masked=0.0):
