@@ -225,7 +225,8 @@ def test_a_width_grows_until_its_rows_fill_whole_tiles():
 def test_sorted_batches_restore_the_order(lengths, batch_size):
     batches = sorted_batches(lengths, batch_size=batch_size)
     widths = [[lengths[index] for index in batch] for batch in batches]
-    assert sorted(sum(widths, []), reverse=True) == sum(widths, [])
+    flat = [length for batch in widths for length in batch]
+    assert flat == sorted(flat, reverse=True)
     assert restore_order(batches, widths) == lengths
 
 
