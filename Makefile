@@ -20,7 +20,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-emulation same-loss convergence clean
+.PHONY: help train test check format bench bench-emulation bench-tokenize same-loss convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -49,6 +49,9 @@ bench: $(PEERS) ## every benchmarks/bench_*.py; results are appended to benchmar
 
 bench-emulation: $(PEERS) ## what emulating the narrow formats costs on this machine's CPU
 	$(BIN)/python -m benchmarks.bench_emulation $(ARGS)
+
+bench-tokenize: $(INSTALLED) ## how fast text becomes ids: one row per call, and batched
+	$(BIN)/python -m benchmarks.bench_tokenize $(ARGS)
 
 same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must be equal to the last bit
 	$(BIN)/python -m benchmarks.same_loss --base $(BASE)

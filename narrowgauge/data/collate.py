@@ -36,9 +36,11 @@ class Collator:
     multiple         without widths, what is rounded up to
     tokens_multiple  rows x width is a multiple of it
     position_ids     whether padded batches have them; models without absolute positions from outside need none
-    attention        what keeps documents of a packed row apart: "mask", a block-diagonal attention_mask [rows, 1, width, width]
-                     of bool for sdpa; "positions", position_ids alone, from which transformers derives the same for the
-                     models that look at them, and use_cache False, without which none does; "varlen", one row of all rows and cu_seq_lens for variable-length kernels
+    attention        what keeps the documents of a packed row apart:
+                     "mask", a block-diagonal attention_mask [rows, 1, width, width] of bool, for sdpa;
+                     "positions", position_ids alone, from which transformers derives the same for the models that look at
+                     them, and use_cache False, without which none does;
+                     "varlen", all rows in one and cu_seq_lens, for variable-length kernels
     causal           whether the block-diagonal mask is causal; False for encoders
     """
 

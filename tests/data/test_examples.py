@@ -178,7 +178,7 @@ def test_a_template_that_changes_earlier_answers_is_refused(write, chat_tokenize
 
 def test_a_template_that_doubles_the_beginning_is_refused(write, chat_tokenizer, tmp_path):
     chat_tokenizer.chat_template = "{{ bos_token }}{{ bos_token }}" + PLAIN
-    with pytest.raises(DataError, match="rows.jsonl:1: begins with <s> twice"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: begins with <s> twice"):
         prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
     chat_tokenizer.chat_template = "{{ bos_token }}" + PLAIN
     found = prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
@@ -207,7 +207,7 @@ def test_what_is_no_chat_is_refused_with_its_line(write, chat_tokenizer, tmp_pat
 
 def test_a_template_may_refuse_and_must_exist(write, chat_tokenizer, tmp_path):
     chat_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="rows.jsonl:1: the chat template refuses the messages: roles must alternate"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template refuses the messages: roles must alternate"):
         prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
     chat_tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
