@@ -66,7 +66,7 @@ class _Rooms:
 def pack(lengths: Sequence[int] | Indices, row_length: int) -> list[list[int]]:
     """Rows of at most `row_length` tokens as lists of example indices: best fit decreasing, ties in the order given.
 
-    O(N log N) for the sort; each placement is two look-ups, about 2 us in all. Every index stands in exactly one row.
+    O(N log N) for the sort; each placement is two look-ups, about 2 us. Every index stands in exactly one row.
     Raises DataError if an example is longer than a row.
     """
     sizes = np.asarray(lengths, dtype=np.int64)

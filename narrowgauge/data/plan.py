@@ -147,8 +147,8 @@ def plan(
     lengths  tokens of each example
     among    the examples to plan, all if None; the widths come from all lengths in any case
 
-    O(N log N), about 1 s per million examples. Raises DataError for an example without tokens, or one longer than the budget
-    (unless too_long is "skip"); ConfigError if the examples do not go round the ranks.
+    O(N log N); on one core 1.5 s per million examples padded, 5 s packed. Raises DataError for an example without tokens, or
+    one longer than the budget (unless too_long is "skip"); ConfigError if the examples do not go round the ranks.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.min()) < 1:
@@ -160,8 +160,9 @@ def plan(
     chosen = chosen[permutation(len(chosen), b"examples:%d:%d" % (batching.seed, epoch))]
     cut = _packed if batching.row_length is not None else _padded
     steps, widths, dropped, repeated = cut(sizes, chosen, fitting, batching, epoch)
-    report = _report(sizes, chosen, steps, widths, batching)
-    return Plan(_ordered(sizes, steps, widths, batching, epoch), widths, report, skipped, dropped, repeated)
+    work = [[batch_positions(sizes, batch, widths, batching) for batch in step] for step in steps]
+    report = _report(sizes, chosen, steps, work, batching.multiple)
+    return Plan(_ordered(steps, work, batching.seed, epoch), widths, report, skipped, dropped, repeated)
 
 
 Steps = list[list[list[Item]]]
@@ -219,6 +220,8 @@ def _packed(sizes: Indices, chosen: Indices, fitting: np.ndarray[Any, Any], batc
     order = permutation(len(rows), b"rows:%d:%d" % (batching.seed, epoch))
     steps, dropped, repeated = _cut([rows[place] for place in order], [batching.row_length] * len(rows), batching)
     lost = [index for item in dropped for index in item]
+    if repeated:  # rows; a plan counts examples
+        repeated = sum(1 for step in steps for batch in step for _ in examples_of(batch)) - len(chosen)
     return steps, (batching.row_length,), lost, repeated
 
 
@@ -277,30 +280,24 @@ def batch_positions(sizes: Indices, batch: list[Item], widths: tuple[int, ...], 
     return len(batch) * width, width
 
 
-def _ordered(sizes: Indices, steps: Steps, widths: tuple[int, ...], batching: Batching, epoch: int) -> Steps:
+Work = list[list[tuple[int, int]]]  # (positions, width) by step and rank
+
+
+def _ordered(steps: Steps, work: Work, seed: int, epoch: int) -> Steps:
     """The steps shuffled; the one with the most positions in a rank first."""
-    order = permutation(len(steps), b"steps:%d:%d" % (batching.seed, epoch))
-    shuffled = [steps[place] for place in order]
-    if shuffled:
-        work = [max(batch_positions(sizes, batch, widths, batching) for batch in step) for step in shuffled]
-        worst = work.index(max(work))
-        shuffled[0], shuffled[worst] = shuffled[worst], shuffled[0]
-    return shuffled
+    order = permutation(len(steps), b"steps:%d:%d" % (seed, epoch)).tolist()
+    if order:
+        worst = order.index(max(order, key=lambda place: max(work[place])))
+        order[0], order[worst] = order[worst], order[0]
+    return [steps[place] for place in order]
 
 
-def _report(
-    sizes: Indices, chosen: Indices, steps: Steps, widths: tuple[int, ...], batching: Batching
-) -> PaddingReport:
-    tokens = positions = rows = 0
-    for step in steps:
-        for batch in step:
-            tokens += int(sizes[np.fromiter(examples_of(batch), dtype=np.int64)].sum())
-            positions += batch_positions(sizes, batch, widths, batching)[0]
-            rows += sum(1 for _ in examples_of(batch))
-    batches = max(1, sum(map(len, steps)))
+def _report(sizes: Indices, chosen: Indices, steps: Steps, work: Work, multiple: int) -> PaddingReport:
+    drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
+    planned = Waste(int(sizes[drawn].sum()), sum(positions for step in work for positions, _ in step))
+    rows = len(drawn) // max(1, sum(map(len, steps)))
     lengths = sizes[chosen]
-    shuffled = shuffled_waste(lengths, max(1, rows // batches), batching.multiple)
-    return PaddingReport(fixed_waste(lengths, batching.multiple), shuffled, Waste(tokens, positions))
+    return PaddingReport(fixed_waste(lengths, multiple), shuffled_waste(lengths, max(1, rows), multiple), planned)
 
 
 def examples_of(batch: list[Item]) -> Iterator[int]:

@@ -61,7 +61,6 @@ class LengthBatchSampler(Sampler[list[Any]]):
             raise CheckpointError(_beyond(steps, len(chosen)))
         left = np.zeros(len(self.lengths), dtype=bool)
         left[slice(None) if among is None else among] = True
-        left[chosen.skipped + chosen.dropped] = False
         for step in chosen.steps[:steps]:
             left[[index for batch in step for index in examples_of(batch)]] = False
         return np.flatnonzero(left).tolist()

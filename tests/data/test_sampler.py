@@ -140,3 +140,13 @@ def test_a_state_of_other_data_or_none_is_refused():
         LengthBatchSampler(LENGTHS, Batching(batch_size=1, world=2), rank=2)
     with pytest.raises(ConfigError, match="step 10000 is not one of"):
         sampler.state_dict(step=10_000)
+
+
+def test_what_the_old_settings_dropped_the_new_ones_draw():
+    """Ten examples, four at a time: two would be dropped. Two at a time, from the second step on, all come."""
+    sampler = LengthBatchSampler([5] * 10, Batching(batch_size=4, ragged="drop"))
+    done = take(sampler, 1)[0]
+    finer = LengthBatchSampler([5] * 10, Batching(batch_size=2, ragged="drop"))
+    finer.load_state_dict(sampler.state_dict())
+    assert len(finer) == 1 + 3
+    assert sorted(done + [index for batch in finer for index in batch]) == list(range(10))
