@@ -6,7 +6,7 @@
     Seq2Seq         a source for the encoder, a target for the decoder
 
 Prompt and completion are tokenized as one text. A token that covers the end of the one and the beginning of the other counts
-as prompt, and a note counts such examples: at inference the prompt alone is tokenized, and ends differently.
+as prompt, in chats too, and a note counts such examples: at inference the prompt alone is tokenized, and ends differently.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ Encoded = dict[str, Values]
 Notes = Counter[str]  # sentence with {count} -> how many examples it is true of
 
 STRADDLING = "{count} examples have a token across the border of prompt and completion; it counts as prompt."
+STRADDLING_CHAT = "{count} chats have a token across the border of a prompt and its answer; it counts as prompt."
 UNFINISHED = (
     "{count} chats end without the end-of-text token {token}: the template does not write it behind the last answer."
 )
@@ -109,6 +110,8 @@ class Chat:
             starts, targets = places[:, 0], np.zeros(len(ids), bool)
             for first, last in spans:
                 targets |= (starts >= first) & (starts < last)
+            borders = [first for first, _ in spans]
+            notes[STRADDLING_CHAT] += any(((starts < border) & (places[:, 1] > border)).any() for border in borders)
             if end is not None and end not in ids[targets]:
                 notes[UNFINISHED.replace("{token}", str(encoder.tokenizer.eos_token))] += 1
             found.append({"input_ids": ids, "targets": targets})

@@ -191,6 +191,13 @@ def test_a_template_without_an_end_is_told(write, chat_tokenizer, tmp_path):
     assert "1 chats end without the end-of-text token <|im_end|>" in found.notes[0]
 
 
+def test_a_template_whose_prompt_ends_in_a_space_is_told(write, chat_tokenizer, tmp_path):
+    chat_tokenizer.chat_template = PLAIN.replace("{{ m.role }}\n", "{{ m.role }} ").replace("assistant\n", "assistant ")
+    chat = [CHAT[0], {"role": "assistant", "content": "tile"}]
+    found = prepare_examples(write([{"messages": chat}]), Chat(), chat_tokenizer, cache=tmp_path)
+    assert found.notes == ["1 chats have a token across the border of a prompt and its answer; it counts as prompt."]
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
