@@ -20,7 +20,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-emulation bench-memory estimators same-loss convergence clean
+.PHONY: help train test check format bench bench-emulation bench-memory bench-tokenize estimators same-loss convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -55,6 +55,9 @@ estimators: $(INSTALLED) ## variance, cosine and slope of the 4-bit estimates of
 
 bench-memory: $(PEERS) ## what each memory technique saves and costs
 	$(BIN)/python -m benchmarks.bench_memory $(ARGS)
+
+bench-tokenize: $(INSTALLED) ## how fast text becomes ids: one row per call, and batched
+	$(BIN)/python -m benchmarks.bench_tokenize $(ARGS)
 
 same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must be equal to the last bit
 	$(BIN)/python -m benchmarks.same_loss --base $(BASE)

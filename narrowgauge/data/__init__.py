@@ -1,30 +1,83 @@
-"""Text to batches: read documents strictly, tokenize them once, and give batches as a pure function of the step.
+"""Text and tables to batches: read strictly, tokenize once, and batch as a pure function of the step.
 
-trained = train_bpe((document.text for document in documents("stdlib")), 4096, cache)
-corpus = prepare("stdlib", trained.tokenizer, cache=cache)
-batches = CausalBatches(corpus.train, sequence_length=256, batch_size=8, seed=0)
-batches.batch(step)["input_ids"]
+Running text, for pretraining:
+
+    trained = train_bpe((document.text for document in documents("stdlib")), 4096, cache)
+    corpus = prepare("stdlib", trained.tokenizer, cache=cache)
+    batches = CausalBatches(corpus.train, sequence_length=256, batch_size=8, seed=0)
+    batches.batch(step)["input_ids"]
+
+Examples in rows, for fine-tuning:
+
+    examples = prepare_examples("train.jsonl", Chat(), tokenizer, cache=cache)
+    sampler = LengthBatchSampler(examples.lengths, Batching(token_budget=4096))
+    collate = Collator(pad_id=pad_id_of(tokenizer), widths=sampler.widths)
+    loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
 """
 
 from narrowgauge.data.batches import IGNORED, CausalBatches, valid_targets
 from narrowgauge.data.cache import TokenStream
+from narrowgauge.data.collate import Collator, pad_id_of
 from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
+from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.examples import Examples, Limits, prepare_examples
+from narrowgauge.data.packing import block_mask, cumulative_lengths, pack
+from narrowgauge.data.packing_check import PackingCheck, check_packing
+from narrowgauge.data.padding import PaddingReport, Waste
+from narrowgauge.data.plan import Batching, Plan, plan, restore_order, sorted_batches
+from narrowgauge.data.records import Record, records
+from narrowgauge.data.sample import coloured_sample
+from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.data.sources import documents
+from narrowgauge.data.targets import count_targets, step_loss, summed_loss, trainer_loss
+from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, Task, class_names
 from narrowgauge.data.text import Document
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 
 __all__ = [
     "IGNORED",
+    "Batching",
     "CausalBatches",
+    "Chat",
+    "Classification",
+    "Collator",
+    "Completion",
     "Corpus",
     "Document",
+    "Encoder",
+    "Examples",
+    "LengthBatchSampler",
+    "Limits",
+    "PackingCheck",
+    "PaddingReport",
+    "Plan",
+    "Record",
+    "Seq2Seq",
+    "Task",
     "TokenStream",
     "TrainedTokenizer",
+    "Waste",
+    "block_mask",
+    "check_packing",
     "check_vocabulary",
+    "class_names",
+    "coloured_sample",
+    "count_targets",
+    "cumulative_lengths",
     "documents",
     "fingerprint",
     "load",
+    "pack",
+    "pad_id_of",
+    "plan",
     "prepare",
+    "prepare_examples",
+    "records",
+    "restore_order",
+    "sorted_batches",
+    "step_loss",
+    "summed_loss",
     "train_bpe",
+    "trainer_loss",
     "valid_targets",
 ]

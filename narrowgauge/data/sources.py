@@ -72,7 +72,7 @@ def documents(
         return _usable(_named(name, column, separator), name, limit_bytes)
     read = partial(_file_documents, column=column, separator=separator, limit_bytes=limit_bytes)
     try:
-        files = _files(name)
+        files = files_of(name)
     except OSError as error:
         raise StorageError(f"{shown(name)}: cannot be looked at: {error.strerror}. Check its permissions.") from error
     return _usable((document for path in files for document in read(path)), name, limit_bytes)
@@ -110,7 +110,7 @@ def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[
         raise DataError(f"{shown(name)}: {held}. Pass a source that holds text.")
 
 
-def _files(name: str) -> list[Path]:
+def files_of(name: str) -> list[Path]:
     """The files that a path or glob means, sorted. Raises DataError if there is none."""
     path = Path(name)
     if path.is_dir():

@@ -81,7 +81,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
+def parse_object(line: str, where: str) -> dict[str, Any]:
+    """The JSON object of one line. Raises DataError for anything else, and for a key that stands twice."""
     try:
         row = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
@@ -104,7 +105,7 @@ def jsonl_documents(path: Path, *, column: str | None, limit_bytes: int) -> Iter
         if line.isspace():
             continue
         where = f"{shown(path)}:{number}"
-        row = _parse(line.rstrip("\r\n"), where)
+        row = parse_object(line.rstrip("\r\n"), where)
         if column is None or column not in row:
             column = choose_column(
                 column, list(row), [name for name in row if isinstance(row[name], str | None)], where
@@ -112,7 +113,7 @@ def jsonl_documents(path: Path, *, column: str | None, limit_bytes: int) -> Iter
         yield Document(checked_text(row[column], column, where), where)
 
 
-class _Rows:
+class CsvRows:
     """Rows of a CSV file with the line on which each begins.
 
     The csv module's limit on a field is global; it is raised around each row alone and put back.
@@ -153,24 +154,34 @@ class _Rows:
 
 def csv_documents(path: Path, *, column: str | None, limit_bytes: int) -> Iterator[Document]:
     """One document per row below the header row. Comma and RFC 4180 quoting in .csv; tab and no quoting in .tsv."""
-    rows = _Rows(path, limit_bytes)
     header: list[str] | None = None
-    for row in rows:
-        where = f"{shown(path)}:{rows.line}"
+    for where, row in csv_rows(path, limit_bytes=limit_bytes):
         if header is None:
             header = row
             index = header.index(_csv_column(column, header, where))
             continue
-        if len(row) != len(header):
-            raise DataError(
-                f"{where}: {len(row)} fields, but the header has {len(header)}. Correct the row or remove it."
-            )
         yield Document(row[index], where)
 
 
+def csv_rows(path: Path, *, limit_bytes: int, header: Sequence[str] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """(file:line, fields) of each row, all with as many fields as the first one, the header row, or as `header`.
+
+    Raises DataError for a ragged row, and for a header row that names a column twice.
+    """
+    rows = CsvRows(path, limit_bytes)
+    width = None if header is None else len(header)
+    for row in rows:
+        where = f"{shown(path)}:{rows.line}"
+        if width is None:
+            width = len(row)
+            if repeated := sorted({name for name in row if row.count(name) > 1}):
+                raise DataError(f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.")
+        if len(row) != width:
+            raise DataError(f"{where}: {len(row)} fields, but the header has {width}. Correct the row or remove it.")
+        yield where, row
+
+
 def _csv_column(column: str | None, header: list[str], where: str) -> str:
-    if repeated := sorted({name for name in header if header.count(name) > 1}):
-        raise DataError(f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.")
     if column is None and len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
         raise DataError(
             f"{where}: the header {header[0]!r} is not separated by commas. Save the file with commas, or as TSV."
@@ -180,12 +191,7 @@ def _csv_column(column: str | None, header: list[str], where: str) -> str:
 
 def parquet_documents(path: Path, *, column: str | None, limit_bytes: int) -> Iterator[Document]:
     """One document per row. Origin: path:row, from 1. Needs pyarrow."""
-    try:
-        import pyarrow as arrow
-        import pyarrow.compute
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.") from None
+    arrow = _pyarrow(path)
     try:
         with arrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
@@ -201,6 +207,34 @@ def parquet_documents(path: Path, *, column: str | None, limit_bytes: int) -> It
                 yield from _arrow_documents(arrow, batch.column(0), column, path, first, limit_bytes)
                 first += batch.num_rows
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for the names of columns
+        raise DataError(
+            f"{shown(path)}: cannot be read as Parquet: {reason(error)} Write or download the file again."
+        ) from error
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.") from None
+    return pyarrow
+
+
+def parquet_rows(path: Path, *, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path:row, values by column) of each row, of these columns alone. Nested columns become lists and dicts."""
+    arrow = _pyarrow(path)
+    try:
+        with arrow.parquet.ParquetFile(path) as file:
+            for column in columns:
+                choose_column(column, file.schema_arrow.names, (), shown(path))
+            first = 1
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=list(columns)):
+                for row, values in enumerate(batch.to_pylist(), first):
+                    yield f"{shown(path)}:{row}", values
+                first += batch.num_rows
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{shown(path)}: cannot be read as Parquet: {reason(error)} Write or download the file again."
         ) from error

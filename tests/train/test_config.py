@@ -216,8 +216,8 @@ def configurations(draw) -> TrainConfig:
     if drawn["tokenizer"]:
         del drawn["vocab_size"]
     if drawn["model"]:
-        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size"):
-            del drawn[size]
+        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size"):
+            drawn.pop(size, None)
     else:
         drawn["kv_heads"] = draw(st.sampled_from([0, 1, drawn["heads"]]))
         drawn["hidden_size"] = 2 * drawn["heads"] * draw(st.integers(1, 128))

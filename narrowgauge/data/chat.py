@@ -1,0 +1,111 @@
+"""Which characters of a rendered chat the assistant wrote.
+
+The text is what the tokenizer's own template renders. Its answers are found in one of two ways:
+
+    a template that marks them     {% generation %} ... {% endgeneration %}: what stands between, as rendered
+    any other                      answer i lies between  render(messages[:i], with the prompt to answer)
+                                   and  render(messages[:i + 1]),  if both are beginnings of the whole text
+
+The second holds for a template that renders a turn the same whatever follows it. One that does not (some drop the
+reasoning of all answers but the last) is refused by name of the turn; training on the last answer alone is then possible.
+An answer includes the token that ends the turn, which a model must learn to write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from narrowgauge.data.text import reason
+from narrowgauge.errors import ConfigError, DataError
+
+Span = tuple[int, int]
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def marks_answers(template: str) -> bool:
+    """Whether the template says itself which parts are the assistant's."""
+    return bool(_MARKS.search(template))
+
+
+def chat_template(tokenizer: Any) -> str:
+    """The tokenizer's chat template. Raises ConfigError if it has none."""
+    try:
+        return str(tokenizer.get_chat_template())
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{tokenizer.name_or_path or type(tokenizer).__name__}: no chat template: {reason(error)} Use the tokenizer of "
+            "a chat model, set tokenizer.chat_template, or give prompts and completions instead of messages."
+        ) from None
+
+
+def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
+    """`messages` if it is a list of turns with a role each, one of them the assistant's. Raises DataError otherwise."""
+    if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
+        raise DataError(
+            f'{origin}: messages hold {type(messages).__name__}, not a list of {{"role": ..., "content": ...}}. '
+            "Write them so, in JSONL or Parquet."
+        )
+    for number, turn in enumerate(messages):
+        if not isinstance(turn.get("role"), str):
+            raise DataError(f"{origin}: message {number} has no role. Give each message a role and a content.")
+    if not any(turn["role"] == "assistant" for turn in messages):
+        raise DataError(f"{origin}: no message has the role 'assistant', so there is nothing to learn. Remove the row.")
+    return messages
+
+
+def answers(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, train_on: Literal["answers", "last"] = "answers"
+) -> tuple[str, list[Span]]:
+    """(text, spans of characters) of one chat: every answer of the assistant, or the last alone.
+
+    Renders the template once, and twice more for each answer if it does not mark them. Raises DataError if the template
+    refuses the messages, or renders an answer differently once more turns follow.
+    """
+    if marks_answers(chat_template(tokenizer)):
+        text, spans = _marked(tokenizer, messages, origin)
+        return text, spans[-1:] if train_on == "last" else spans
+    text = _render(tokenizer, messages, origin)
+    turns = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
+    spans = []
+    for turn in turns[-1:] if train_on == "last" else turns:
+        before = _render(tokenizer, messages[:turn], origin, prompt=True)
+        through = text if turn == len(messages) - 1 else _render(tokenizer, messages[: turn + 1], origin)
+        if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
+            raise DataError(
+                f"{origin}: the chat template renders answer {turn} differently once the whole chat is there, so its tokens "
+                "cannot be told apart. Pass train_on='last', split the chat into one row per answer, or use a template with "
+                "{% generation %} marks."
+            )
+        spans.append((len(before), len(through)))
+    return text, spans
+
+
+def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, *, prompt: bool = False) -> str:
+    if not messages and not prompt:
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+    except Exception as error:  # templates raise their own errors, of jinja's and of any other class
+        raise DataError(
+            f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
+        ) from error
+
+
+def _marked(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str) -> tuple[str, list[Span]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    known = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[known],
+            chat_template=chat_template(tokenizer),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+    except Exception as error:  # as above
+        raise DataError(
+            f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
+        ) from error
+    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]

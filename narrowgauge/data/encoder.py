@@ -1,0 +1,167 @@
+"""Thousands of texts to token ids in one call of the Rust tokenizer, which spreads them over its threads.
+
+A slow tokenizer, written in Python, encodes one text after another: it is refused beyond SLOW_ROWS texts unless asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from narrowgauge.data.example_cache import Values
+from narrowgauge.data.text import shown
+from narrowgauge.data.tokenizer import fingerprint, plain_backend
+from narrowgauge.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_ROWS = 4096  # texts handed to the tokenizer's threads at once; each comes back as an object of a few kilobytes
+SLOW_ROWS = 2000  # a second or two of a tokenizer in Python
+Text = str | tuple[str, str]
+
+
+class Encoder:
+    """A tokenizer as functions of lists of texts, without the truncation and padding that its files may ask for.
+
+    texts    a string, or a pair of strings for tokenizers that join two with their own separators.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_slow: bool = False):
+        self.tokenizer: Any = tokenizer
+        self.allow_slow = allow_slow
+        self.fast = bool(getattr(tokenizer, "is_fast", False))
+        self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=0)
+        self._encoded = 0
+        self._backend = _exact(plain_backend(self.tokenizer)) if self.fast else None
+        self._target = self._target_backend() if self.fast else None
+
+    def facts(self) -> dict[str, Any]:
+        """What decides the ids of a text, for the key of a cache."""
+        from transformers import __version__ as transformers_version
+
+        if not self.fast:
+            return {"slow": _saved(self.tokenizer), "transformers": transformers_version}
+        from tokenizers import __version__
+
+        both = [json.loads(backend.to_str())["post_processor"] for backend in (self._backend, self._target) if backend]
+        return {"tokenizer": fingerprint(self.tokenizer), "post_processors": both, "tokenizers": __version__}
+
+    def ids(
+        self, texts: Sequence[Text], *, target: bool = False, max_length: int | None = None
+    ) -> list[dict[str, Values]]:
+        """input_ids and token_type_ids of each text, with the special tokens that the tokenizer adds.
+
+        target      as the text that a seq2seq model writes
+        max_length  cut to it (the longer of a pair first), special tokens kept; not cut if None
+        """
+        if not self.fast:
+            return self._slow_ids(texts, target, max_length)
+        backend = self._target if target else self._backend
+        assert backend is not None
+        if max_length is not None:
+            backend.enable_truncation(max_length)
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=True)
+        backend.no_truncation()
+        return [
+            {"input_ids": np.array(found.ids, np.int64), "token_type_ids": np.array(found.type_ids, np.int64)}
+            for found in encodings
+        ]
+
+    def spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Values, Values]]:
+        """(ids, [tokens, 2] first and behind-last character of each) of each text; -1, -1 for one that was added.
+
+        Raises ConfigError for a slow tokenizer, which does not know where in the text its tokens are.
+        """
+        if self._backend is None:
+            raise ConfigError(
+                f"{self.name}: a slow tokenizer does not say which characters a token covers, which prompts and chats need. "
+                "Load it with its tokenizer.json."
+            )
+        found = []
+        for encoding in self._backend.encode_batch(list(texts), add_special_tokens=special):
+            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            if special:  # also set for special tokens that the text spells out; those cover characters
+                places[np.array(encoding.special_tokens_mask, bool) & (places[:, 0] == places[:, 1])] = -1
+            found.append((np.array(encoding.ids, np.int64), places))
+        return found
+
+    @property
+    def name(self) -> str:
+        return shown(self.tokenizer.name_or_path or type(self.tokenizer).__name__)
+
+    @property
+    def start_ids(self) -> set[int]:
+        """Ids that begin a text: of which two in a row are a mistake."""
+        found = {getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")}
+        return {int(id) for id in found if id is not None}
+
+    def check_start(self, ids: Values, origin: str) -> None:
+        """Raises DataError if the ids begin with the same beginning-of-text token twice."""
+        if len(ids) > 1 and ids[0] == ids[1] and int(ids[0]) in self.start_ids:
+            token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
+            raise DataError(
+                f"{origin}: begins with {token} twice, as it stands in the text or template and the tokenizer adds it too. "
+                "Take it out of the text, or out of the chat template."
+            )
+
+    def _target_backend(self) -> Any:
+        """The backend in the mode for targets: translation tokenizers add another language code there."""
+        if not hasattr(self.tokenizer, "_switch_to_target_mode"):
+            return self._backend
+        self.tokenizer._switch_to_target_mode()
+        try:
+            return _exact(plain_backend(self.tokenizer))
+        finally:
+            self.tokenizer._switch_to_input_mode()
+
+    def _slow_ids(self, texts: Sequence[Text], target: bool, max_length: int | None) -> list[dict[str, Values]]:
+        self._encoded += len(texts)
+        if self._encoded > SLOW_ROWS and not self.allow_slow:
+            raise ConfigError(
+                f"{self.name}: {type(self.tokenizer).__name__} is a slow tokenizer, written in Python, and the data has more "
+                f"than {SLOW_ROWS} texts. Pass one with tokenizer.json, or allow_slow=True to wait for it."
+            )
+        cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
+        found = []
+        for text in texts:
+            pair = text if isinstance(text, tuple) else (text,)
+            encoded = self.tokenizer(text_target=pair[0], **cut) if target else self.tokenizer(*pair, **cut)
+            ids = np.array(encoded["input_ids"], np.int64)
+            types = encoded.get("token_type_ids", np.zeros(len(ids)))
+            found.append({"input_ids": ids, "token_type_ids": np.array(types, np.int64)})
+        return found
+
+
+def _exact(backend: Any) -> Any:
+    """The backend with a token's span that holds its leading space, which some post-processors trim away."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(backend.to_str())
+
+    def untrimmed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [untrimmed(value) for value in part]
+        if isinstance(part, dict):
+            return {key: False if key == "trim_offsets" else untrimmed(value) for key, value in part.items()}
+        return part
+
+    state["post_processor"] = untrimmed(state["post_processor"])
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def _saved(tokenizer: Any) -> str:
+    """SHA-256 of the files that a slow tokenizer saves, and of its class's name."""
+    digest = hashlib.sha256(f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}".encode())
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()

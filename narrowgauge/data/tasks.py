@@ -1,0 +1,225 @@
+"""What a row of a table is for: the four kinds of examples, and how each becomes arrays of ids.
+
+    Completion      prompt + completion, loss on the completion and the end-of-text token behind it
+    Chat            messages in the tokenizer's template, loss on the assistant's answers
+    Classification  a text or a pair of texts, and a class
+    Seq2Seq         a source for the encoder, a target for the decoder
+
+Prompt and completion are tokenized as one text. A token that covers the end of the one and the beginning of the other counts
+as prompt, in chats too, and a note counts such examples: at inference the prompt alone is tokenized, and ends differently.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from narrowgauge.data.cache import token_dtype
+from narrowgauge.data.chat import answers, chat_template, check_messages
+from narrowgauge.data.encoder import Encoder, Text
+from narrowgauge.data.example_cache import Values
+from narrowgauge.data.records import Record
+from narrowgauge.data.tokenizer import end_of_text
+from narrowgauge.errors import ConfigError, DataError, closest
+
+Kind = Literal["causal-lm", "classification", "seq2seq"]
+Encoded = dict[str, Values]
+Notes = Counter[str]  # sentence with {count} -> how many examples it is true of
+
+STRADDLING = "{count} examples have a token across the border of prompt and completion; it counts as prompt."
+STRADDLING_CHAT = "{count} chats have a token across the border of a prompt and its answer; it counts as prompt."
+UNFINISHED = (
+    "{count} chats end without the end-of-text token {token}: the template does not write it behind the last answer."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Columns with the prompt and what is to follow it. The prompt may be empty."""
+
+    prompt: str = "prompt"
+    completion: str = "completion"
+    kind: ClassVar[Kind] = "causal-lm"
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.prompt, self.completion]
+
+    def options(self, encoder: Encoder) -> dict[str, Any]:
+        return {"end_of_text": end_of_text(encoder.tokenizer)}
+
+    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
+
+    def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> list[Encoded]:
+        prompts = [row.text(self.prompt) for row in rows]
+        texts = [prompt + row.text(self.completion) for prompt, row in zip(prompts, rows, strict=True)]
+        end = end_of_text(encoder.tokenizer)
+        found = []
+        for row, prompt, (ids, places) in zip(rows, prompts, encoder.spans(texts, special=True), strict=True):
+            encoder.check_start(ids, row.origin)
+            border = len(prompt)
+            targets = places[:, 0] >= border
+            notes[STRADDLING] += bool(((places[:, 0] < border) & (places[:, 1] > border)).any())
+            if not len(ids) or ids[-1] != end:
+                ids, targets = np.append(ids, end), np.append(targets, bool(row.values[self.completion]))
+            else:
+                targets[-1] = bool(row.values[self.completion])
+            found.append({"input_ids": ids, "targets": targets})
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A column with a list of messages, each a role and a content."""
+
+    messages: str = "messages"
+    train_on: Literal["answers", "last"] = "answers"
+    kind: ClassVar[Kind] = "causal-lm"
+
+    def __post_init__(self) -> None:
+        if self.train_on not in ("answers", "last"):
+            raise ConfigError(f"Chat: train_on {self.train_on!r}. Pass 'answers' or 'last'.")
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.messages]
+
+    def options(self, encoder: Encoder) -> dict[str, Any]:
+        special = {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()}
+        return {"template": chat_template(encoder.tokenizer), "train_on": self.train_on, "special": special}
+
+    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
+
+    def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> list[Encoded]:
+        chats = [check_messages(row.values[self.messages], row.origin) for row in rows]
+        rendered = [
+            answers(encoder.tokenizer, chat, row.origin, self.train_on) for chat, row in zip(chats, rows, strict=True)
+        ]
+        end = encoder.tokenizer.eos_token_id
+        found = []
+        # The template writes the special tokens; adding them again would double the beginning of text.
+        encoded = encoder.spans([text for text, _ in rendered], special=False)
+        for row, (_, spans), (ids, places) in zip(rows, rendered, encoded, strict=True):
+            encoder.check_start(ids, row.origin)
+            starts, targets = places[:, 0], np.zeros(len(ids), bool)
+            for first, last in spans:
+                targets |= (starts >= first) & (starts < last)
+            borders = [first for first, _ in spans]
+            notes[STRADDLING_CHAT] += any(((starts < border) & (places[:, 1] > border)).any() for border in borders)
+            if end is not None and end not in ids[targets]:
+                notes[UNFINISHED.replace("{token}", str(encoder.tokenizer.eos_token))] += 1
+            found.append({"input_ids": ids, "targets": targets})
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification:
+    """Columns with a text, perhaps a second one, and a class.
+
+    classes  names in the order of their ids, or how many there are if the data holds the ids 0, 1, ...
+    """
+
+    classes: tuple[str, ...] | int
+    text: str = "text"
+    pair: str | None = None
+    label: str = "label"
+    kind: ClassVar[Kind] = "classification"
+
+    def __post_init__(self) -> None:
+        names = self.classes if isinstance(self.classes, tuple) else ()
+        if self.count < 2 or len(set(names)) != len(names):
+            raise ConfigError(f"Classification: classes {self.classes!r}. Name at least two, each once.")
+
+    @property
+    def count(self) -> int:
+        return self.classes if isinstance(self.classes, int) else len(self.classes)
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.text, *([self.pair] if self.pair is not None else []), self.label]
+
+    def options(self, encoder: Encoder) -> dict[str, Any]:
+        return {"classes": self.classes}
+
+    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        ids = token_dtype(encoder.vocabulary - 1)
+        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<i4")}
+
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> list[Encoded]:
+        labels = [self.class_of(row) for row in rows]
+        texts: list[Text] = [row.text(self.text) for row in rows]
+        if self.pair is not None:
+            texts = [(str(text), row.text(self.pair)) for text, row in zip(texts, rows, strict=True)]
+        encoded = encoder.ids(texts, max_length=max_length)
+        for row, example, label in zip(rows, encoded, labels, strict=True):
+            encoder.check_start(example["input_ids"], row.origin)
+            example["labels"] = np.array([label])
+        return encoded
+
+    def class_of(self, row: Record) -> int:
+        """The id of the row's class. Raises DataError for a label that is none of the classes."""
+        value = row.values[self.label]
+        if isinstance(self.classes, tuple):
+            if value in self.classes:
+                return self.classes.index(value)
+            near = closest(str(value), self.classes)
+            listing = f"Closest: {near}." if near else f"Classes: {', '.join(map(repr, self.classes[:20]))}."
+            raise DataError(
+                f"{row.origin}: label {value!r} in column {self.label!r} is none of the {self.count} classes. {listing} "
+                "Correct the row, or name all classes."
+            )
+        number = int(value) if isinstance(value, str) and value.strip().lstrip("-").isdecimal() else value
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
+            raise DataError(
+                f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. "
+                "Correct the row, pass the number of classes that the data has, or name them."
+            )
+        return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2Seq:
+    """Columns with what the encoder reads and what the decoder writes."""
+
+    source: str = "source"
+    target: str = "target"
+    kind: ClassVar[Kind] = "seq2seq"
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.source, self.target]
+
+    def options(self, encoder: Encoder) -> dict[str, Any]:
+        return {}
+
+    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        ids = token_dtype(encoder.vocabulary - 1)
+        return {"input_ids": ids, "labels": ids}
+
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> list[Encoded]:
+        sources = encoder.ids([row.text(self.source) for row in rows], max_length=max_length)
+        targets = encoder.ids([row.text(self.target) for row in rows], target=True, max_length=max_length)
+        for row, source in zip(rows, sources, strict=True):
+            encoder.check_start(source["input_ids"], row.origin)
+        return [
+            {"input_ids": source["input_ids"], "labels": target["input_ids"]}
+            for source, target in zip(sources, targets, strict=True)
+        ]
+
+
+Task = Completion | Chat | Classification | Seq2Seq
+
+
+def class_names(rows: Sequence[Record], column: str) -> tuple[str, ...]:
+    """The distinct labels of these rows, sorted: the `classes` of a Classification whose names nobody has listed."""
+    return tuple(sorted({row.text(column) for row in rows}))

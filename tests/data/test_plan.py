@@ -1,0 +1,249 @@
+"""Plans of an epoch, exactly: nothing lost or drawn twice, within the budget, the same wherever it is computed."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.data.padding import Waste, fixed_waste, shuffled_waste
+from narrowgauge.data.plan import Batching, batch_positions, examples_of, plan, restore_order, sorted_batches
+from narrowgauge.data.widths import choose_widths, width_of
+from narrowgauge.errors import ConfigError, DataError
+
+LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=150)
+FORMS = ["batch_size", "token_budget", "packed"]
+
+
+def batching_of(form: str, **options) -> Batching:
+    size = {
+        "batch_size": {"batch_size": 6},
+        "token_budget": {"token_budget": 512},
+        "packed": {"token_budget": 512, "row_length": 128},
+    }
+    return Batching(**size[form], **options)
+
+
+def drawn(found) -> list[int]:
+    return [index for step in found.steps for batch in step for index in examples_of(batch)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(lengths=LENGTHS, world=st.integers(1, 4), seed=st.integers(0, 3), epoch=st.integers(0, 2))
+def test_every_example_is_drawn_once(form, lengths, world, seed, epoch):
+    """Property, with the ragged end as smaller steps; a world that the examples do not go round is an error."""
+    try:
+        found = plan(lengths, batching_of(form, world=world, seed=seed), epoch)
+    except ConfigError as error:
+        assert world > 1 and "do not go round" in str(error)
+        return
+    assert sorted(drawn(found)) == list(range(len(lengths)))
+    assert all(len(step) == world and all(step) for step in found.steps)
+    assert not found.notes
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(lengths=LENGTHS, world=st.integers(1, 4), ragged=st.sampled_from(["drop", "repeat"]))
+def test_what_is_dropped_or_repeated_is_counted(form, lengths, world, ragged):
+    found = plan(lengths, batching_of(form, world=world, ragged=ragged))
+    counts = Counter(drawn(found))
+    if ragged == "drop":
+        assert set(counts.values()) <= {1}
+        assert sorted([*counts, *found.dropped]) == list(range(len(lengths)))
+        assert bool(found.dropped) == bool(found.notes)
+    else:
+        assert set(counts) == set(range(len(lengths)))
+        assert sum(counts.values()) - len(lengths) == found.repeated
+    assert len({tuple(map(len, step)) for step in found.steps}) <= len(found.widths)
+
+
+@given(lengths=LENGTHS, world=st.integers(1, 3), multiple=st.sampled_from([1, 8, 16]), budget=st.integers(128, 700))
+def test_no_batch_passes_the_budget_and_all_fill_whole_tiles(lengths, world, multiple, budget):
+    batching = Batching(token_budget=budget, world=world, multiple=multiple, ragged="smaller", too_long="skip")
+    try:
+        found = plan(lengths, batching)
+    except ConfigError:
+        return
+    for step in found.steps:
+        for batch in step:
+            positions, _ = batch_positions(np.array(lengths), batch, found.widths, batching)
+            assert positions <= budget
+            assert positions % 16 == 0
+    assert sorted([*drawn(found), *found.skipped]) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plan_is_a_function_of_seed_and_epoch(form):
+    lengths = np.random.default_rng(0).integers(3, 100, 400)
+    same = plan(lengths, batching_of(form), 1), plan(lengths.tolist(), batching_of(form), 1)
+    assert same[0] == same[1]
+    others = plan(lengths, batching_of(form), 2), plan(lengths, batching_of(form, seed=1), 1)
+    assert same[0].steps != others[0].steps != others[1].steps
+    assert len(same[0]) == len(others[0]) == len(others[1])
+    assert same[0].widths == others[0].widths
+
+
+@pytest.mark.parametrize("examples", [64, 65, 71, 72, 73])
+def test_batch_size_gives_as_many_steps_as_plain_shuffling(examples):
+    lengths = np.random.default_rng(examples).integers(3, 100, examples)
+    for world in (1, 2, 4):
+        assert len(plan(lengths, Batching(batch_size=8, world=world))) == -(-examples // (8 * world))
+
+
+def test_shapes_are_few_and_padding_small():
+    """2,000 lengths of a long-tailed distribution: at most 10 widths and one ragged step, far less padding than shuffled."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(3, 0.8, 2000).astype(int), 2, 400)
+    batching = Batching(token_budget=2048)
+    found = plan(lengths, batching)
+    shapes = {
+        (len(batch), batch_positions(lengths, batch, found.widths, batching)[1])
+        for step in found.steps
+        for batch in step
+    }
+    assert len(found.widths) <= 10
+    assert len(shapes) <= 12
+    assert found.padding.planned.tokens == lengths.sum()
+    assert found.padding.planned.percent < 20 < 60 < found.padding.shuffled.percent < found.padding.fixed.percent
+
+
+def test_the_ranks_of_a_step_have_the_same_width():
+    """But for the few steps in which a class runs out."""
+    lengths = np.random.default_rng(0).integers(3, 200, 3000)
+    batching = Batching(token_budget=1024, world=4)
+    found = plan(lengths, batching)
+    shapes = [{batch_positions(lengths, batch, found.widths, batching) for batch in step} for step in found.steps]
+    assert sum(len(each) > 1 for each in shapes) <= len(found.widths)
+
+
+def test_the_worst_step_is_the_first_and_the_rest_is_shuffled():
+    lengths = np.random.default_rng(0).integers(3, 200, 3000)
+    batching = Batching(token_budget=1024)
+    found = plan(lengths, batching)
+    positions = [batch_positions(lengths, step[0], found.widths, batching) for step in found.steps]
+    assert positions[0] == max(positions)
+    widths = np.array([width for _, width in positions[1:]])
+    drift = np.corrcoef(np.arange(len(widths)), widths)[0, 1]
+    assert abs(drift) < 4 / np.sqrt(len(widths))  # four standard deviations of no correlation; fixed seed
+
+
+def test_packing_wastes_less_than_padding():
+    lengths = np.random.default_rng(0).integers(3, 60, 1000)
+    packed = plan(lengths, batching_of("packed"))
+    padded = plan(lengths, batching_of("token_budget"))
+    assert packed.padding.planned.percent < 2 < padded.padding.planned.percent
+    sizes = [sum(lengths[list(row)]) for step in packed.steps for batch in step for row in batch]
+    assert max(sizes) <= 128
+
+
+def test_too_long_is_an_error_with_count_and_longest_or_skipped():
+    lengths = [10, 700, 20, 513, 512]
+    with pytest.raises(DataError, match=r"2 of 5 examples do not fit token_budget 512.*longest has 700 \(example 1\)"):
+        plan(lengths, Batching(token_budget=512))
+    found = plan(lengths, Batching(token_budget=512, too_long="skip"))
+    assert sorted(found.skipped) == [1, 3]
+    assert found.notes == ["2 examples are longer than the budget and are left out."]
+    with pytest.raises(DataError, match="row_length 128"):
+        plan(lengths, Batching(batch_size=2, row_length=128))
+
+
+def test_an_example_without_tokens_is_refused():
+    with pytest.raises(DataError, match="example 1 has no tokens"):
+        plan([3, 0], Batching(batch_size=1))
+
+
+def test_no_examples_are_no_steps():
+    assert len(plan([], Batching(batch_size=4))) == len(plan([], Batching(batch_size=4, row_length=16))) == 0
+
+
+def test_the_rest_of_an_epoch_keeps_the_widths():
+    lengths = np.random.default_rng(0).integers(3, 100, 300)
+    found = plan(lengths, Batching(token_budget=512), among=range(40, 90))
+    assert sorted(drawn(found)) == list(range(40, 90))
+    assert found.widths == plan(lengths, Batching(token_budget=512)).widths
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "exactly one"),
+        ({"batch_size": 1, "token_budget": 1}, "exactly one"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"batch_size": 1, "world": 0}, "world 0"),
+        ({"batch_size": 1, "multiple": 12}, "power of two"),
+        ({"batch_size": 1, "ragged": "keep"}, "ragged 'keep'"),
+        ({"batch_size": 1, "too_long": "cut"}, "too_long 'cut'"),
+        ({"batch_size": 1, "row_length": 100}, "Pass 112"),
+        ({"token_budget": 64, "row_length": 128}, "holds no row"),
+    ],
+)
+def test_impossible_settings_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Batching(**options)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 5), st.sampled_from([1, 8]))
+def test_the_widths_are_the_best_there_are(lengths, count, multiple):
+    """Against trying every choice (small cases)."""
+    from itertools import combinations
+
+    widths = choose_widths(np.array(lengths), count=count, multiple=multiple)
+    candidates = sorted({-(-length // multiple) * multiple for length in lengths})[:10]
+    if candidates[-1] < max(lengths):
+        return
+
+    def positions(chosen):
+        return sum(min(width for width in chosen if width >= length) for length in lengths)
+
+    best = min(
+        positions((*rest, candidates[-1]))
+        for size in range(count)
+        for rest in combinations(candidates[:-1], min(size, len(candidates) - 1))
+    )
+    assert positions(widths) == best
+    assert len(widths) <= count
+    assert list(widths) == sorted(set(widths))
+
+
+def test_many_distinct_lengths_are_thinned_and_still_held():
+    lengths = np.random.default_rng(0).integers(1, 5000, 20_000)
+    widths = choose_widths(lengths, count=8, multiple=1)
+    assert len(widths) == 8
+    assert widths[-1] == lengths.max()
+    padded = np.asarray(widths)[np.searchsorted(widths, lengths)].sum()
+    assert padded / lengths.sum() < 1.13  # eight equal steps of a uniform distribution: (1 + 1/8)
+
+
+def test_a_width_grows_until_its_rows_fill_whole_tiles():
+    assert width_of(17, 4, (8, 24), 16) == 24
+    assert width_of(17, 3, (8, 24), 16) == 32
+    with pytest.raises(DataError, match="25 tokens, but the widths end at 24"):
+        width_of(25, 4, (8, 24), 16)
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_sorted_batches_restore_the_order(lengths, batch_size):
+    batches = sorted_batches(lengths, batch_size=batch_size)
+    widths = [[lengths[index] for index in batch] for batch in batches]
+    flat = [length for batch in widths for length in batch]
+    assert flat == sorted(flat, reverse=True)
+    assert restore_order(batches, widths) == lengths
+
+
+def test_sorted_batches_hold_a_budget_and_leave_none_out():
+    lengths = [3, 100, 9, 8, 8, 60]
+    batches = sorted_batches(lengths, token_budget=64)
+    assert batches == [[1], [5], [2, 3, 4, 0]]
+    with pytest.raises(DataError, match="results for"):
+        restore_order(batches, [[1], [1, 1], [1, 1, 1]])
+
+
+def test_waste_is_counted():
+    lengths = np.array([3, 5, 10, 1])
+    assert fixed_waste(lengths, 8) == Waste(19, 64)
+    assert shuffled_waste(lengths, 4, 1) == Waste(19, 40)
+    assert shuffled_waste(lengths, 1, 8) == Waste(19, 40)
+    assert str(Waste(19, 40)) == "21 of 40 positions (52.5 %)"
+    assert Waste(0, 0).percent == 0
+    report = plan(lengths, Batching(batch_size=2)).padding
+    assert report.as_dict()["fixed"] == {"tokens": 19, "positions": 64, "percent": 100 * 45 / 64}
