@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX2__
+#include "kernel_avx2.h"
+#endif
+
 namespace {
 
 constexpr int TILE = 256;
@@ -97,10 +101,9 @@ inline uint16_t to_float16(float x) {
 }
 
 // y = t ^ (2^log_k) by repeated squares or roots, each of them correctly rounded everywhere.
-inline float expand(float t, int log_k) {
-  for (int i = 0; i < log_k; i++) t = t * t;
-  for (int i = log_k; i < 0; i++) t = std::sqrt(t);
-  return t;
+void expand(float* t, int n, int log_k) {
+  for (int k = 0; k < log_k; k++) for (int i = 0; i < n; i++) t[i] = t[i] * t[i];
+  for (int k = log_k; k < 0; k++) for (int i = 0; i < n; i++) t[i] = std::sqrt(t[i]);
 }
 
 void widen(const void* source, int dtype, int64_t at, int n, float* out) {
@@ -125,10 +128,10 @@ uint32_t amax_bits(const float* x, int n) {  // integer order of the bits is the
   for (int i = 0; i < n; i++) most = std::max(most, int32_t(as_bits(x[i]) & 0x7FFFFFFF));
   return uint32_t(most);
 }
-float scale_from(uint32_t amax, uint32_t dropped) {  // rounded up to the kept bits; NaN where amax is not finite
-  if (amax >= 0x7F800000U) return as_float(0x7FC00000U);
+float scale_from(uint32_t amax, uint32_t dropped) {  // rounded up to the kept bits, at least 2^-94; NaN above 2^126
+  if (amax > 253U << 23) return as_float(0x7FC00000U);
   uint32_t bits = (amax + dropped) & ~dropped;
-  return as_float(std::min(std::max(bits, 27U << 23), 253U << 23));  // from 2^-100 to 2^126
+  return as_float(std::max(bits, 33U << 23));
 }
 
 // ---- moments ------------------------------------------------------------------------------------------------------------
@@ -140,8 +143,7 @@ void decode_float(const Moment& q, int64_t at, int64_t tile, int n, float* out) 
   const float top = sizeof(CODE) == 1 ? 0x1p-8f : 0x1p-15f, scale = from_bfloat16(q.scale[tile]);
   const int log_k = q.expansion ? q.expansion[tile] : 0;
   for (int i = 0; i < n; i++) out[i] = small_value<MANTISSA, BIAS>(codes[i] & ((1U << SIGN) - 1)) * top;
-  for (int k = 0; k < log_k; k++) for (int i = 0; i < n; i++) out[i] = std::sqrt(out[i]);
-  for (int k = log_k; k < 0; k++) for (int i = 0; i < n; i++) out[i] = out[i] * out[i];
+  expand(out, n, -log_k);
   for (int i = 0; i < n; i++) {
     float x = out[i] * scale;
     out[i] = as_float(as_bits(x) | uint32_t(codes[i] >> SIGN) << 31);
@@ -153,7 +155,7 @@ void decode(const Moment& q, int64_t at, int64_t row, int64_t columns, int64_t c
   const uint8_t* bytes = static_cast<const uint8_t*>(q.codes);
   switch (q.kind) {
     case NONE: std::fill(out, out + n, 0.f); break;
-    case FP32: std::memcpy(out, static_cast<const float*>(q.codes) + at, n * sizeof(float)); break;
+    case FP32: break;  // worked on in place
     case SQUARED8: {
       const int8_t* codes = static_cast<const int8_t*>(q.codes) + at;
       const float unit = scale * (1.f / 16129.f);
@@ -179,7 +181,7 @@ void decode(const Moment& q, int64_t at, int64_t row, int64_t columns, int64_t c
       }
       const float unit = scale * (q.kind == SQUARED4 ? 1.f / 49.f : 1.f / 16.f);
       if (q.kind == SQUARED4) for (int i = 0; i < n; i++) { float c = nibble[i] - 8.f; out[i] = c * std::fabs(c) * unit; }
-      else for (int i = 0; i < n; i++) out[i] = scale == 0x1p-100f ? 0.f : (nibble[i] + 1.f) * unit;
+      else for (int i = 0; i < n; i++) out[i] = scale == 0x1p-94f ? 0.f : (nibble[i] + 1.f) * unit;
     }
   }
 }
@@ -205,21 +207,30 @@ void encode_float(const Moment& q, const float* x, int64_t at, int64_t tile, int
   const float top = sizeof(CODE) == 1 ? 0x1p8f : 0x1p15f;
   const int log_k = q.expansion ? chosen_expansion(q, x, n, amax) : 0;
   if (q.expansion) q.expansion[tile] = int8_t(log_k);
+  float y[TILE], below[TILE], above[TILE];
+  for (int i = 0; i < n; i++) y[i] = std::min(std::fabs(x[i]) * inverse, 1.f);
+  expand(y, n, log_k);
+  if (q.is_signed) {
+    for (int i = 0; i < n; i++) {
+      uint32_t magnitude = small_bits<MANTISSA, BIAS>(round_nearest<MANTISSA, BIAS>(y[i] * top));
+      codes[i] = CODE(magnitude | (as_bits(x[i]) >> 31) << SIGN);
+    }
+    return;
+  }
+  for (int i = 0; i < n; i++) {
+    float gap = power_below<BIAS>(y[i] * top) * (1.f / (1 << MANTISSA)), low = std::floor(y[i] * top / gap) * gap;
+    below[i] = low / top;
+    above[i] = (low + gap) / top;
+    y[i] = low;
+  }
+  expand(below, n, -log_k);
+  expand(above, n, -log_k);
   for (int i = 0; i < n; i++) {
     float t = std::min(std::fabs(x[i]) * inverse, 1.f);
-    float y = expand(t, log_k) * top;
-    uint32_t magnitude;
-    if (q.is_signed) {
-      magnitude = small_bits<MANTISSA, BIAS>(round_nearest<MANTISSA, BIAS>(y));
-    } else {
-      float gap = power_below<BIAS>(y) * (1.f / (1 << MANTISSA));
-      float low = std::floor(y / gap) * gap, high = low + gap;
-      float from = expand(low / top, -log_k), to = expand(high / top, -log_k);
-      float u = uniform(noise, uint32_t(at + i));
-      magnitude = small_bits<MANTISSA, BIAS>(from + u * (to - from) < t ? high : low);
-      magnitude = std::max(magnitude, uint32_t(t > 0.f));
-    }
-    codes[i] = CODE(magnitude | (q.is_signed ? (as_bits(x[i]) >> 31) << SIGN : 0));
+    float threshold = below[i] + uniform(noise, uint32_t(at + i)) * (above[i] - below[i]);
+    float gap = power_below<BIAS>(y[i]) * (1.f / (1 << MANTISSA));
+    uint32_t magnitude = small_bits<MANTISSA, BIAS>(threshold < t ? y[i] + gap : y[i]);
+    codes[i] = CODE(std::max(magnitude, uint32_t(t > 0.f)));
   }
 }
 
@@ -229,7 +240,7 @@ void encode_nibbles(const Moment& q, const float* x, uint8_t* packed, int64_t at
   if (q.kind == SQUARED4) {
     const float unit = 49.f * inverse;
     for (int i = 0; i < n; i++) {
-      float c = std::min(float(int32_t(std::sqrt(std::fabs(x[i]) * unit) + 0.5f)), 7.f);
+      float c = std::rint(std::sqrt(std::fabs(x[i]) * unit));
       nibble[i] = uint8_t(int32_t(std::copysign(c, x[i]) + 8.f));
     }
   } else {
@@ -244,8 +255,7 @@ void encode_nibbles(const Moment& q, const float* x, uint8_t* packed, int64_t at
 
 void encode(const Moment& q, const float* x, int64_t at, int64_t row, int64_t columns, int64_t column, int64_t tile, int n,
             uint32_t noise) {
-  if (q.kind == NONE) return;
-  if (q.kind == FP32) { std::memcpy(static_cast<float*>(q.codes) + at, x, n * sizeof(float)); return; }
+  if (q.kind == NONE || q.kind == FP32) return;
   const uint32_t amax = amax_bits(x, n);
   const float scale = scale_from(amax, q.kind == SQUARED4 || q.kind == LINEAR4 ? 0xFFFFU : 0x7FFFFFU);
   q.scale[tile] = uint16_t(as_bits(scale) >> 16);
@@ -256,16 +266,16 @@ void encode(const Moment& q, const float* x, int64_t at, int64_t row, int64_t co
       int8_t* codes = static_cast<int8_t*>(q.codes) + at;
       const float unit = 16129.f * inverse;
       for (int i = 0; i < n; i++) {
-        float c = std::min(float(int32_t(std::sqrt(std::fabs(x[i]) * unit) + 0.5f)), 127.f);
+        float c = std::rint(std::sqrt(std::fabs(x[i]) * unit));
         codes[i] = int8_t(int32_t(std::copysign(c, x[i])));
       }
       break;
     }
     case UE5M3:
       for (int i = 0; i < n; i++) {
-        float t = std::min(x[i] * inverse, 1.f);
+        float t = x[i] * inverse;
         int32_t code = int32_t((as_bits(t) + (mix(noise + uint32_t(at + i)) >> 12)) >> 20) - 761;
-        bytes[at + i] = uint8_t(std::min(std::max(code, int32_t(t > 0.f)), 255));
+        bytes[at + i] = uint8_t(std::max(code, int32_t(x[i] > 0.f)));
       }
       break;
     case E4M3: encode_float<3, 7, uint8_t>(q, x, at, tile, n, inverse, amax, noise); break;
@@ -332,7 +342,7 @@ void store_weight(const Job& job, float* w, int64_t at, int64_t tile, int n) {
 
 // ---- rules: reference.py has the equations ------------------------------------------------------------------------------
 
-void update(const Job& job, float* w, const float* g, float* m, float* v, int n) {
+void update(const Job& job, float* __restrict w, const float* __restrict g, float* __restrict m, float* __restrict v, int n) {
   const float decay = job.decay, beta1 = job.beta1, rest1 = job.rest1, beta2 = job.beta2, rest2 = job.rest2;
   const float eps = job.eps, step_size = job.step_size, correction = job.correction;
   switch (job.rule) {
@@ -364,18 +374,73 @@ void update(const Job& job, float* w, const float* g, float* m, float* v, int n)
   }
 }
 
+// Asks for the lines of `bytes` bytes while the tile before them is computed: the gaps between the loops over a tile's
+// streams are too long for the processor's own prefetching.
+inline void prefetch(const void* start, int64_t offset, int64_t bytes) {
+  const char* from = static_cast<const char*>(start) + offset;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+void prefetch_tile(const Job& job, int64_t at, int64_t n) {
+  const int64_t weight_bytes = job.weight_dtype == FLOAT32 ? 4 : 2, gradient_bytes = job.gradient_dtype == FLOAT32 ? 4 : 2;
+  prefetch(job.weight, at * weight_bytes, n * weight_bytes);
+  prefetch(job.gradient, at * gradient_bytes, n * gradient_bytes);
+  for (const Moment* q : {&job.first, &job.second}) {
+    const int64_t bits = q->kind == FP32 ? 32 : q->kind == FP16 ? 16 : q->kind == SQUARED4 || q->kind == LINEAR4 ? 4 : 8;
+    if (q->kind != NONE) prefetch(q->codes, at * bits / 8, n * bits / 8);
+  }
+  if (job.master) {
+    const int64_t bytes = job.master_kind == MASTER_FP32 ? 4 : 2;
+    prefetch(job.master, at * bytes, n * bytes);
+  }
+}
+
+#ifdef __AVX2__
+bool suits_avx2(const Job& job) {
+  return job.rule == ADAMW && job.weight_dtype == FLOAT32 && job.gradient_dtype == FLOAT32 &&
+         job.first.kind == SQUARED8 && job.second.kind == UE5M3;
+}
+inline int32_t shift_of(float scale) { return int32_t(as_bits(scale) & 0x7F800000U) - (127 << 23); }
+
+// A whole tile whose scales are numbers; false, with nothing changed, if they are not.
+bool step_tile_avx2(const Job& job, int64_t at, int64_t tile) {
+  const float constants[] = {job.rest1, job.beta2, job.rest2, job.eps, job.step_size, job.correction, job.decay};
+  const float first_scale = from_bfloat16(job.first.scale[tile]), second_scale = from_bfloat16(job.second.scale[tile]);
+  if (!(first_scale == first_scale && second_scale == second_scale)) return false;
+  int8_t* first = static_cast<int8_t*>(job.first.codes) + at;
+  uint8_t* second = static_cast<uint8_t*>(job.second.codes) + at;
+  alignas(32) float m[TILE], v[TILE];
+  uint32_t most[2];
+  avx2::update(first, second, first_scale * (1.f / 16129.f), shift_of(second_scale), static_cast<const float*>(job.gradient) + at,
+               static_cast<float*>(job.weight) + at, m, v, TILE, constants, most);
+  const float new_first = scale_from(most[0], 0x7FFFFFU), new_second = scale_from(most[1], 0x7FFFFFU);
+  job.first.scale[tile] = uint16_t(as_bits(new_first) >> 16);
+  job.second.scale[tile] = uint16_t(as_bits(new_second) >> 16);
+  avx2::encode(m, v, 16129.f * (1.f / new_first), shift_of(new_second), job.noise, uint32_t(at), first, second, TILE);
+  return true;
+}
+#endif
+
 void step_tile(const Job& job, int64_t row, int64_t tile_in_row, int64_t tiles) {
-  float w[TILE], g[TILE], m[TILE], v[TILE];
+  float buffers[4][TILE];
   const int64_t column = tile_in_row * job.tile, at = row * job.columns + column, tile = row * tiles + tile_in_row;
   const int n = int(std::min(job.tile, job.columns - column));
-  load_weight(job, at, tile, n, w);
-  widen(job.gradient, job.gradient_dtype, at, n, g);
+  prefetch_tile(job, at + n, job.tile);  // behind the last tile this asks for what nobody reads, which does no harm
+#ifdef __AVX2__
+  if (n == TILE && suits_avx2(job) && step_tile_avx2(job, at, tile)) return;
+#endif
+  const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
+  float* w = direct ? static_cast<float*>(job.weight) + at : buffers[0];
+  const float* g = wide_gradient ? static_cast<const float*>(job.gradient) + at : buffers[1];
+  float* m = job.first.kind == FP32 ? static_cast<float*>(job.first.codes) + at : buffers[2];
+  float* v = job.second.kind == FP32 ? static_cast<float*>(job.second.codes) + at : buffers[3];
+  if (!direct) load_weight(job, at, tile, n, w);
+  if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at, n, buffers[1]);
   decode(job.first, at, row, job.columns, column, tile, n, m);
   decode(job.second, at, row, job.columns, column, tile, n, v);
   update(job, w, g, m, v, n);
   encode(job.first, m, at, row, job.columns, column, tile, n, job.noise);
   encode(job.second, v, at, row, job.columns, column, tile, n, job.noise);
-  store_weight(job, w, at, tile, n);
+  if (!direct) store_weight(job, w, at, tile, n);
 }
 
 }  // namespace

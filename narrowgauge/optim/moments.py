@@ -15,8 +15,8 @@ first axis into shards never cuts a tile; the last tile of a row may be short. x
 First moments are rounded to nearest, second moments stochastically with E[x'] = x: with beta2 = 0.999 a step changes v by a
 tenth of a percent, far below half a gap of any 8-bit code, and rounding to nearest would keep v where it is for ever.
 Scales are powers of two, at least amax and below 2 amax (the 4-bit ones: within 1 % of amax, 16 codes have no octave to give
-away), so they seldom change, and codes of a float survive the change exactly. Scales lie in 2^-100 ... 2^126; a tile whose
-amax is not finite gets the scale NaN and is NaN as a whole: never a finite code for a number that was none.
+away), so they seldom change, and codes of a float survive the change exactly. Scales are at least 2^-94; a tile whose amax
+is not finite or above 2^126 gets the scale NaN and is NaN as a whole: never a finite code for a number that was none.
 
 Where they come from. squared8, squared4: square-root companding, in place of the dynamic maps of 8-bit and 4-bit optimizers
 (arXiv 2110.02861, 2309.01507): finer than those in the upper two decades and decoded by two products instead of a table, which
@@ -35,7 +35,7 @@ from torch import Tensor
 
 EXPONENT = 0x7F800000
 POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
-LEAST_SCALE, MOST_SCALE = 27 << 23, 253 << 23  # 2^-100 and 2^126 as bits
+LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23  # 2^-94 and 2^126 as bits
 OCTAVES = 14.0  # of normal E4M3 numbers below 2^8
 
 
@@ -84,8 +84,7 @@ class Squared(Moment):
     def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
         scale = scales(x, POW2_DROPS if self.bits == 8 else BF16_DROPS)
         unit = _inverse(scale) * float(self.most**2)
-        code = (square_root(x.abs() * unit) + 0.5).to(torch.int32).to(torch.float32).clamp(max=float(self.most))
-        code = torch.copysign(code, x)
+        code = torch.copysign(square_root(x.abs() * unit).round(), x)
         codes = code.to(torch.int8) if self.bits == 8 else (code + 8.0).to(torch.uint8)
         return Encoded(codes, scale)
 
@@ -100,10 +99,10 @@ class UnsignedE5M3(Moment):
 
     def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
         scale = scales(x, POW2_DROPS)
-        t = (x * _inverse(scale)).clamp(max=1.0)
+        t = x * _inverse(scale)
         noise = (uniform * 2.0**20).to(torch.int32)  # the upper 20 of its 24 bits
         code = ((t.view(torch.int32) + noise) >> 20) - 761
-        return Encoded(torch.maximum(code, (t > 0).to(torch.int32)).clamp(max=255).to(torch.uint8), scale)
+        return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
         t = ((state.codes.to(torch.int32) + 761) << 20).view(torch.float32)
@@ -183,7 +182,7 @@ class Linear(Moment):
     def decode(self, state: Encoded) -> Tensor:
         scale = _spread(state.scale)
         value = (state.codes.to(torch.float32) + 1.0) * (scale * 2.0**-4)
-        return torch.where(scale == 2.0**-100, 0.0, value)
+        return torch.where(scale == 2.0**-94, 0.0, value)
 
 
 def square_root(x: Tensor) -> Tensor:
@@ -192,10 +191,10 @@ def square_root(x: Tensor) -> Tensor:
 
 
 def scales(x: Tensor, drops: int) -> Tensor:
-    """x [..., tile] -> [...] bfloat16: amax rounded up to the bits that are not in `drops`, NaN where it is not finite."""
+    """x [..., tile] -> [...] bfloat16: amax rounded up to the bits that are not in `drops`; NaN above 2^126 and for NaN."""
     amax = x.abs().view(torch.int32).amax(-1)
-    bits = ((amax + drops) & ~drops).clamp(LEAST_SCALE, MOST_SCALE)
-    return torch.where(amax >= EXPONENT, float("nan"), bits.view(torch.float32)).to(torch.bfloat16)
+    bits = ((amax + drops) & ~drops).clamp(min=LEAST_SCALE)
+    return torch.where(amax > MOST_AMAX, float("nan"), bits.view(torch.float32)).to(torch.bfloat16)
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from narrowgauge.optim.update import Kept, Task
 # No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
-LARGEST_TILE = 256  # TILE in kernel.cpp
+SOURCES = ("kernel.cpp", "kernel_avx2.h")
 ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -129,11 +129,12 @@ def _library() -> ctypes.CDLL:
             f"optim: no C++ compiler {compiler!r} is here to build the fused step. Install g++, name one in the variable CXX, "
             'or take backend="torch".'
         )
-    source = resources.files("narrowgauge.optim").joinpath("kernel.cpp").read_text(encoding="utf-8")
-    name = hashlib.sha256("\0".join((source, *FLAGS, path, _processor())).encode()).hexdigest()[:32]
+    folder = resources.files("narrowgauge.optim")
+    sources = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in SOURCES}
+    name = hashlib.sha256("\0".join((*sources.values(), *FLAGS, path, _processor())).encode()).hexdigest()[:32]
     target = _folder() / f"optim-{name}.so"
     if not target.exists():
-        _build(path, source, target)
+        _build(path, sources, target)
     library = ctypes.CDLL(str(target))
     library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
     library.narrowgauge_step.restype = None
@@ -146,11 +147,12 @@ def compiler_name() -> str:
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
-def _build(compiler: str, source: str, target: Path) -> None:
+def _build(compiler: str, sources: dict[str, str], target: Path) -> None:
     """Compiles next to the target and renames, so that two processes may do it at once."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         code, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-        code.write_text(source, encoding="utf-8")
+        for name, source in sources.items():
+            (Path(folder) / name).write_text(source, encoding="utf-8")
         for tuning in TUNINGS:
             found = subprocess.run(
                 [compiler, *FLAGS, *tuning, str(code), "-o", str(built)], capture_output=True, encoding="utf-8"

@@ -142,7 +142,7 @@ def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.d
     codes = torch.zeros(rows, width, dtype=format.dtype, device=device)
     if format.name == "squared4":
         codes.fill_(0x88)  # two codes of zero
-    scale = torch.full((rows, tiles), 2.0**-100, dtype=torch.bfloat16, device=device) if format.has_scale else None
+    scale = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device) if format.has_scale else None
     expanded = isinstance(format, moments.SmallFloat) and format.expansions is not None
     expansion = torch.zeros(rows, tiles, dtype=torch.int8, device=device) if expanded else None
     return Kept(format=format, codes=codes, scale=scale, expansion=expansion)
