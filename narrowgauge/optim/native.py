@@ -34,7 +34,7 @@ from narrowgauge.optim.update import Kept, Task
 # No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
-SOURCES = ("kernel.cpp", "kernel_avx2.h")
+SOURCES = ("kernel.cpp", "kernel_floats.h", "kernel_avx2.h")
 ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -72,7 +72,9 @@ def refuse() -> str:
 @cache
 def tell_once(reason: str) -> None:
     """That the slow backend is in use, and why."""
-    warnings.warn(f"narrowgauge.optim steps in plain torch, several times slower: {reason}", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"narrowgauge.optim steps in plain torch, several times slower: {reason}", RuntimeWarning, stacklevel=2
+    )
 
 
 def step(tasks: Sequence[Task]) -> None:
@@ -92,13 +94,25 @@ def step(tasks: Sequence[Task]) -> None:
 
 
 def _job(task: Task) -> _Job:
-    c = task.constants
+    """The task as the library reads it. What stays the same from step to step is made once."""
+    if task.native is None:
+        task.native = _standing(task)
+    job, c, gradient = task.native, task.constants, task.gradient
+    assert c is not None and gradient is not None
+    job.gradient, job.gradient_dtype = gradient.data_ptr(), _DTYPES[gradient.dtype]
+    job.noise, job.weight_noise = task.noise_key, task.weight_noise_key
+    job.rule, job.nesterov, job.decay, job.eps = rules.KINDS[c.rule], c.nesterov, c.decay, c.eps
+    job.beta1, job.rest1, job.beta2, job.rest2 = c.beta1, c.rest1, c.beta2, c.rest2
+    job.step_size, job.correction = c.step_size, c.correction
+    return job
+
+
+def _standing(task: Task) -> _Job:
+    rows, columns = task.weight.shape
     return _Job(
-        *task.weight.shape, task.tile, rules.KINDS[c.rule], c.nesterov, _DTYPES[task.weight.dtype],
-        _DTYPES[task.gradient.dtype], masters.KINDS[task.master_kind], task.noise_key, task.weight_noise_key,
-        c.decay, c.beta1, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction,
-        task.weight.data_ptr(), task.gradient.data_ptr(), _pointer(task.master), _pointer(task.master_scale),
-        _moment(task.first), _moment(task.second),
+        rows=rows, columns=columns, tile=task.tile, weight=task.weight.data_ptr(), weight_dtype=_DTYPES[task.weight.dtype],
+        master_kind=masters.KINDS[task.master_kind], master=_pointer(task.master), master_scale=_pointer(task.master_scale),
+        first=_moment(task.first), second=_moment(task.second),
     )  # fmt: skip
 
 
@@ -189,6 +203,8 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
-        known = {line for line in lines if line.startswith(("flags", "Features", "model name", "cpu family", "model\t"))}
+        known = {
+            line for line in lines if line.startswith(("flags", "Features", "model name", "cpu family", "model\t"))
+        }
         return platform.machine() + "".join(sorted(known))
     return platform.machine() + platform.processor() + platform.node()

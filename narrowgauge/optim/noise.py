@@ -1,6 +1,6 @@
 """Random bits of stochastic rounding, as a function of (seed, parameter, step, element) instead of a generator's history.
 
-    bits(key, i) = mix(key + i)                      key = mix over (seed, number of the parameter, step, purpose)
+    bits(key, i) = mix(key + i)                      key = mix over (seed, number of the parameter, step)
     uniform      = (bits >> 8) / 2^24, in [0, 1)
 
 So a resumed run, another chunking, another number of threads and a compiled kernel all draw the same numbers, and the state to
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
-STATES, WEIGHTS = 0, 1  # purposes: numbers of one are independent of the other's
+WEIGHTS = 0x5BD1E995  # what tells the numbers of a weight from those of its states
 
 
 def mix(x: int) -> int:
@@ -25,10 +25,10 @@ def mix(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def key(seed: int, parameter: int, step: int, purpose: int) -> int:
-    """32 bits that differ for each update of each parameter."""
+def key(seed: int, parameter: int, step: int) -> int:
+    """32 bits for an update of a parameter."""
     found = mix((seed & MASK) + 0x9E3779B9)
-    for part in ((seed >> 32) & MASK, parameter, step, purpose):
+    for part in (seed >> 32, parameter, step):
         found = mix(found ^ mix(part + 0x9E3779B9))
     return found
 

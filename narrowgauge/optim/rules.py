@@ -72,7 +72,9 @@ def update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> tuple[Te
         return w * c.decay + m * c.step_size / (square_root(v) * c.correction + c.eps), m, v
     if c.rule == "lion":
         direction = m + (g - m) * c.rest1
-        sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))  # NaN stays, unlike torch.sign
+        sign = torch.where(
+            direction > 0, 1.0, torch.where(direction < 0, -1.0, direction)
+        )  # NaN stays, unlike torch.sign
         return w * c.decay + sign * c.step_size, m + (g - m) * c.rest2, v
     d = g + w * c.decay
     m = m * c.beta1 + d

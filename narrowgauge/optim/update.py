@@ -7,7 +7,9 @@ The torch backend holds float32 copies of one chunk of rows only (CHUNK elements
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,26 +33,45 @@ class Kept:
     expansion: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Task:
     """One parameter's step. Tensors are contiguous, on one device, and changed in place.
 
-    weight, gradient   [rows, columns]
+    source, state      the parameter and its state's tensors, to see whether they are still the same
+    weight             [rows, columns]; a copy if the parameter is not contiguous
     master             [rows, columns] or None; master_scale [rows, tiles] with fp16-scaled
-    noise_key, weight_noise_key   see `noise.key`
+    gradient, constants, noise_key   of the step at hand, set by `begin`
+    native             what the compiled backend keeps with it
     """
 
-    constants: rules.Constants
+    source: Tensor
+    state: tuple[Tensor, ...]
     tile: int
     weight: Tensor
-    gradient: Tensor
     first: Kept
     second: Kept
-    master_kind: masters.Master
-    master: Tensor | None
-    master_scale: Tensor | None
-    noise_key: int
-    weight_noise_key: int
+    master_kind: masters.Master = None
+    master: Tensor | None = None
+    master_scale: Tensor | None = None
+    gradient: Tensor | None = None
+    constants: rules.Constants | None = None
+    noise_key: int = 0
+    native: Any = None
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address = self.source.data_ptr()
+
+    def holds(self, parameter: Tensor, state: dict[str, Tensor]) -> bool:
+        """Whether parameter and state are still the memory that the task was made for."""
+        return self.address == parameter.data_ptr() and all(map(operator.is_, self.state, state.values()))
+
+    def begin(self, gradient: Tensor, constants: rules.Constants, noise_key: int) -> None:
+        self.gradient, self.constants, self.noise_key = gradient, constants, noise_key
+
+    @property
+    def weight_noise_key(self) -> int:
+        return noise.mix(self.noise_key ^ noise.WEIGHTS)
 
 
 @torch.no_grad()
@@ -63,6 +84,7 @@ def step_in_torch(task: Task) -> None:
 
 
 def _step_rows(task: Task, rows: slice) -> None:
+    assert task.gradient is not None and task.constants is not None
     columns = task.weight.shape[1]
     tiles = -(-columns // task.tile)
     count = rows.stop - rows.start
