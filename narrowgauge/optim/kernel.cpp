@@ -342,8 +342,8 @@ bool suits_avx2(const Job& job) {
 }
 inline int32_t shift_of(float scale) { return int32_t(as_bits(scale) & 0x7F800000U) - (127 << 23); }
 
-// A whole tile whose scales are numbers; false, with nothing changed, if they are not.
-bool step_tile_avx2(const Job& job, int64_t at, int64_t tile) {
+// A tile of n elements, a multiple of 16, whose scales are numbers; false, with nothing changed, if they are not.
+bool step_tile_avx2(const Job& job, int64_t at, int64_t tile, int n) {
   const float constants[] = {job.rest1, job.beta2, job.rest2, job.eps, job.step_size, job.correction, job.decay};
   const float first_scale = from_bfloat16(job.first.scale[tile]), second_scale = from_bfloat16(job.second.scale[tile]);
   if (!(first_scale == first_scale && second_scale == second_scale)) return false;
@@ -352,11 +352,11 @@ bool step_tile_avx2(const Job& job, int64_t at, int64_t tile) {
   alignas(32) float m[TILE], v[TILE];
   uint32_t most[2];
   avx2::update(first, second, first_scale * (1.f / 16129.f), shift_of(second_scale), static_cast<const float*>(job.gradient) + at,
-               static_cast<float*>(job.weight) + at, m, v, TILE, constants, most);
+               static_cast<float*>(job.weight) + at, m, v, n, constants, most);
   const float new_first = scale_from(most[0], 0x7FFFFFU), new_second = scale_from(most[1], 0x7FFFFFU);
   job.first.scale[tile] = uint16_t(as_bits(new_first) >> 16);
   job.second.scale[tile] = uint16_t(as_bits(new_second) >> 16);
-  avx2::encode(m, v, 16129.f * (1.f / new_first), shift_of(new_second), job.noise, uint32_t(at), first, second, TILE);
+  avx2::encode(m, v, 16129.f * (1.f / new_first), shift_of(new_second), job.noise, uint32_t(at), first, second, n);
   return true;
 }
 #endif
@@ -367,7 +367,7 @@ void step_tile(const Job& job, int64_t row, int64_t tile_in_row, int64_t tiles) 
   const int n = int(std::min(job.tile, job.columns - column));
   prefetch_tile(job, at + n, job.tile);  // behind the last tile this asks for what nobody reads, which does no harm
 #ifdef __AVX2__
-  if (n == TILE && suits_avx2(job) && step_tile_avx2(job, at, tile)) return;
+  if (n % 16 == 0 && suits_avx2(job) && step_tile_avx2(job, at, tile, n)) return;
 #endif
   const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
   float* w = direct ? static_cast<float*>(job.weight) + at : buffers[0];

@@ -135,7 +135,11 @@ class Trainer:
         """What decides the arithmetic and leaves no trace in the tensors' names and shapes."""
         config = self.config
         optimizer = {key: getattr(config, key) for key in ("optimizer", "states", "master")}
-        return {"recipe": config.recipe, "recipes": dict(config.layers_recipe), "precision": config.precision} | optimizer
+        return {
+            "recipe": config.recipe,
+            "recipes": dict(config.layers_recipe),
+            "precision": config.precision,
+        } | optimizer
 
     def announce(self, show: Console) -> None:
         summary = self.corpus.summary
