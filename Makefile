@@ -20,7 +20,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-emulation bench-memory bench-tokenize estimators same-loss convergence clean
+.PHONY: help train test check format bench bench-emulation bench-memory bench-tokenize bench-optimizer estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -59,11 +59,17 @@ bench-memory: $(PEERS) ## what each memory technique saves and costs
 bench-tokenize: $(INSTALLED) ## how fast text becomes ids: one row per call, and batched
 	$(BIN)/python -m benchmarks.bench_tokenize $(ARGS)
 
+bench-optimizer: $(PEERS) ## the time and memory of AdamW with narrow states on this machine's CPU
+	$(BIN)/python -m benchmarks.bench_optimizer $(ARGS)
+
 same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must be equal to the last bit
 	$(BIN)/python -m benchmarks.same_loss --base $(BASE)
 
 convergence: $(INSTALLED) ## the loss curves of the recipes beside BF16
 	$(BIN)/python -m benchmarks.convergence $(ARGS)
+
+optimizer-convergence: $(PEERS) ## the loss with narrow optimizer states beside float32 ones
+	$(BIN)/python -m benchmarks.optimizer_convergence $(ARGS)
 
 clean: ## remove caches and build products; the environment and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

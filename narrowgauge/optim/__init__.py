@@ -1,7 +1,23 @@
-"""Optimizers for weights in 16 bits, and the ladder of precisions that a training step can stand on."""
+"""Optimizers with narrow states and 16-bit weights, and the ladder of precisions that a training step can stand on."""
 
-from narrowgauge.optim.masters import MasterWeights
+from narrowgauge.optim.backward import in_backward
+from narrowgauge.optim.checks import refuse_silent_failures, silent_failures
+from narrowgauge.optim.groups import groups
+from narrowgauge.optim.masters import round_to_bfloat16
+from narrowgauge.optim.optimizers import SGD, AdamW, Lion
 from narrowgauge.optim.precision import PRECISIONS, Precision
-from narrowgauge.optim.stochastic import StochasticAdamW, round_to_bfloat16
+from narrowgauge.optim.size import state_bytes
 
-__all__ = ["PRECISIONS", "MasterWeights", "Precision", "StochasticAdamW", "round_to_bfloat16"]
+__all__ = [
+    "PRECISIONS",
+    "SGD",
+    "AdamW",
+    "Lion",
+    "Precision",
+    "groups",
+    "in_backward",
+    "refuse_silent_failures",
+    "round_to_bfloat16",
+    "silent_failures",
+    "state_bytes",
+]

@@ -1,82 +1,112 @@
-"""Master weights: the model in 16 bits, and float32 copies that the optimizer works on.
+"""Master weights: how a 16-bit weight keeps the part of an update that 16 bits would lose. Here the definition.
 
-    masters  <- optimizer step with float32(gradients)
-    weights  <- round(masters)
+A bfloat16 weight has 8 significant bits: an update below 1/512 of the weight is lost by rounding to nearest.
 
-A bfloat16 weight has 8 significant bits: an update below 1/256 of the weight would be lost in it, and is kept here.
+    name             kept beside the weight                      bytes, with a bfloat16 weight   what the optimizer works on
+    fp32             the weight in float32                       6                               exactly float32
+    bf16-remainder   the low 16 bits of the float32 weight       4                               exactly float32, same bits
+    fp16-scaled      float16 and a power-of-two scale per tile   4                               11 bits, rounded stochastically
+    stochastic       nothing                                     2                               8 bits, rounded stochastically
+
+fp32 and bf16-remainder round their weight to nearest with ties away from zero (not to even), because then the weight and 16 bits
+tell the float32 number without a 17th; the two are equal bit for bit in master and weight. fp16-scaled is the master of FP8-LM
+(arXiv 2310.18313), whose scale is per tensor and whose rounding is to nearest; rounding stochastically keeps small updates on
+average, as does `stochastic` ("Revisiting BFloat16 Training", arXiv 2010.06192). A float32 weight is its own master.
+
+A weight that was loaded, clipped or swapped since the last step is taken over: if it is no longer the rounding of its master,
+the step starts from the weight. (bf16-remainder adds its 16 bits, less than a unit of the weight.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.optim import moments, noise
 
-_NARROW = (torch.bfloat16, torch.float16)
+Master = Literal["fp32", "fp16-scaled", "bf16-remainder", "stochastic"] | None
+KINDS: dict[str | None, int] = {None: 0, "fp32": 1, "fp16-scaled": 2, "bf16-remainder": 3, "stochastic": 4}
+
+_SCALED = moments.SmallFloat(
+    name="fp16", kind=5, dtype=torch.float16, bits=16, mantissa=10, bias=15, top=2.0**15, signed=True
+)  # fmt: skip
 
 
-class MasterWeights:
-    """A torch optimizer over float32 copies of 16-bit parameters, with the optimizer's own interface.
+def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
+    """x float32, rounded stochastically to bfloat16: E[result] = x.
 
-    parameters  those of the model; wider ones among them are optimized directly, without a copy
-    build       makes the optimizer from the list of float32 parameters, e.g. lambda p: torch.optim.AdamW(p, lr=1e-3)
-
-    Costs 4 bytes per 16-bit parameter, and during `step` 4 more for the float32 gradients.
+    bits  int32 of x's shape, uniform in [0, 65536). The 16 dropped mantissa bits plus `bits` carry into the kept ones with
+          probability equal to the dropped fraction. Values that bfloat16 holds stay; NaN and infinity stay.
     """
+    carried = ((x.view(torch.int32) + bits) & -65536).view(torch.float32)
+    return torch.where(x.isfinite(), carried, x).to(torch.bfloat16)
 
-    def __init__(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        build: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
-    ) -> None:
-        self.parameters = list(parameters)
-        if not all(isinstance(parameter, Tensor) for parameter in self.parameters):
-            raise ConfigError(
-                "MasterWeights: parameters holds something else than tensors. Give model.parameters(); groups are made "
-                "from the masters in build."
-            )
-        self.masters = [
-            p if p.dtype not in _NARROW else torch.nn.Parameter(p.detach().to(torch.float32)) for p in self.parameters
-        ]
-        self.optimizer = build(self.masters)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+def round_ties_away(x: Tensor) -> Tensor:
+    """x float32 to the nearest bfloat16, ties away from zero. NaN stays, a large number may become infinite."""
+    carried = ((x.view(torch.int32) + 0x8000) & -65536).view(torch.float32)
+    return torch.where(x.isnan(), x, carried).to(torch.bfloat16)
 
-    def _copied(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        return [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter, master in self._copied():
-            # A weight that was loaded, clipped or swapped since is taken over: the master would undo it in silence.
-            changed = parameter != master.to(parameter.dtype)
-            master.copy_(torch.where(changed, parameter.to(torch.float32), master))
-            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
-        self.optimizer.step()
-        for parameter, master in self._copied():
-            parameter.copy_(master)
-            master.grad = None
+def remainder(x: Tensor, rounded: Tensor) -> Tensor:
+    """x float32, rounded = round_ties_away(x) -> int16: what `with_remainder` adds to the bits of the rounded one."""
+    return (x.view(torch.int32) - rounded.to(torch.float32).view(torch.int32)).to(torch.int16)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self.parameters:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state dict, and the masters in the order of the parameters."""
-        return {"optimizer": self.optimizer.state_dict(), "masters": [master.detach() for master in self.masters]}
+def with_remainder(weight: Tensor, rest: Tensor) -> Tensor:
+    """The float32 number whose bfloat16 rounding and remainder are given, exactly."""
+    return (weight.to(torch.float32).view(torch.int32) + rest.to(torch.int32)).view(torch.float32)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        masters: list[Tensor] = state["masters"]
-        for master, saved in zip(self.masters, masters, strict=True):
-            master.copy_(saved)
+
+def encode_scaled(x: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """x [r, t, tile] float32 -> (float16 codes of the same shape, scale [r, t] bfloat16), x ~= codes / 2^15 * scale.
+
+    |x - x'| < 2^-10 |x| above 2^-29 of the scale, below it < 2^-39 of the scale; E[x'] = x.
+    """
+    scale = moments.scales(x, moments.POW2_DROPS)
+    wide = scale.to(torch.float32)
+    inverse = torch.where(wide.isnan(), 0.0, 1.0 / wide)[..., None]
+    y = (x.abs() * inverse).clamp(max=1.0) * _SCALED.top
+    gap = _SCALED._power_below(y) * 2.0**-10
+    part = y / gap
+    whole = part.floor()
+    y = torch.where(uniform < part - whole, whole + 1.0, whole) * gap
+    return torch.copysign(y, x).to(torch.float16), scale
+
+
+def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
+    """The inverse of `encode_scaled`, float32, exact."""
+    return codes.to(torch.float32) * 2.0**-15 * scale.to(torch.float32)[..., None]
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A master as the weight that the model sees, of dtype bfloat16 or float16."""
+    return round_ties_away(x) if dtype == torch.bfloat16 else x.to(dtype)
+
+
+def load(kind: Master, weight: Tensor, kept: Tensor | None, scale: Tensor | None) -> Tensor:
+    """All [r, t, tile] (scale [r, t]) -> the float32 weight to work on."""
+    wide = weight.to(torch.float32)
+    if kept is None:
+        return wide
+    if kind == "bf16-remainder":
+        return with_remainder(weight, kept)
+    master = kept if scale is None else decode_scaled(kept, scale)
+    return torch.where(rounded(master, weight.dtype) == weight, master, wide)
+
+
+def store(
+    kind: Master, x: Tensor, dtype: torch.dtype, key: int, index: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x [r, t, tile] float32 -> (weight of dtype, what is kept, its scale)."""
+    if kind is None or dtype == torch.float32:
+        return x.to(dtype), None, None
+    if kind == "stochastic":
+        return round_to_bfloat16(x, (noise.bits(key, index) >> 16).to(torch.int32)), None, None
+    if kind == "fp16-scaled":
+        codes, scale = encode_scaled(x, noise.uniform(key, index))
+        return rounded(decode_scaled(codes, scale), dtype), codes, scale
+    weight = rounded(x, dtype)
+    return weight, x if kind == "fp32" else remainder(x, weight), None

@@ -18,6 +18,9 @@ from narrowgauge.train import switches
 
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
 TABLE = Mapping[str, str]  # the one type of setting besides bool, int, float and str
+OPTIMIZERS = ("adamw", "lion", "sgd")
+STATES = ("fp32", "8bit", "fp8", "fp8-lm", "4bit")
+MASTERS = ("fp32", "fp16-scaled", "bf16-remainder", "stochastic")
 PRECISIONS = ("fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3")
 
 
@@ -138,9 +141,22 @@ class TrainConfig:
     learning_rate: float = setting("training", 1e-3, "Peak learning rate.", Range(0, 1, open_low=True))
     min_learning_rate: float = setting("training", 0.0, "Learning rate after the last step.", Range(0, 1))
     warmup_steps: int = setting("training", 20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
+    optimizer: str = setting("training", "adamw", "Rule of the updates.", OneOf(OPTIMIZERS))
+    states: str = setting("training", "fp32", "Numbers of the optimizer's moments.", OneOf(STATES))
+    embedding_states: str = setting(
+        "training", "fp32", "Moments of embeddings: float32, or the same as all.", OneOf(("fp32", "same"))
+    )
+    master: str = setting(
+        "training",
+        "",
+        "What keeps the low bits of 16-bit weights; empty: as the precision says.",
+        OneOf(("", *MASTERS)),
+    )
     weight_decay: float = setting("training", 0.1, "Decoupled weight decay of AdamW.", Range(0, 1))
-    beta1: float = setting("training", 0.9, "AdamW's decay of the first moment.", Range(0, 1, open_high=True))
-    beta2: float = setting("training", 0.95, "AdamW's decay of the second moment.", Range(0, 1, open_high=True))
+    beta1: float = setting("training", 0.9, "Decay of the first moment; SGD's momentum.", Range(0, 1, open_high=True))
+    beta2: float = setting(
+        "training", 0.95, "AdamW's decay of the second moment; Lion's of its only one.", Range(0, 1, open_high=True)
+    )
     epsilon: float = setting("training", 1e-8, "AdamW's guard against division by zero.", Range(0, 1, open_low=True))
     clip: float = setting("training", 1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
     freeze: str = setting(
@@ -290,6 +306,14 @@ def _between(config: TrainConfig) -> Iterator[Problem]:
             "compress_activations = true: has no place in a compiled model, where the compiler fixes what is kept. "
             "Remove one of compress_activations and compile.",
         )
+    if config.master and not config.precision.startswith("bf16-o"):
+        yield Problem(
+            ("master", "precision"),
+            f"master = {config.master!r}: has no effect with precision = {config.precision!r}, whose weights are float32. "
+            "Remove it, or take precision bf16-o2.",
+        )
+    if config.embedding_states == "same" and config.states == "fp32":
+        yield _unused(config, "embedding_states", "states")
     if config.min_learning_rate > config.learning_rate:
         yield Problem(
             ("min_learning_rate", "learning_rate"),

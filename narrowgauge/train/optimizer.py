@@ -1,4 +1,4 @@
-"""AdamW for a run: weight decay on matrices only, in the form that the precision's rung needs."""
+"""The optimizer of a run: its rule and states from the configuration, its master from there or from the precision's rung."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.optim import MasterWeights, Precision, StochasticAdamW
+from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups
 from narrowgauge.train.config import TrainConfig
 
-
-def build_optimizer(config: TrainConfig, model: nn.Module, rung: Precision) -> Any:
-    """torch's fused AdamW, on master weights, or the stochastic one. Norms and biases (one axis) are not decayed."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if rung.update == "stochastic":
-        groups = _groups(config, parameters)
-        return StochasticAdamW(groups, **_settings(config), seed=config.seed)
-    if rung.update == "master":
-        return MasterWeights(parameters, lambda masters: _fused(config, masters))
-    return _fused(config, parameters)
+_MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 
 
-def _fused(config: TrainConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(_groups(config, parameters), **_settings(config), fused=True)
+def build_optimizer(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:
+    """Weight decay on matrices only: norms and biases (one axis) are not decayed.
+
+    AdamW on float32 weights with float32 states is torch's fused one, everything else `narrowgauge.optim`.
+    """
+    master = config.master or _MASTERS[rung.update]
+    if config.optimizer == "adamw" and config.states == "fp32" and master is None:
+        parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
+        plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
+        return torch.optim.AdamW(plain, **_adam_settings(config), fused=True)
+    parts = groups(model, weight_decay=config.weight_decay, embeddings=config.embedding_states)
+    shared: dict[str, Any] = {"states": config.states, "master": master, "seed": config.seed}
+    if config.optimizer == "adamw":
+        return AdamW(parts, **_adam_settings(config), **shared)
+    if config.optimizer == "lion":
+        return Lion(parts, lr=config.learning_rate, betas=(config.beta1, config.beta2), **shared)
+    return SGD(parts, lr=config.learning_rate, momentum=config.beta1, **shared)
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
+def _adam_settings(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
-
-
-def _groups(config: TrainConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]

@@ -122,7 +122,7 @@ class Trainer:
                 f"Resume with --steps {found.step} or more."
             )
         for key, own in self._numbers().items():
-            if found.facts[key] != own:
+            if found.facts.get(key, own) != own:  # checkpoints of before have no optimizer, states and master
                 raise CheckpointError(
                     f"{found.path}: was written with {key} = {found.facts[key]!r}, this run has {own!r}. "
                     "Resume with the settings that wrote it, or start anew in another --output."
@@ -159,7 +159,12 @@ class Trainer:
     def _numbers(self) -> dict[str, Any]:
         """What decides the arithmetic and leaves no trace in the tensors' names and shapes."""
         config = self.config
-        return {"recipe": config.recipe, "recipes": dict(config.layers_recipe), "precision": config.precision}
+        optimizer = {key: getattr(config, key) for key in ("optimizer", "states", "master")}
+        return {
+            "recipe": config.recipe,
+            "recipes": dict(config.layers_recipe),
+            "precision": config.precision,
+        } | optimizer
 
     def announce(self, show: Console) -> None:
         summary = self.corpus.summary

@@ -213,6 +213,10 @@ def configurations(draw) -> TrainConfig:
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
+    if not drawn["precision"].startswith("bf16-o"):
+        drawn["master"] = ""
+    if drawn["states"] == "fp32":
+        drawn["embedding_states"] = "fp32"
     if drawn["tokenizer"]:
         del drawn["vocab_size"]
     if drawn["model"]:
@@ -255,3 +259,11 @@ def test_later_layers_win_and_name_themselves():
     assert (config.steps, config.layers) == (5, 3)
     with pytest.raises(ConfigError, match=r"^--layers: layers = 0: must"):
         config_file.build(file, config_file.Settings({"layers": 0}, {"layers": "--layers"}))
+
+
+def test_a_master_needs_weights_of_16_bits():
+    assert TrainConfig(precision="bf16-o2", master="bf16-remainder").master == "bf16-remainder"
+    with pytest.raises(ConfigError, match=r"master = 'fp32': has no effect with precision = 'amp-bf16', whose weights"):
+        TrainConfig(precision="amp-bf16", master="fp32")
+    with pytest.raises(ConfigError, match="embedding_states = 'same': has no effect with states = 'fp32'"):
+        TrainConfig(embedding_states="same")

@@ -46,6 +46,33 @@ COMBINATIONS = [
 ]
 
 
+OPTIMIZERS = [
+    {"optimizer": "adamw", "states": "8bit"},
+    {"optimizer": "adamw", "states": "fp8-lm", "precision": "bf16-o2", "master": "fp16-scaled"},
+    {"optimizer": "lion", "states": "4bit", "precision": "bf16-o2", "master": "bf16-remainder"},
+    {"optimizer": "sgd", "states": "fp8", "precision": "bf16-o3"},
+]
+
+
+@pytest.mark.parametrize("settings", OPTIMIZERS, ids=str)
+def test_every_kind_of_optimizer_resumes_exactly(make, before_step, settings):
+    sizes = {
+        "hidden_size": 64,
+        "heads": 2,
+        "intermediate_size": 96,
+        "recipe": "fp8-current",
+    }  # matrices of 4,096 and more
+    reference = make("reference", **sizes, **settings)
+    assert loop.run(reference) == 0
+    config = make("stopped", **sizes, **settings)
+    before_step(3, stop(signal.SIGTERM))
+    assert loop.run(config) == 75
+    assert loop.run(replace(config, resume=True)) == 0
+    assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
+    with pytest.raises(ConfigError, match="cannot resume with states = 'fp32', but the run has"):
+        loop.run(replace(config, resume=True, states="fp32", steps=9))
+
+
 @pytest.mark.parametrize(("recipe", "precision", "micro_batches"), COMBINATIONS)
 def test_stopped_twice_and_resumed(make, before_step, recipe, precision, micro_batches):
     common = {"recipe": recipe, "precision": precision, "micro_batches": micro_batches}

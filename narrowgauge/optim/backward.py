@@ -1,0 +1,81 @@
+"""The optimizer inside the backward pass: each parameter steps as soon as its gradient is whole, and the gradient is freed.
+
+So gradients are never all in memory at once: one tensor's at a time instead of 2 or 4 bytes for every parameter. Two things
+need all gradients together and cannot be had with it: accumulation over several backward passes, and clipping by the norm of
+the whole gradient. Loss scaling by a GradScaler, which looks at all gradients before the step, cannot either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.optim.base import NarrowOptimizer
+
+
+class InBackward:
+    """What `in_backward` returns: `remove()` gives the gradients back to the loop."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def in_backward(
+    optimizer: NarrowOptimizer,
+    *,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    clip_parameter_norm: float | None = None,
+) -> InBackward:
+    """From now on `loss.backward()` also steps. `optimizer.step()` finds no gradients and does nothing.
+
+    clip_parameter_norm  scales each parameter's own gradient down to this 2-norm; not the same as clip_norm
+    Raises ConfigError for what needs all gradients at once. Schedulers work as ever: they change lr between the passes.
+    A second backward pass is a second step.
+    """
+    if not isinstance(optimizer, NarrowOptimizer):
+        raise ConfigError(
+            f"in_backward: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
+            'states="fp32" is torch\'s AdamW.'
+        )
+    if accumulation != 1:
+        raise ConfigError(
+            f"in_backward: accumulation = {accumulation}: each backward pass steps at once, so gradients of several cannot be "
+            "summed. Use accumulation 1, with activation checkpointing if the batch does not fit."
+        )
+    if clip_norm is not None:
+        raise ConfigError(
+            f"in_backward: clip_norm = {clip_norm}: the norm of the whole gradient is known only after the last layer has "
+            "stepped. Use clip_parameter_norm, or step after backward."
+        )
+    places = {parameter: (group, number) for parameter, group, number in optimizer._numbered()}
+    handles = []
+    for parameter, (group, number) in places.items():
+        if parameter.requires_grad:
+            hook = _stepping(optimizer, group, number, clip_parameter_norm)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    if not handles:
+        raise ConfigError("in_backward: no parameter of the optimizer requires a gradient. Unfreeze one.")
+    return InBackward(handles)
+
+
+def _stepping(
+    optimizer: NarrowOptimizer, group: dict[str, object], number: int, clip: float | None
+) -> Callable[[Tensor], None]:
+    @torch.no_grad()
+    def hook(parameter: Tensor) -> None:
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_([parameter], clip)
+        optimizer._step([(parameter, group, number)])
+        parameter.grad = None
+
+    return hook

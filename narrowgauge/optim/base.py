@@ -1,0 +1,311 @@
+"""The shell around the update: a torch optimizer whose states are codes and scales.
+
+state[parameter] holds plain tensors: `step` (float32, as in torch), and for each moment NAME
+
+    NAME             codes of the parameter's shape; 4-bit ones [rows, ceil(columns / 2)] uint8; float32 if the state is fp32
+    NAME_scale       [rows, tiles] bfloat16
+    NAME_expansion   [rows, tiles] int8, fp8 alone
+    master, master_scale, remainder     see masters.py
+
+so that `state_dict` is tensors and plain values, exact, and goes into safetensors. Which parameter is kept how is decided by
+`kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
+
+A gradient with a number that is not finite is not looked for (that would cost a pass and a synchronisation; clip or a
+GradScaler does it). It is never hidden either: float32 states take it up element by element, narrow ones for its whole tile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import CheckpointError, ConfigError, closest
+from narrowgauge.optim import masters, moments, native, noise, rules
+from narrowgauge.optim.groups import groups
+from narrowgauge.optim.moments import Moment, States
+from narrowgauge.optim.update import Kept, Task, allocate, step_in_torch
+
+SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
+Backend = Literal["auto", "native", "torch"]
+
+_EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
+
+
+class NarrowOptimizer(torch.optim.Optimizer):
+    """Base of AdamW, Lion and SGD. Subclasses name their rule and moments."""
+
+    rule: ClassVar[rules.Name]
+    moment_names: ClassVar[tuple[str, ...]]
+
+    def __init__(self, params: Any, defaults: dict[str, Any], backend: Backend = "auto") -> None:
+        if backend not in ("auto", "native", "torch"):
+            raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is 'auto', 'native' or 'torch'.")
+        if backend == "native" and (reason := native.refuse()):
+            raise ConfigError(f'{type(self).__name__}: backend = "native" cannot be had here. {reason}')
+        self.backend: Backend = backend
+        self._tasks: dict[Tensor, Task] = {}
+        if isinstance(params, nn.Module):
+            params = groups(params)
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"backend": self.backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tasks = {}
+        for group in self.param_groups:  # of a state that torch's own optimizer saved
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        kind = type(self).__name__
+        for option, known in (("states", moments.STATES), ("master", masters.KINDS)):
+            if group[option] not in known:
+                names = [str(each) for each in known if each is not None]
+                near = closest(str(group[option]), names) or ", ".join(map(repr, names))
+                raise ConfigError(f"{kind}: no {option} {group[option]!r}. Closest: {near}.")
+        for parameter in group["params"]:
+            if reason := _refuse(parameter, group["master"]):
+                raise ConfigError(f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient. Returns what `closure` returns, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(each for each in self._numbered() if each[0].grad is not None)
+        return loss
+
+    def _numbered(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
+        number = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield parameter, group, number
+                number += 1
+
+    def _step(self, chosen: Iterable[tuple[Tensor, dict[str, Any], int]]) -> None:
+        found: dict[tuple[int, int], rules.Constants] = {}
+        compiled, strided = [], []
+        for parameter, group, number in chosen:
+            task = self._task(parameter, group)
+            state = self.state[parameter]
+            state["step"] += 1
+            count = int(state["step"])
+            constants = found.get((id(group), count))
+            if constants is None:
+                constants = found[id(group), count] = rules.constants(self.rule, group, count)
+            task.begin(
+                _usable(parameter.grad).view(task.weight.shape),
+                constants,
+                noise.key(group["seed"], number, count),
+            )
+            if not parameter.is_contiguous():
+                strided.append((parameter, task.weight))
+                task.weight.copy_(parameter.reshape(task.weight.shape))
+            if self._compiles(parameter.device):
+                compiled.append(task)
+            else:
+                step_in_torch(task)
+        if compiled:
+            native.step(compiled)
+        for parameter, weight in strided:
+            parameter.copy_(weight.view(parameter.shape))
+
+    def _compiles(self, device: torch.device) -> bool:
+        if self.backend == "torch" or device.type != "cpu":
+            return False
+        if self.backend == "auto" and (reason := native.refuse()):
+            native.tell_once(reason)
+            return False
+        return True
+
+    def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task:
+        """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
+        state = self.state[parameter]
+        if not state:
+            state.update(self._new_state(parameter, group, parameter.device))
+            self._start_master(parameter, group, state)
+        task = self._tasks.get(parameter)
+        if task is None or not task.holds(parameter, state):
+            task = self._tasks[parameter] = self._make_task(parameter, group, state)
+        return task
+
+    def _make_task(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> Task:
+        states = self._states(parameter, group)
+        rows, columns = shape_of(parameter)
+        kept = []
+        for name, format in self._formats(states):
+            codes = state[name].view(rows, -1) if rows * columns else state[name].view(rows, columns)
+            kept.append(
+                Kept(
+                    format=format, codes=codes, scale=state.get(f"{name}_scale"), expansion=state.get(f"{name}_expansion")
+                )
+            )  # fmt: skip
+        kept += [Kept(format=moments.NONE)] * (2 - len(kept))
+        wide = parameter.dtype == torch.float32
+        master = state.get("master", state.get("remainder"))
+        weight = parameter.detach()
+        return Task(
+            source=parameter, state=tuple(each for each in state.values()), tile=states.tile,
+            weight=(weight if weight.is_contiguous() else weight.contiguous()).view(rows, columns),
+            first=kept[0], second=kept[1], master_kind=None if wide else group["master"],
+            master=None if master is None else master.view(rows, columns), master_scale=state.get("master_scale"),
+        )  # fmt: skip
+
+    def _formats(self, states: States) -> list[tuple[str, Moment]]:
+        return list(zip(self.moment_names, (states.first, states.second), strict=False))
+
+    def _states(self, parameter: Tensor, group: Mapping[str, Any]) -> States:
+        return moments.STATES[kept_as(parameter, group)[0]]
+
+    def _new_state(self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
+        """Empty state tensors; on the device "meta" they cost nothing and tell sizes."""
+        states = self._states(parameter, group)
+        rows, columns = shape_of(parameter)
+        state = {"step": torch.zeros((), dtype=torch.float32, device="meta" if device == "meta" else "cpu")}
+        for name, format in self._formats(states):
+            kept = allocate(format, rows, columns, states.tile, device)
+            assert kept.codes is not None
+            state[name] = kept.codes if format.bits == 4 else kept.codes.view(parameter.shape)
+            if kept.scale is not None:
+                state[f"{name}_scale"] = kept.scale
+            if kept.expansion is not None:
+                state[f"{name}_expansion"] = kept.expansion
+        if parameter.dtype == torch.float32 or group["master"] in (None, "stochastic"):
+            return state
+        if group["master"] == "bf16-remainder":
+            return state | {"remainder": torch.zeros(parameter.shape, dtype=torch.int16, device=device)}
+        if group["master"] == "fp32":
+            return state | {"master": torch.zeros(parameter.shape, dtype=torch.float32, device=device)}
+        tiles = -(-columns // states.tile)
+        scale = torch.zeros(rows, tiles, dtype=torch.bfloat16, device=device)
+        return state | {
+            "master": torch.zeros(parameter.shape, dtype=torch.float16, device=device), "master_scale": scale
+        }  # fmt: skip
+
+    def _start_master(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Tensor]) -> None:
+        """fp32 starts as the weight; fp16-scaled starts as zeros, and the first step takes the weight itself over."""
+        if "master" in state and "master_scale" not in state:
+            state["master"].copy_(parameter)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form."""
+        self._refuse_other_form(state_dict)
+        own = self.param_groups
+        # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        places = {each: parameter for group, saved in zip(own, state_dict["param_groups"], strict=True)
+                  for each, parameter in zip(saved["params"], group["params"], strict=True)}  # fmt: skip
+        for place, saved in state_dict["state"].items():
+            parameter = places[place]
+            self.state[parameter] = {
+                name: value.detach().clone().to("cpu" if name == "step" else parameter.device)
+                for name, value in saved.items()
+                if isinstance(value, Tensor)
+            }
+        self._tasks = {}
+
+    def _refuse_other_form(self, state_dict: Mapping[str, Any]) -> None:
+        kind, saved_groups = type(self).__name__, state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"{kind}: the saved state has groups of {sizes[0]} parameters, this optimizer {sizes[1]}. "
+                "Build it with the groups that were saved."
+            )
+        for number, (saved, group) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
+            for option in ("states", "master"):
+                if option in saved and saved[option] != group[option]:
+                    raise CheckpointError(
+                        f"{kind}: group {number} was saved with {option}={saved[option]!r}, this optimizer has "
+                        f"{option}={group[option]!r}. Build it with {option}={saved[option]!r}, or start with a fresh state."
+                    )
+            for place, parameter in zip(saved["params"], group["params"], strict=True):
+                if place in state_dict["state"]:
+                    expected = self._new_state(parameter, group, "meta")
+                    self._refuse_other_tensors(f"{kind}: parameter {place}", state_dict["state"][place], expected)
+
+    def _refuse_other_tensors(self, where: str, saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+        forms = [
+            {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in each.items()
+             if isinstance(x, Tensor)}
+            for each in (saved, expected)
+        ]  # fmt: skip
+        if forms[0] != forms[1]:
+            different = [name for name in forms[0] | forms[1] if forms[0].get(name) != forms[1].get(name)]
+            words = "; ".join(
+                f"{n} is {forms[0].get(n, 'missing')}, here {forms[1].get(n, 'unknown')}" for n in different[:3]
+            )
+            raise CheckpointError(
+                f"{where}: the saved state has another form: {words}. Build the optimizer with the states, master and "
+                "parameters that were saved, or start with a fresh state."
+            )
+
+
+def shape_of(parameter: Tensor) -> tuple[int, int]:
+    """(rows, columns): the first axis, and all others; a vector is one row."""
+    if parameter.ndim < 2:
+        return 1, parameter.numel()
+    return parameter.shape[0], parameter[0].numel() if parameter.shape[0] else 0
+
+
+def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
+    """(the states that a parameter gets, the rule that says so)."""
+    asked = group["states"]
+    if asked == "fp32":
+        return "fp32", group.get("why", "asked for")
+    if parameter.ndim < 2:
+        return "fp32", "one axis"
+    if parameter.numel() < SMALLEST:
+        return "fp32", f"fewer than {SMALLEST} elements"
+    if shape_of(parameter)[1] < moments.STATES[asked].tile // 8:
+        return "fp32", "rows too short for a tile"
+    if group["embeddings"] == "fp32" and "param_names" in group:
+        place = next(i for i, each in enumerate(group["params"]) if each is parameter)
+        if _EMBEDDING.search(group["param_names"][place]):
+            return "fp32", "embedding"
+    return asked, "asked for"
+
+
+def _refuse(parameter: Tensor, master: str | None) -> str:
+    """Why a parameter cannot be trained with this master, or ''."""
+    if parameter.dtype == torch.float32:
+        return ""
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return (
+            "narrowgauge.optim trains float32, bfloat16 and float16. Convert it, or give it to an optimizer of torch."
+        )
+    if master is None:
+        return (
+            f"an update below 1/{512 if parameter.dtype == torch.bfloat16 else 4096} of a weight would be lost in rounding. "
+            "Choose master='bf16-remainder', 'fp32', 'fp16-scaled' or 'stochastic', or keep the weights in float32."
+        )
+    if parameter.dtype == torch.float16 and master in ("bf16-remainder", "stochastic"):
+        return (
+            f"master={master!r} is for bfloat16. Choose master='fp32' or 'fp16-scaled', or load the model in bfloat16."
+        )
+    return ""
+
+
+def _usable(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    if gradient.layout != torch.strided:
+        raise ConfigError("narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.")
+    if gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        gradient = gradient.to(torch.float32)
+    return gradient.contiguous()

@@ -1,0 +1,65 @@
+"""Combinations that train without an error and learn less than they should: found before the first step, with the reason.
+
+    second moment in bfloat16, beta2 >= 0.99      v changes by less than half a unit per step and never decays; with
+                                                  beta2 = 0.999 it stops at about a quarter of its value when it rises
+    bfloat16 weights without a master             updates below 1/512 of a weight are lost
+    float16 weights or moments                    g^2 below 6e-8 is zero, and eps = 1e-8 is zero as well
+
+For any torch optimizer. Ours refuse them when they are built, or round stochastically.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.optim.base import NarrowOptimizer
+
+_LARGEST_BETA2 = 0.99
+_ROUNDING_OPTIONS = ("bf16_stochastic_round",)  # torchao's name for it
+
+
+def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Sentences, one for each kind of failure; empty if none was found. Looks at dtypes and betas, not at values."""
+    if isinstance(optimizer, NarrowOptimizer):
+        return []
+    rounds_stochastically = any(
+        getattr(optimizer, option, False) or optimizer.defaults.get(option, False) for option in _ROUNDING_OPTIONS
+    )
+    found: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for reason in _of_parameter(parameter, group, optimizer.state.get(parameter, {}), rounds_stochastically):
+                found.setdefault(reason)
+    return list(found)
+
+
+def refuse_silent_failures(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError with every reason of `silent_failures`."""
+    if reasons := silent_failures(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__}: {' '.join(reasons)} Use narrowgauge.optim.AdamW with master='bf16-remainder' or "
+            "'stochastic', or keep the weights in float32."
+        )
+
+
+def _of_parameter(parameter: Tensor, group: dict[str, Any], state: dict[str, Any], stochastic: bool) -> list[str]:
+    reasons = []
+    name = str(parameter.dtype).removeprefix("torch.")
+    if parameter.dtype in (torch.bfloat16, torch.float16) and not stochastic:
+        part = 512 if parameter.dtype == torch.bfloat16 else 4096
+        reasons.append(f"Weights in {name} without a master lose every update below 1/{part} of the weight.")
+    beta2 = group["betas"][1] if "betas" in group and len(group["betas"]) > 1 else None
+    second = state.get("exp_avg_sq")
+    kept = second.dtype if isinstance(second, Tensor) else parameter.dtype  # torch makes states like the parameter
+    if beta2 is not None and ("eps" in group) and kept == torch.bfloat16 and beta2 >= _LARGEST_BETA2:
+        reasons.append(
+            f"A second moment in bfloat16 with beta2 = {beta2} does not decay: a step changes it by {1 - beta2:.2g}, half a "
+            "unit of bfloat16 is 0.002 to 0.004."
+        )
+    if kept == torch.float16 and "eps" in group and group["eps"] < 6e-8:
+        reasons.append(f"In float16 eps = {group['eps']} is zero, and so is the square of a gradient below 2.4e-4.")
+    return reasons

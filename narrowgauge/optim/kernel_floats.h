@@ -1,0 +1,70 @@
+// Elements: random bits, 16-bit floats of weights and gradients, and narrow floats by their bits.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
+inline float from_bfloat16(uint16_t code) { return as_float(uint32_t(code) << 16); }
+
+inline uint32_t mix(uint32_t x) {
+  x ^= x >> 16; x *= 0x7feb352dU;
+  x ^= x >> 15; x *= 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+inline float uniform(uint32_t key, uint32_t index) { return float(int32_t(mix(key + index) >> 8)) * 0x1p-24f; }
+
+// 16-bit floats of the weights and gradients: to nearest, ties to even, except where `away` is asked for.
+inline uint16_t to_bfloat16(float x) {
+  uint32_t bits = as_bits(x);
+  uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  return uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+}
+inline uint16_t to_bfloat16_away(float x) {
+  uint32_t bits = as_bits(x);
+  return uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (bits + 0x8000) >> 16);
+}
+inline uint16_t to_bfloat16_stochastic(float x, uint32_t noise) {
+  uint32_t bits = as_bits(x), magnitude = bits & 0x7FFFFFFF;
+  uint32_t carried = (bits + (magnitude < 0x7F800000 ? noise >> 16 : 0)) >> 16;
+  return uint16_t(magnitude > 0x7F800000 ? 0x7FC0 : carried);
+}
+
+// Narrow floats by their bits. MANTISSA bits, exponent BIAS; values here are magnitudes that the format holds exactly.
+template <int MANTISSA, int BIAS> inline uint32_t small_bits(float y) {
+  const float normal = as_float(uint32_t(128 - BIAS) << 23);  // 2^(1 - BIAS)
+  uint32_t of_normal = (as_bits(y) >> (23 - MANTISSA)) - (uint32_t(127 - BIAS) << MANTISSA);
+  uint32_t of_subnormal = uint32_t(int32_t(y * as_float(uint32_t(126 + BIAS + MANTISSA) << 23)));
+  return y < normal ? of_subnormal : of_normal;
+}
+template <int MANTISSA, int BIAS> inline float small_value(uint32_t magnitude) {
+  float of_normal = as_float((magnitude << (23 - MANTISSA)) + (uint32_t(127 - BIAS) << 23));
+  float of_subnormal = float(int32_t(magnitude)) * as_float(uint32_t(128 - BIAS - MANTISSA) << 23);
+  return magnitude < (1U << MANTISSA) ? of_subnormal : of_normal;
+}
+// 2^floor(log2 y), at least the smallest normal number.
+template <int BIAS> inline float power_below(float y) {
+  return as_float(std::max(as_bits(y) & 0x7F800000U, uint32_t(128 - BIAS) << 23));
+}
+template <int MANTISSA, int BIAS> inline float round_nearest(float y) {
+  float shift = power_below<BIAS>(y) * (1.5f * float(1 << (23 - MANTISSA)));
+  return (y + shift) - shift;
+}
+
+inline float from_float16(uint16_t code) {
+  uint32_t magnitude = code & 0x7FFF, sign = uint32_t(code & 0x8000) << 16;
+  uint32_t finite = as_bits(small_value<10, 15>(magnitude)), special = 0x7F800000U | (magnitude & 0x3FF) << 13;
+  return as_float((magnitude < 0x7C00 ? finite : special) | sign);
+}
+inline uint16_t to_float16(float x) {
+  uint32_t sign = (as_bits(x) >> 16) & 0x8000;
+  float y = std::fabs(x);
+  uint32_t finite = small_bits<10, 15>(round_nearest<10, 15>(y < 65520.f ? y : 0.f));
+  return uint16_t((y < 65520.f ? finite : (y == y ? 0x7C00U : 0x7E00U)) | sign);
+}
+
+}  // namespace

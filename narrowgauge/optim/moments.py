@@ -1,0 +1,264 @@
+"""How a moment is kept: codes and one scale per tile of a row; here the definition, which kernel.cpp repeats bit for bit.
+
+A parameter is read as [rows, columns] with rows = its first axis. Tiles lie along the columns within a row, so cutting the
+first axis into shards never cuts a tile; the last tile of a row may be short. x ~= value(code) * scale, scale a bfloat16:
+
+    name      code                      value(code)                       bound per element, s the tile's scale
+    fp32      float32                   the number                        exact
+    squared8  c in -127 ... 127         c |c| / 127^2                     |x - x'| <= s (c + 3/4) / 127^2, c = floor(127 sqrt(|x|/s))
+    ue5m3     5 exponent, 3 mantissa    2^(e - 32) (1 + f/8), 0           |x - x'| < x / 8; nothing above 0 becomes 0
+    e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest), 2^-3 / k (stochastic), in range
+    fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest), 2^-10 (stochastic), in range
+    squared4  c in -7 ... 7             c |c| / 49                        |x - x'| <= s (c + 3/4) / 49, c = floor(7 sqrt(|x|/s))
+    linear4   c in 1 ... 16             c / 16                            |x - x'| < s / 16; nothing above 0 becomes 0
+
+First moments are rounded to nearest, second moments stochastically with E[x'] = x: with beta2 = 0.999 a step changes v by a
+tenth of a percent, far below half a gap of any 8-bit code, and rounding to nearest would keep v where it is for ever.
+Scales are powers of two, at least amax and below 2 amax (the 4-bit ones: within 1 % of amax, 16 codes have no octave to give
+away), so they seldom change, and codes of a float survive the change exactly. Scales are at least 2^-94; a tile whose amax
+is not finite or above 2^126 gets the scale NaN and is NaN as a whole: never a finite code for a number that was none.
+
+Where they come from. squared8, squared4: square-root companding, in place of the dynamic maps of 8-bit and 4-bit optimizers
+(arXiv 2110.02861, 2309.01507): finer than those in the upper two decades and decoded by two products instead of a table, which
+AVX2 would gather. ue5m3: 9.6 decades in a tile where 2110.02861 has seven. linear4: the zero-free linear map of 2309.01507
+(section 4.1), block 128. e4m3 with k: the range expansion of COAT (arXiv 2410.19313), group 128, with k a power of two, so
+that x^k is repeated squaring or square roots, correctly rounded on every machine; zeros are left out of the choice of k.
+fp16: second moments and masters of FP8-LM (arXiv 2310.18313), with a scale per tile where the paper has one per tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EXPONENT = 0x7F800000
+POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
+LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23  # 2^-94 and 2^126 as bits
+OCTAVES = 14.0  # of normal E4M3 numbers below 2^8
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A moment's tiles: codes [r, t, tile] in the format's dtype, scale [r, t] bfloat16, expansion [r, t] int8 or None."""
+
+    codes: Tensor
+    scale: Tensor | None = None
+    expansion: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One way to keep a moment.
+
+    kind   its number in kernel.cpp
+    dtype  of the codes; two 4-bit codes lie in a byte, the first in the low half
+    """
+
+    name: str
+    kind: int
+    dtype: torch.dtype
+    bits: int
+    has_scale: bool = True
+    expansions: tuple[int, int] | None = None  # the least and greatest log2 k
+
+    def __str__(self) -> str:
+        return self.name
+
+    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
+        """x [r, t, tile] float32, uniform in [0, 1) of the same shape (unused where rounding is to nearest)."""
+        return Encoded(x)
+
+    def decode(self, state: Encoded) -> Tensor:
+        """-> [r, t, tile] float32."""
+        return state.codes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Squared(Moment):
+    """Signed: c |c| / most^2, c to the nearest of sqrt(|x| / s) most."""
+
+    most: int
+
+    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
+        scale = scales(x, POW2_DROPS if self.bits == 8 else BF16_DROPS)
+        unit = _inverse(scale) * float(self.most**2)
+        code = torch.copysign(square_root(x.abs() * unit).round(), x)
+        codes = code.to(torch.int8) if self.bits == 8 else (code + 8.0).to(torch.uint8)
+        return Encoded(codes, scale)
+
+    def decode(self, state: Encoded) -> Tensor:
+        code = state.codes.to(torch.float32) - (0.0 if self.bits == 8 else 8.0)
+        return code * code.abs() * (_spread(state.scale) * _float32(1 / self.most**2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnsignedE5M3(Moment):
+    """Unsigned float without subnormals; stochastic rounding is one addition to the bits."""
+
+    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
+        scale = scales(x, POW2_DROPS)
+        t = x * _inverse(scale)
+        noise = (uniform * 2.0**20).to(torch.int32)  # the upper 20 of its 24 bits
+        code = ((t.view(torch.int32) + noise) >> 20) - 761
+        return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
+
+    def decode(self, state: Encoded) -> Tensor:
+        t = ((state.codes.to(torch.int32) + 761) << 20).view(torch.float32)
+        return torch.where(state.codes > 0, t, 0.0) * _spread(state.scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallFloat(Moment):
+    """E4M3 or float16 of the tile's share of `top`, with range expansion if `expansions` allows one."""
+
+    mantissa: int
+    bias: int
+    top: float
+    signed: bool
+
+    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
+        scale = scales(x, POW2_DROPS)
+        log_k = self._expansion(x)
+        t = (x.abs() * _inverse(scale)).clamp(max=1.0)
+        y = _expanded(t, log_k) * self.top
+        if self.signed:
+            shift = self._power_below(y) * (1.5 * 2 ** (23 - self.mantissa))
+            magnitude = self._bits((y + shift) - shift)
+        else:
+            gap = self._power_below(y) * 2.0**-self.mantissa
+            low = (y / gap).floor() * gap
+            high = low + gap
+            below = _expanded(low / self.top, _negative(log_k))
+            above = _expanded(high / self.top, _negative(log_k))
+            magnitude = self._bits(torch.where(below + uniform * (above - below) < t, high, low))
+            magnitude = torch.maximum(magnitude, (t > 0).to(torch.int32))
+        sign = (x.signbit().to(torch.int32) << (self.bits - 1)) if self.signed else 0
+        integer = torch.uint8 if self.bits == 8 else torch.int16
+        return Encoded((magnitude | sign).to(integer).view(self.dtype), scale, log_k)
+
+    def decode(self, state: Encoded) -> Tensor:
+        integer = state.codes.view(torch.uint8).to(torch.int32) if self.bits == 8 else state.codes.view(torch.int16)
+        magnitude = integer.to(torch.int32) & (2 ** (self.bits - 1) - 1)
+        normal = ((magnitude << (23 - self.mantissa)) + ((127 - self.bias) << 23)).view(torch.float32)
+        subnormal = magnitude.to(torch.float32) * 2.0 ** (1 - self.bias - self.mantissa)
+        y = torch.where(magnitude < 2**self.mantissa, subnormal, normal) * (1 / self.top)
+        x = _expanded(y, _negative(state.expansion)) * _spread(state.scale)
+        return torch.where((integer.to(torch.int32) >> (self.bits - 1)) & 1 > 0, -x, x)
+
+    def _power_below(self, y: Tensor) -> Tensor:
+        return (y.view(torch.int32) & EXPONENT).clamp(min=(128 - self.bias) << 23).view(torch.float32)
+
+    def _bits(self, y: Tensor) -> Tensor:
+        normal = (y.view(torch.int32) >> (23 - self.mantissa)) - ((127 - self.bias) << self.mantissa)
+        subnormal = (y * 2.0 ** (self.bias + self.mantissa - 1)).to(torch.int32)
+        return torch.where(y < 2.0 ** (1 - self.bias), subnormal, normal)
+
+    def _expansion(self, x: Tensor) -> Tensor | None:
+        """log2 k per tile: the greatest with which the tile's octaves still fit. Zeros and poisoned tiles: k = 1."""
+        if self.expansions is None:
+            return None
+        bits = x.abs().view(torch.int32)
+        most = bits.amax(-1)
+        least = torch.where(bits > 0, bits, EXPONENT).amin(-1)
+        octaves = ((most - least) >> 23).to(torch.float32) + 2.0
+        lowest, highest = self.expansions
+        log_k = torch.full_like(octaves, lowest)
+        for each in range(lowest + 1, highest + 1):
+            log_k = torch.where(octaves * 2.0**each <= OCTAVES, float(each), log_k)
+        return torch.where((most == 0) | (most >= EXPONENT), 0.0, log_k).to(torch.int8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Moment):
+    """Unsigned, sixteen equal steps of which none is zero; a tile of zeros is told by the least scale."""
+
+    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
+        scale = scales(x, BF16_DROPS)
+        code = (x * (_inverse(scale) * 16.0) + uniform).to(torch.int32).clamp(1, 16) - 1
+        return Encoded(code.to(torch.uint8), scale)
+
+    def decode(self, state: Encoded) -> Tensor:
+        scale = _spread(state.scale)
+        value = (state.codes.to(torch.float32) + 1.0) * (scale * 2.0**-4)
+        return torch.where(scale == 2.0**-94, 0.0, value)
+
+
+def square_root(x: Tensor) -> Tensor:
+    """Correctly rounded, which torch's own of a float32 CPU tensor is not (MKL: one in five is off by a bit, torch 2.13)."""
+    return x.double().sqrt().float()
+
+
+def scales(x: Tensor, drops: int) -> Tensor:
+    """x [..., tile] -> [...] bfloat16: amax rounded up to the bits that are not in `drops`; NaN above 2^126 and for NaN."""
+    amax = x.abs().view(torch.int32).amax(-1)
+    bits = ((amax + drops) & ~drops).clamp(min=LEAST_SCALE)
+    return torch.where(amax > MOST_AMAX, float("nan"), bits.view(torch.float32)).to(torch.bfloat16)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """[...] -> [..., 1] float32, 0 for NaN."""
+    wide = scale.to(torch.float32)
+    return torch.where(wide.isnan(), 0.0, 1.0 / wide)[..., None]
+
+
+def _spread(scale: Tensor | None) -> Tensor:
+    assert scale is not None
+    return scale.to(torch.float32)[..., None]
+
+
+def _negative(log_k: Tensor | None) -> Tensor | None:
+    return None if log_k is None else -log_k
+
+
+def _expanded(t: Tensor, log_k: Tensor | None) -> Tensor:
+    """t ^ (2 ^ log_k) by repeated squares or square roots, log_k [r, t] in -2 ... 2."""
+    if log_k is None:
+        return t
+    wide = log_k[..., None]
+    for times in (1, 2):
+        t = torch.where(wide >= times, t * t, torch.where(wide <= -times, square_root(t), t))
+    return t
+
+
+def _float32(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float32))
+
+
+WIDE = Moment(name="fp32", kind=1, dtype=torch.float32, bits=32, has_scale=False)
+NONE = Moment(name="none", kind=0, dtype=torch.float32, bits=0, has_scale=False)
+SQUARED8 = Squared(name="squared8", kind=2, dtype=torch.int8, bits=8, most=127)
+UE5M3 = UnsignedE5M3(name="ue5m3", kind=3, dtype=torch.uint8, bits=8)
+SQUARED4 = Squared(name="squared4", kind=6, dtype=torch.uint8, bits=4, most=7)
+LINEAR4 = Linear(name="linear4", kind=7, dtype=torch.uint8, bits=4)
+E4M3_FIRST = SmallFloat(
+    name="e4m3-expanded", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8, signed=True,
+    expansions=(0, 2),
+)  # fmt: skip
+E4M3_SECOND = SmallFloat(
+    name="e4m3-expanded", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8, signed=False,
+    expansions=(-2, 2),
+)  # fmt: skip
+E4M3 = SmallFloat(
+    name="e4m3", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8, signed=True
+)  # fmt: skip
+FP16 = SmallFloat(name="fp16", kind=5, dtype=torch.float16, bits=16, mantissa=10, bias=15, top=2.0**15, signed=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """A choice for both moments. tile is the number of elements along a row that share a scale."""
+
+    first: Moment
+    second: Moment
+    tile: int
+
+
+STATES: dict[str, States] = {
+    "fp32": States(first=WIDE, second=WIDE, tile=256),
+    "8bit": States(first=SQUARED8, second=UE5M3, tile=256),
+    "fp8": States(first=E4M3_FIRST, second=E4M3_SECOND, tile=128),
+    "fp8-lm": States(first=E4M3, second=FP16, tile=256),
+    "4bit": States(first=SQUARED4, second=LINEAR4, tile=128),
+}

@@ -1,0 +1,111 @@
+"""AdamW, Lion and SGD with momentum on states of 32, 16, 8 and 4 bits. rules.py has the equations, moments.py the formats."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.optim.base import Backend, NarrowOptimizer
+from narrowgauge.optim.masters import Master
+
+StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"]
+Embeddings = Literal["fp32", "same"]
+
+
+class AdamW(NarrowOptimizer):
+    """AdamW (decoupled weight decay, arXiv 1711.05101).
+
+    params      parameters, named parameters, groups, or a model (then `groups(model)`). A group may have its own `states`.
+    states      bytes per parameter of both moments: fp32 8, 8bit 2.02, fp8 2.05, fp8-lm 3.02, 4bit 1.03
+    master      for 16-bit weights, see masters.py; None for float32 weights
+    embeddings  "fp32": parameters whose name is that of an embedding keep float32 states (their rows are rarely seen, and
+                then move far); "same" treats them as any other. Names are known from a model or named parameters only.
+    seed        of all stochastic rounding
+    backend     "native": kernel.cpp, on the CPU; "torch": plain torch in chunks, the same numbers; "auto": native if it can be
+                built, else torch with a warning
+    """
+
+    rule = "adamw"
+    moment_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        states: StateName = "fp32",
+        master: Master = None,
+        embeddings: Embeddings = "fp32",
+        seed: int = 0,
+        backend: Backend = "auto",
+    ) -> None:
+        _check("AdamW", lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, embeddings=embeddings)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
+        super().__init__(params, defaults | shared, backend)
+
+
+class Lion(NarrowOptimizer):
+    """Lion (arXiv 2302.06675): the sign of an interpolated momentum. One moment; see AdamW for the options."""
+
+    rule = "lion"
+    moment_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        states: StateName = "fp32",
+        master: Master = None,
+        embeddings: Embeddings = "fp32",
+        seed: int = 0,
+        backend: Backend = "auto",
+    ) -> None:
+        _check("Lion", lr=lr, weight_decay=weight_decay, betas=betas, embeddings=embeddings)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
+        super().__init__(params, defaults | shared, backend)
+
+
+class SGD(NarrowOptimizer):
+    """SGD with momentum, coupled weight decay and torch's Nesterov form. See AdamW for the options."""
+
+    rule = "sgd"
+    moment_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        states: StateName = "fp32",
+        master: Master = None,
+        embeddings: Embeddings = "fp32",
+        seed: int = 0,
+        backend: Backend = "auto",
+    ) -> None:
+        _check("SGD", lr=lr, weight_decay=weight_decay, betas=(momentum,), embeddings=embeddings)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
+        super().__init__(params, defaults | shared, backend)
+
+
+def _check(
+    kind: str, *, lr: float, weight_decay: float, betas: tuple[float, ...], embeddings: str, eps: float = 0.0
+) -> None:
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+        if not value >= 0:
+            raise ConfigError(f"{kind}: {name} = {value}: must be at least 0.")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"{kind}: betas or momentum = {betas}: must be at least 0 and below 1.")
+    if embeddings not in ("fp32", "same"):
+        raise ConfigError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.")

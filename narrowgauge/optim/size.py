@@ -1,0 +1,95 @@
+"""What the states of an optimizer cost, by the rule that decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim.base import NarrowOptimizer, kept_as
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRow:
+    """Parameters that one rule put into one form. Bytes of states and masters, with scales and step counts."""
+
+    states: str
+    rule: str
+    tensors: int
+    parameters: int
+    weight_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The table of `state_bytes`; print it."""
+
+    rows: tuple[StateRow, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def total(self) -> int:
+        return sum(row.state_bytes for row in self.rows)
+
+    @property
+    def per_parameter(self) -> float:
+        return self.total / max(self.parameters, 1)
+
+    def __str__(self) -> str:
+        lines = [["states", "because", "tensors", "parameters", "bytes", "bytes per parameter"]]
+        for row in self.rows:
+            share = row.state_bytes / max(row.parameters, 1)
+            lines.append(
+                [row.states, row.rule, f"{row.tensors}", f"{row.parameters:,}", f"{row.state_bytes:,}", f"{share:.3f}"]
+            )
+        tensors = sum(row.tensors for row in self.rows)
+        lines.append(
+            ["all", "", f"{tensors}", f"{self.parameters:,}", f"{self.total:,}", f"{self.per_parameter:.3f}"]
+        )  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
+    """What an optimizer keeps beside weights and gradients.
+
+    Measured on the state where there is one. Ours are told before the first step too, from their forms; of a foreign
+    optimizer without a state nothing is known, and its bytes are 0.
+    """
+    sums: dict[tuple[str, str], list[int]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(optimizer, NarrowOptimizer):
+                states, rule = kept_as(parameter, group)
+                state: Mapping[str, Any] = optimizer.state.get(parameter) or optimizer._new_state(
+                    parameter, group, "meta"
+                )
+            else:
+                states, rule, state = "foreign", type(optimizer).__name__, optimizer.state.get(parameter, {})
+            size = sum(_bytes(each) for each in state.values())
+            weight = parameter.numel() * parameter.element_size()
+            row = sums.setdefault((states, rule), [0, 0, 0, 0])
+            for place, amount in enumerate((1, parameter.numel(), weight, size)):
+                row[place] += amount
+    return StateBytes(
+        tuple(
+            StateRow(states=states, rule=rule, tensors=n, parameters=p, weight_bytes=w, state_bytes=b)
+            for (states, rule), (n, p, w, b) in sums.items()
+        )
+    )
+
+
+def _bytes(x: Any) -> int:
+    """Of a tensor, or of the tensors inside a tensor subclass such as torchao's states."""
+    if not isinstance(x, Tensor):
+        return 0
+    inner: Iterable[str] = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else ()
+    parts = [getattr(x, name) for name in inner]
+    return sum(map(_bytes, parts)) if parts else x.numel() * x.element_size()

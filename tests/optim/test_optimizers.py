@@ -1,0 +1,369 @@
+"""The optimizers as torch optimizers: against torch's own (bounded), saved and loaded (exact), groups, schedulers, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.optim import SGD, AdamW, Lion, groups, in_backward, state_bytes
+from narrowgauge.optim.masters import KINDS
+from narrowgauge.optim.moments import STATES
+from narrowgauge.train import state as train_state
+from tests.compare import assert_same
+from tests.processes import ROOT
+
+RULES: dict[str, Any] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+
+
+def matrix(dtype: torch.dtype = torch.float32, rows: int = 16, columns: int = 300) -> nn.Parameter:
+    torch.manual_seed(2)
+    return nn.Parameter((torch.randn(rows, columns) * 0.05).to(torch.bfloat16).to(dtype))
+
+
+def feed(parameter: torch.Tensor, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def run(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                feed(parameter, step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_with_float32_states_is_torchs(weight_decay):
+    """A step's change differs by two units of its last place (three roundings of the denominator), a weight by one of its own."""
+    ours, theirs = matrix(), matrix()
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": weight_decay}
+    mine, torchs = AdamW([ours], **settings), torch.optim.AdamW([theirs], **settings, foreach=False, fused=False)
+    run(mine, 0, 1)
+    run(torchs, 0, 1)
+    allowed = 2.0**-23 * theirs.detach().abs() + 2.0**-22 * 1e-2  # the change is about lr
+    assert ((ours - theirs).abs() <= allowed).all()
+    run(mine, 1, 5)
+    run(torchs, 1, 5)
+    assert ((ours - theirs).abs() <= 5 * allowed).all()
+    for name in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(mine.state[ours][name], torchs.state[theirs][name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_with_float32_states_is_torchs(nesterov):
+    ours, theirs = matrix(), matrix()
+    run(SGD([ours], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov), 0, 5)
+    run(torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov), 0, 5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_lion_is_its_formula():
+    ours = matrix()
+    w, m = ours.detach().double().clone(), torch.zeros(16, 300, dtype=torch.float64)
+    optimizer = Lion([ours], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    for step in range(4):
+        feed(ours, step)
+        g = ours.grad.double()
+        w = w * (1 - 1e-4) - 1e-3 * torch.sign(0.9 * m + 0.1 * g)
+        m = 0.99 * m + 0.01 * g
+        optimizer.step()
+    torch.testing.assert_close(ours.detach().double(), w, rtol=1e-5, atol=1e-7)
+
+
+def test_states_of_torchs_adamw_are_taken_up():
+    theirs, ours = matrix(), matrix()
+    torchs = torch.optim.AdamW([theirs], lr=1e-2)
+    run(torchs, 0, 3)
+    optimizer = AdamW([ours], lr=1e-2)
+    with torch.no_grad():
+        ours.copy_(theirs)
+    optimizer.load_state_dict(torchs.state_dict())
+    run(torchs, 3, 4)
+    run(optimizer, 3, 4)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("master", KINDS, ids=str)
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("rule", RULES)
+def test_saved_and_loaded_it_goes_on_with_the_same_bits(rule, states, master):
+    """Through the checkpoint's own form: tensors by name and JSON."""
+    dtype = torch.bfloat16 if master else torch.float32
+    straight, stopped, resumed = (matrix(dtype) for _ in range(3))
+    one, two, three = (RULES[rule]([p], states=states, master=master, seed=5) for p in (straight, stopped, resumed))
+    run(one, 0, 5)
+    run(two, 0, 3)
+    tensors, rest = train_state.flatten(two.state_dict())
+    with torch.no_grad():
+        resumed.copy_(stopped)
+    three.load_state_dict(train_state.unflatten(rest, {name: tensor.clone() for name, tensor in tensors.items()}))
+    run(three, 3, 5)
+    assert_same(resumed.detach(), straight.detach())
+    assert_same(three.state_dict()["state"], one.state_dict()["state"])
+
+
+PROGRAM = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+from narrowgauge.optim.masters import KINDS
+from narrowgauge.optim.moments import STATES
+from narrowgauge.train.state import flatten, unflatten
+import json
+from tests.optim.test_optimizers import RULES, matrix, run
+torch.set_num_threads(1)
+stage, folder = sys.argv[1:]
+for rule in RULES:
+    for states in STATES:
+        for master in KINDS:
+            name = f"{folder}/{rule}-{states}-{master}"
+            weight = matrix(torch.bfloat16 if master else torch.float32)
+            optimizer = RULES[rule]([weight], states=states, master=master)
+            if stage == "save":
+                run(optimizer, 0, 2)
+                tensors, rest = flatten({"weight": weight.detach(), "optimizer": optimizer.state_dict()})
+                save_file({k: v.clone() for k, v in tensors.items()}, name)
+                open(name + ".json", "w", encoding="utf-8").write(json.dumps(rest))
+                run(optimizer, 2, 3)
+                save_file({"weight": weight.detach()}, name + ".after")
+            else:
+                saved = unflatten(json.load(open(name + ".json", encoding="utf-8")), load_file(name))
+                weight.data.copy_(saved["weight"])
+                optimizer.load_state_dict(saved["optimizer"])
+                run(optimizer, 2, 3)
+                after = load_file(name + ".after")["weight"]
+                assert torch.equal(weight.detach().view(torch.uint8), after.view(torch.uint8)), name
+"""
+
+
+def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
+    """Every rule, state and master, through safetensors and JSON."""
+    for stage in ("save", "load"):
+        subprocess.run([sys.executable, "-c", PROGRAM, stage, str(tmp_path)], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "words"),
+    [
+        ({"states": "8bit"}, {"states": "fp8"}, "saved with states='8bit', this optimizer has states='fp8'. Build it"),
+        ({"master": "fp32"}, {"master": "bf16-remainder"}, "saved with master='fp32'"),
+    ],
+)
+def test_a_state_of_another_format_is_refused_before_anything_changes(saved, own, words):
+    dtype = torch.bfloat16 if "master" in saved else torch.float32
+    giver, taker = matrix(dtype), matrix(dtype)
+    source, target = AdamW([giver], **saved), AdamW([taker], **own)
+    run(source, 0, 1)
+    run(target, 0, 1)
+    before = target.state_dict()["state"][0]["exp_avg"].clone()
+    with pytest.raises(CheckpointError, match=words):
+        target.load_state_dict(source.state_dict())
+    assert_same(target.state_dict()["state"][0]["exp_avg"], before)
+
+
+def test_a_state_of_another_shape_or_kind_is_refused():
+    small = AdamW([matrix(columns=400)], states="8bit")
+    run(small, 0, 1)
+    with pytest.raises(CheckpointError, match=r"exp_avg is int8 \[16, 400\], here int8 \[16, 300\]"):
+        AdamW([matrix()], states="8bit").load_state_dict(small.state_dict())
+    lion = Lion([matrix(columns=400)], states="8bit")
+    with pytest.raises(CheckpointError, match="exp_avg_sq is uint8"):
+        lion.load_state_dict(small.state_dict())
+    with pytest.raises(CheckpointError, match=r"groups of \[1\] parameters, this optimizer \[2\]"):
+        AdamW([matrix(), matrix()]).load_state_dict(small.state_dict())
+
+
+def test_float32_masters_and_remainders_are_the_same_training():
+    """bf16-remainder: 16 bits beside the weight tell the float32 master exactly, and the weights are the same too (exact)."""
+    one, two, wide = matrix(torch.bfloat16), matrix(torch.bfloat16), matrix()
+    first, second, third = AdamW([one], master="fp32"), AdamW([two], master="bf16-remainder"), AdamW([wide])
+    for step in range(20):
+        for parameter in (one, two, wide):
+            generator = torch.Generator().manual_seed(step)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(torch.bfloat16).to(parameter.dtype)
+        for optimizer in (first, second, third):
+            optimizer.step()
+    assert_same(first.state[one]["master"], wide.detach())
+    assert_same(two.detach(), one.detach())
+    bits = two.detach().float().view(torch.int32) + second.state[two]["remainder"].to(torch.int32)
+    assert_same(bits.view(torch.float32), wide.detach())
+    assert second.state[two]["remainder"].element_size() + two.element_size() == 4
+
+
+@pytest.mark.parametrize("master", ["stochastic", "fp16-scaled"])
+def test_small_updates_are_kept_on_average(master):
+    """lr 1e-4 on weights of 1, 200 steps: rounding to nearest would keep bfloat16 at 1. Mean within 4 of its standard errors."""
+    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = AdamW([weight], lr=1e-4, weight_decay=0.0, master=master)
+    for _ in range(200):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    # A random walk of 200 draws with units of at most 2^-8 (fp16-scaled: then rounded once, by at most 2^-9 at 0.98).
+    allowed = 4 * (200 * 1e-4 * 2**-8) ** 0.5 / 64 + 1e-4 + (2**-9 if master == "fp16-scaled" else 0)
+    assert abs(float(weight.detach().float().mean()) - 0.98) < allowed
+
+
+@pytest.mark.parametrize("master", ["fp32", "fp16-scaled"])
+def test_a_weight_written_since_is_taken_over(master):
+    weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16))
+    optimizer = SGD([weight], lr=2.0**-10, momentum=0.0, master=master)
+    weight.data.fill_(1.0)
+    for expected in (1 - 2.0**-10, 1 - 2.0**-9):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        master_now = optimizer.state[weight]["master"].float()
+        if master == "fp16-scaled":
+            master_now = master_now * 2.0**-15 * optimizer.state[weight]["master_scale"].float()
+        assert_same(master_now, torch.full((4, 8), expected))
+
+
+def test_rules_say_which_states_stay_wide():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(100, 64)
+            self.inner = nn.Linear(64, 128)
+            self.small = nn.Linear(64, 4, bias=False)
+            self.thin = nn.Linear(4, 2048, bias=False)
+            self.head = nn.Linear(64, 100, bias=False)
+            self.head.weight = self.tokens.weight
+
+    model = Model()
+    model.small.weight.requires_grad_(False)
+    optimizer = AdamW(model, states="8bit")
+    predicted = state_bytes(optimizer)
+    rules = {row.rule: row.states for row in predicted.rows}
+    assert rules == {"asked for": "8bit", "one axis": "fp32", "rows too short for a tile": "fp32", "embedding": "fp32"}
+    assert predicted.parameters == 6400 + 64 * 128 + 128 + 4 * 2048
+    model.small.weight.grad = torch.ones(4, 64)
+    run(optimizer, 0, 1)
+    assert state_bytes(optimizer) == predicted
+    assert "embedding" in str(predicted) and optimizer.state.get(model.small.weight) is None
+    narrow = state_bytes(AdamW(groups(model, embeddings="same"), states="8bit"))
+    assert (
+        narrow.total == predicted.total - 6400 * 8 + 6400 * 2 + 100 * 2 * 2
+    )  # one scale of 2 bytes per moment and row
+    named = AdamW(nn.ModuleDict({"wte": nn.Embedding(100, 64)}).named_parameters(), states="8bit")
+    assert [row.rule for row in state_bytes(named).rows] == ["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"), [("fp32", 8), ("8bit", 2.016), ("fp8", 2.047), ("fp8-lm", 3.016), ("4bit", 1.032)]
+)
+def test_bytes_per_parameter(states, expected):
+    found = state_bytes(AdamW([nn.Parameter(torch.zeros(256, 1024))], states=states))
+    assert found.per_parameter == pytest.approx(expected, abs=0.001)
+
+
+def test_groups_schedulers_hooks_and_missing_gradients():
+    first, second, third = matrix(), matrix(), matrix()
+    optimizer = AdamW([first, second], lr=1.0, states="8bit", weight_decay=0.0)
+    optimizer.add_param_group({"params": [third], "lr": 0.5, "states": "4bit"})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1**step)
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    still = second.detach().clone()
+    start = first.detach().clone()
+    first.grad, third.grad = torch.ones_like(first), torch.ones_like(third)
+    assert optimizer.step(lambda: 3.5) == 3.5
+    scheduler.step()
+    assert_same(second.detach(), still)
+    assert calls == [1] and [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
+    torch.testing.assert_close(first.detach(), start - 1.0)
+    assert optimizer.state[third]["exp_avg"].dtype == torch.uint8 and not optimizer.state[second]
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_parameters_that_are_not_contiguous(backend):
+    if backend == "native":
+        from narrowgauge.optim import native
+
+        if native.refuse():
+            pytest.skip(native.refuse())
+    plain = matrix()
+    strided = nn.Parameter(plain.detach().t().contiguous().t())
+    for parameter in (plain, strided):
+        run(AdamW([parameter], states="8bit", backend=backend), 0, 3)
+    assert_same(strided.detach().contiguous(), plain.detach())
+
+
+def test_an_empty_parameter_and_a_scalar():
+    empty, scalar = nn.Parameter(torch.zeros(0, 5)), nn.Parameter(torch.tensor(1.0))
+    optimizer = AdamW([empty, scalar], lr=0.1, weight_decay=0.0, states="8bit")
+    empty.grad, scalar.grad = torch.zeros(0, 5), torch.tensor(2.0)
+    optimizer.step()
+    assert float(scalar.detach()) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: AdamW([matrix(torch.bfloat16)]), "below 1/512 of a weight would be lost"),
+        (lambda: AdamW([matrix(torch.float16)], master="stochastic"), "master='stochastic' is for bfloat16"),
+        (lambda: AdamW([matrix(torch.float64)]), "trains float32, bfloat16 and float16"),
+        (lambda: AdamW([matrix()], states="8bits"), "no states '8bits'. Closest: '8bit'"),
+        (lambda: AdamW([matrix()], master="fp23"), "no master 'fp23'. Closest: 'fp32'"),
+        (lambda: AdamW([matrix()], backend="cuda"), "backend = 'cuda'"),
+        (lambda: AdamW([matrix()], lr=-1.0), "lr = -1.0"),
+        (lambda: Lion([matrix()], betas=(0.9, 1.0)), "below 1"),
+        (lambda: SGD([matrix()], embeddings="8bit"), "embeddings = '8bit'"),
+    ],
+)
+def test_what_cannot_work_is_refused(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_a_sparse_gradient_is_refused():
+    embedding = nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match="sparse=False"):
+        AdamW(embedding.parameters()).step()
+
+
+def test_stepping_in_backward_is_stepping_after_it():
+    def train(inside: bool) -> tuple[nn.Module, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+        model[2].weight = nn.Parameter(model[0].weight.detach().t().contiguous())
+        optimizer = AdamW(model.named_parameters(), lr=1e-2, states="8bit")
+        if inside:
+            in_backward(optimizer)
+        kept = 0
+        for step in range(3):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+            (model(x) - x).square().mean().backward()
+            kept += sum(p.grad is not None for p in model.parameters())
+            if not inside:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, kept
+
+    (inside, kept), (after, _) = train(True), train(False)
+    assert kept == 0
+    assert_same(inside.state_dict(), after.state_dict())
+
+
+def test_stepping_in_backward_refuses_what_needs_all_gradients():
+    weight = matrix()
+    optimizer = AdamW([weight])
+    with pytest.raises(ConfigError, match="accumulation = 4"):
+        in_backward(optimizer, accumulation=4)
+    with pytest.raises(ConfigError, match=r"clip_norm = 1.0: the norm of the whole gradient is known only after"):
+        in_backward(optimizer, clip_norm=1.0)
+    with pytest.raises(ConfigError, match="AdamW cannot step one parameter"):
+        in_backward(torch.optim.AdamW([weight]))  # type: ignore[arg-type]
+    handle = in_backward(optimizer, clip_parameter_norm=1e-3)
+    before = weight.detach().clone()
+    (weight * 100).sum().backward()
+    assert weight.grad is None and not torch.equal(before, weight)
+    assert float(optimizer.state[weight]["exp_avg"].norm()) == pytest.approx(1e-4, rel=1e-3)
+    handle.remove()
+    weight.sum().backward()
+    assert weight.grad is not None
