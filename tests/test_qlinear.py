@@ -255,8 +255,19 @@ def test_recipe_can_be_changed_at_run_time() -> None:
     assert not any("scaling" in name for name in layer.state_dict())
     layer.recipe = None
     assert_same(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
-    with pytest.raises(ConfigError, match=r"must be a Recipe or None.*recipes\.get"):
-        layer.recipe = "fp8-current"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"must be a Recipe, a name or None.*recipes\.names"):
+        layer.recipe = 8  # type: ignore[assignment]
+
+
+def test_recipe_can_be_given_by_name() -> None:
+    layer = layer_of(None)
+    for name, expected in (("fp8-current", recipes.FP8_CURRENT), ("int4", recipes.INT4_HQ_BS)):
+        layer.recipe = name
+        assert layer.recipe == expected
+    assert QLinear(64, 32, recipe="fp8-row").recipe == recipes.FP8_ROW
+    with pytest.raises(ConfigError, match=r"no recipe 'fp8-curent'\. Closest: 'fp8-current'"):
+        layer.recipe = "fp8-curent"
+    assert layer.recipe == recipes.INT4_HQ_BS, "a wrong name changes nothing"
 
 
 @pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
