@@ -45,8 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
 
 
 class QLinear(nn.Linear):
-    """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time, to a Recipe or a name; None is an
-    ordinary nn.Linear.
+    """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time, to a Recipe, its name, or None.
 
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
     anew. `observer` sees every operand in eager mode (see `Observer`).
