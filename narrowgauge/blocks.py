@@ -8,7 +8,7 @@ and the last 8.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -73,24 +73,26 @@ def blocks(model: nn.Module) -> dict[str, Block]:
     nested ones the outermost counts: the experts inside a block are no blocks.
     """
     found: dict[str, Block] = {}
-    for stack, members in _stacks(model):
-        for index, member in enumerate(members):
+    for stack, members in outermost(model, _is_stack):
+        for index, (child, member) in enumerate(members.items()):
             for name, module in member.named_modules():
                 if isinstance(module, nn.Linear):
-                    found[".".join(filter(None, (stack, str(index), name)))] = Block(stack, index, len(members))
+                    found[".".join(filter(None, (stack, child, name)))] = Block(stack, index, len(members))
     return found
 
 
-def _stacks(module: nn.Module, name: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
+def outermost(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """(name, members by their own names) of each stack that stands in no other; a shared one once, under its first name."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(not stack or f"{name}.".startswith(f"{stack}.") for stack in found)
+        if not inside and is_stack(module):
+            found.append(name)
+            yield name, dict(module.named_children())
+
+
+def _is_stack(module: nn.Module) -> bool:
     members = list(module.children())
-    if _is_stack(module, members):
-        yield name, members
-        return
-    for child, inner in module.named_children():
-        yield from _stacks(inner, f"{name}.{child}".lstrip("."))
-
-
-def _is_stack(module: nn.Module, members: list[nn.Module]) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential) or not members:
         return False
     if isinstance(module, nn.Sequential) and len({type(member) for member in members}) > 1:

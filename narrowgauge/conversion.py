@@ -36,6 +36,7 @@ from narrowgauge.ops.rotate import rotated_length
 from narrowgauge.patterns import matches
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
+from narrowgauge.unconverted import other_weights
 
 # Last part of a layer's name -> why it is kept in its own precision.
 KEPT: dict[str, str] = {
@@ -135,8 +136,9 @@ def _spells_out(pattern: str, block: Block) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One Linear of a model: what it became.
+    """One Linear of a model, or a weight that is multiplied as one: what it became.
 
+    shape                             "in -> out"; of experts in one parameter "count experts of rows x columns"
     output, grad_input, grad_weight   the casts of each product, in words
     backend                           which kernel computes each product, and why not a faster one
     note                              why it was kept, or what else a user should know
@@ -178,31 +180,44 @@ def _lines(row: Row, names: list[str]) -> list[str]:
 
 
 def describe(model: nn.Module) -> Description:
-    """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table."""
+    """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table.
+
+    Weights that are no Linear's but are multiplied as one (see `unconverted`) have a row too, with the recipe "none".
+    """
     description, head = Description(), _output_head(model)
-    for name, layer in _linears(model):
-        shape = f"{layer.in_features} -> {layer.out_features}"
-        recipe = layer.recipe if isinstance(layer, QLinear) else None
-        if not isinstance(layer, QLinear) or recipe is None:
-            note = _reason_to_keep(name, layer, [], head) or "no pattern named it"
-            words = "ordinary Linear"
-            row = Row(
-                name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
-                backend="torch", note=note,
-            )  # fmt: skip
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            description.append(_row(model, name, module, head))
         else:
-            row = Row(
-                name=name,
-                shape=shape,
-                recipe=recipe.name,
-                output=str(recipe.output),
-                grad_input=str(recipe.grad_input),
-                grad_weight=str(recipe.grad_weight) + _kept(recipe),
-                backend=_backends(layer, recipe),
-                note=_note(model, name, layer),
-            )
-        description.append(row)
+            for weight in other_weights(name, module):
+                description.append(_wide_row(weight.name, weight.shape, "no nn.Linear", weight.reason))
     return description
+
+
+def _row(model: nn.Module, name: str, layer: nn.Linear, head: nn.Module | None) -> Row:
+    shape = f"{layer.in_features} -> {layer.out_features}"
+    recipe = layer.recipe if isinstance(layer, QLinear) else None
+    if not isinstance(layer, QLinear) or recipe is None:
+        return _wide_row(
+            name, shape, "ordinary Linear", _reason_to_keep(name, layer, [], head) or "no pattern named it"
+        )
+    return Row(
+        name=name,
+        shape=shape,
+        recipe=recipe.name,
+        output=str(recipe.output),
+        grad_input=str(recipe.grad_input),
+        grad_weight=str(recipe.grad_weight) + _kept(recipe),
+        backend=_backends(layer, recipe),
+        note=_note(model, name, layer),
+    )
+
+
+def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
+    return Row(
+        name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
+        backend="torch", note=note,
+    )  # fmt: skip
 
 
 @contextmanager

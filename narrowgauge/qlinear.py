@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import recipes
 from narrowgauge.delayed import AmaxWindow
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.learned import LearnedSteps, RowSampling
@@ -44,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
 
 
 class QLinear(nn.Linear):
-    """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time; None is an ordinary nn.Linear.
+    """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time, to a Recipe, its name, or None.
 
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
     anew. `observer` sees every operand in eager mode (see `Observer`).
@@ -63,20 +64,20 @@ class QLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._become(recipe)
 
     @classmethod
-    def adopt(cls, module: nn.Linear, recipe: Recipe | None) -> QLinear:
+    def adopt(cls, module: nn.Linear, recipe: Recipe | str | None) -> QLinear:
         """Turns an nn.Linear into a QLinear in place: its identity, parameters, hooks and users stay the same."""
         module.__class__ = cls
         assert isinstance(module, cls)
         module._become(recipe)
         return module
 
-    def _become(self, recipe: Recipe | None) -> None:
+    def _become(self, recipe: Recipe | str | None) -> None:
         self.observer: Observer | None = None
         self.is_suspended = False
         self.reason = ""
@@ -91,10 +92,12 @@ class QLinear(nn.Linear):
         return self._recipe
 
     @recipe.setter
-    def recipe(self, recipe: Recipe | None) -> None:
+    def recipe(self, recipe: Recipe | str | None) -> None:
+        if isinstance(recipe, str):
+            recipe = recipes.get(recipe)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ConfigError(
-                f"QLinear.recipe is {recipe!r}; it must be a Recipe or None. Look a name up with narrowgauge.recipes.get."
+                f"QLinear.recipe is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names."
             )
         windows = {} if recipe is None else recipe.windows()
         self._recipe = recipe

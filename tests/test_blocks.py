@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -221,3 +222,12 @@ def test_switched_layers_compute_by_their_new_recipe():
 def test_switches_that_cannot_be_meant_are_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         ng.switch(ng.convert(Model(), "mxfp4"), **arguments)
+
+
+def test_members_are_called_by_their_own_names():
+    """A Sequential may name its members, and a list may hold one module twice: the names are those of the model."""
+    inner = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)]
+    named_members = nn.Sequential(OrderedDict(first=inner[0], second=inner[1]))
+    assert set(blocks(named_members)) == {"first.0", "second.0"}
+    shared = nn.ModuleList([inner[0], inner[0], inner[1]])
+    assert set(blocks(shared)) == {"0.0", "2.0"}

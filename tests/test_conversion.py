@@ -188,10 +188,63 @@ def test_frozen_and_subclassed_layers_are_told() -> None:
     assert "multiples of 16" in rows[3].note
 
 
+def unconverted(model: nn.Module, reason: str) -> dict[str, str]:
+    """Name -> shape of the rows without a recipe whose note holds `reason`."""
+    rows = [row for row in ng.describe(model) if reason in row.note]
+    assert {row.recipe for row in rows} <= {"none"} and {row.output for row in rows} <= {"no nn.Linear"}
+    return {row.name: row.shape for row in rows}
+
+
 def test_attention_of_torch_keeps_its_own_projection() -> None:
-    attention = nn.MultiheadAttention(32, 2)
-    rows = ng.describe(ng.convert(nn.Sequential(attention, nn.Linear(32, 32)), "fp8-current"))
-    assert {row.name: row.recipe for row in rows} == {"0.out_proj": "none", "1": "fp8-current"}
+    attention, split = nn.MultiheadAttention(32, 2), nn.MultiheadAttention(32, 2, kdim=16, vdim=48)
+    model = ng.convert(nn.Sequential(attention, nn.Linear(32, 32), split), "fp8-current")
+    names = recipe_names(model)
+    assert names.pop("1") == "fp8-current"
+    assert set(names.values()) == {"none"} and {"0.out_proj", "2.out_proj"} < set(names)
+    assert unconverted(model, "nn.MultiheadAttention multiplies it") == {
+        "0.in_proj_weight": "32 -> 96",
+        "2.q_proj_weight": "32 -> 32", "2.k_proj_weight": "16 -> 32", "2.v_proj_weight": "48 -> 32",
+    }  # fmt: skip
+    assert unconverted(attention, "nn.MultiheadAttention") == {"in_proj_weight": "32 -> 96"}, "as the model itself"
+
+
+def test_transposed_layers_of_transformers_are_told() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64))
+    assert [row.name for row in ng.describe(model)][-1] == "lm_head", "in the order of the model"
+    block = {"attn.c_attn": "32 -> 96", "attn.c_proj": "32 -> 32", "mlp.c_fc": "32 -> 128", "mlp.c_proj": "128 -> 32"}
+    expected = {f"transformer.h.{index}.{name}": shape for index in range(2) for name, shape in block.items()}
+    assert unconverted(model, "Conv1D is no nn.Linear") == expected
+    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96  none  (transformers'" in str(ng.describe(model))
+
+
+def test_experts_in_one_parameter_are_told() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4,
+    )  # fmt: skip
+    model = ng.convert(MixtralForCausalLM(sizes), "fp8-current")
+    assert unconverted(model, "the experts share one parameter") == {
+        "model.layers.0.mlp.experts.gate_up_proj": "4 experts of 96 x 32",
+        "model.layers.0.mlp.experts.down_proj": "4 experts of 32 x 48",
+    }
+    assert recipe_names(model)["model.layers.0.self_attn.q_proj"] == "fp8-current"
+
+
+def test_other_weights_with_three_axes_have_no_row() -> None:
+    class PerExpert(nn.Conv1d):
+        """A convolution whose class is named after experts."""
+
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position = nn.Parameter(torch.zeros(1, 16, 32))
+
+    model = nn.Sequential(nn.Conv1d(32, 32, 3), PerExpert(32, 32, 3), Embedded(), nn.Linear(32, 32))
+    assert [row.name for row in ng.describe(model)] == ["3"]
 
 
 def test_one_product_can_be_put_back_to_16_bits() -> None:

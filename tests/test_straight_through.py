@@ -414,26 +414,35 @@ def test_weights_are_coded_once_per_step_and_again_when_a_step_changes() -> None
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("sampled", "backend"), [(False, "inductor"), (True, "aot_eager")])
-def test_compiled_agrees_with_eager(sampled: bool, backend: str) -> None:
-    """Whole graph, forward and backward, in the cold start and after it; gradients without noise but for the sampling."""
+@pytest.mark.parametrize(
+    ("sampled", "backend", "steps"),
+    [(False, "inductor", (1,)), (False, "aot_eager", (0, 1)), (True, "aot_eager", (0, 1))],
+)
+def test_compiled_agrees_with_eager(sampled: bool, backend: str, steps: tuple[int, ...]) -> None:
+    """Whole graph, forward and backward, in the cold start (step 0) and after it; gradients without noise but for the sampling.
+
+    Each of the two is a graph of its own; code is generated for the one that a run spends its time in.
+    """
     sample = LeverageScore(keep=0.5, max_variance=math.inf) if sampled else None
     recipe = recipe_of(replace(LSQ, calibrate=LearnedStep(cold_steps=1, residual_every=1)), 16, sample=sample)
     torch.manual_seed(0)
     torch._dynamo.reset()
-    eager = torch.nn.Sequential(QLinear(64, 48, recipe=recipe), torch.nn.ReLU(), QLinear(48, 32, recipe=recipe))
+    eager = torch.nn.Sequential(QLinear(64, 32, recipe=recipe))
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend=backend)
-    for _ in range(2):
+    for step in range(2):
         x = torch.randn(40, 64)
-        outputs = []
-        for model, base in ((eager, eager), (compiled, twin)):
+        outputs, gradients = [], []
+        for model, base in ((eager, eager), (compiled if step in steps else twin, twin)):
             base.zero_grad()
-            y = model(x)
+            leaf = x.clone().requires_grad_()
+            y = model(leaf)
             y.square().sum().backward()
             outputs.append(y.detach())
+            gradients.append(leaf.grad)
             ng.advance(base)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+        assert sampled or sqnr_db(*gradients) > 40
         for (name, left), (_, right) in zip(eager.named_parameters(), twin.named_parameters(), strict=True):
             if sampled or not left.grad.any():
                 assert right.grad.isfinite().all() and bool(right.grad.any()) == bool(left.grad.any()), name

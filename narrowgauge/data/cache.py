@@ -102,27 +102,39 @@ def write(folder: Path, key: str, sides: Mapping[str, TokenWriter], facts: Mappi
             "sha256": writer.sha256.hexdigest(),
             "document_lengths": writer.document_lengths,
         }
-    draft = temporary(index_path)
-    try:
-        draft.write_text(json.dumps({**index, "checksum": _checksum(index)}), encoding="utf-8")
-        flush(draft)
-        publish(draft, index_path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_index(index_path, index)
 
 
 def open_entry(folder: Path, key: str) -> tuple[dict[str, TokenStream], dict[str, Any]] | None:
     """(streams by side, index) of an entry, or None if there is none. Raises Damaged if its bytes have changed."""
-    index_path = folder / f"tokens-{key}.json"
+    index = read_index(folder / f"tokens-{key}.json", key)
+    if index is None:
+        return None
+    return {side: _open_stream(folder / f"tokens-{key}.{side}.bin", side, index[side]) for side in SIDES}, index
+
+
+def write_index(path: Path, index: Mapping[str, Any]) -> None:
+    """`index` with its checksum, whole or not at all."""
+    draft = temporary(path)
     try:
-        index = json.loads(index_path.read_bytes())
+        draft.write_text(json.dumps({**index, "checksum": _checksum(index)}), encoding="utf-8")
+        flush(draft)
+        publish(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_index(path: Path, key: str) -> dict[str, Any] | None:
+    """What `write_index` wrote, or None if there is none. Raises Damaged if it has changed or belongs to another key."""
+    try:
+        index: dict[str, Any] = json.loads(path.read_bytes())
         if index.pop("checksum") != _checksum(index) or index["key"] != key:
             raise ValueError
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Damaged(f"{shown(index_path)} does not match its checksum") from None
-    return {side: _open_stream(folder / f"tokens-{key}.{side}.bin", side, index[side]) for side in SIDES}, index
+        raise Damaged(f"{shown(path)} does not match its checksum") from None
+    return index
 
 
 def _open_stream(path: Path, side: str, facts: Mapping[str, Any]) -> TokenStream:

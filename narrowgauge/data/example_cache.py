@@ -11,14 +11,13 @@ one of which a single bit has changed is Damaged and never used.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from narrowgauge.data.cache import Damaged
+from narrowgauge.data.cache import Damaged, read_index, write_index
 from narrowgauge.data.order import Indices
 from narrowgauge.data.storage import flush, publish, temporary
 from narrowgauge.data.text import shown
@@ -107,13 +106,7 @@ class ExampleWriter:
                 "values": self.values[name].publish(),
                 "lengths": self.lengths[name].publish(),
             }
-        draft = temporary(index_path)
-        try:
-            draft.write_text(json.dumps({**index, "checksum": _checksum(index)}), encoding="utf-8")
-            flush(draft)
-            publish(draft, index_path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_index(index_path, index)
 
     def discard(self) -> None:
         for file in (*self.values.values(), *self.lengths.values()):
@@ -122,15 +115,9 @@ class ExampleWriter:
 
 def open_examples(folder: Path, key: str) -> tuple[dict[str, Ragged], dict[str, Any]] | None:
     """(fields, facts) of an entry, or None if there is none. Raises Damaged if its bytes have changed."""
-    index_path = _index_path(folder, key)
-    try:
-        index = json.loads(index_path.read_bytes())
-        if index.pop("checksum") != _checksum(index) or index["key"] != key:
-            raise ValueError
-    except FileNotFoundError:
+    index = read_index(_index_path(folder, key), key)
+    if index is None:
         return None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Damaged(f"{shown(index_path)} does not match its checksum") from None
     fields = {}
     for name, entry in index["fields"].items():
         values, lengths = _values_path(folder, key, name), _lengths_path(folder, key, name)
@@ -162,7 +149,3 @@ def _values_path(folder: Path, key: str, name: str) -> Path:
 
 def _lengths_path(folder: Path, key: str, name: str) -> Path:
     return folder / f"examples-{key}.{name}.lengths.bin"
-
-
-def _checksum(index: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from narrowgauge.blocks import outermost
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.patterns import matches
 
@@ -76,11 +77,11 @@ def find_blocks(
     """
     if names is not None:
         return _named(model, [names] if isinstance(names, str) else list(names), verb)
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name == block or name.startswith(f"{block}.") for block in found)
-        if not inside and isinstance(module, nn.ModuleList | nn.Sequential) and _is_stack(module):
-            found |= {f"{name}.{number}".lstrip("."): child for number, child in module.named_children()}
+    found = {
+        f"{stack}.{number}".lstrip("."): member
+        for stack, members in outermost(model, _is_stack)
+        for number, member in members.items()
+    }
     if not found:
         raise ConfigError(
             f"{verb}: {type(model).__name__} has no numbered stack of equal blocks (ModuleList or Sequential). "
@@ -90,6 +91,8 @@ def find_blocks(
 
 
 def _is_stack(container: nn.Module) -> bool:
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return False
     children = list(container.children())
     alike = len(children) > 1 and len({type(child) for child in children}) == 1
     return alike and all(_is_block(child) for child in children)

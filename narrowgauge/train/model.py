@@ -37,7 +37,8 @@ def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch
     convert(model, _patterns(config))
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
-        kept = {row.name: "bf16" for row in describe(model) if row.recipe == "none"}
+        linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        kept = {row.name: "bf16" for row in describe(model) if row.recipe == "none" and row.name in linears}
         if kept:
             convert(model, kept)
     return model

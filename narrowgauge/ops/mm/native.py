@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import E2M1, E4M3, E5M2, IntFormat
+from narrowgauge.ops.mm.reference import times_scales
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 from narrowgauge.tiles import WHOLE
@@ -112,7 +113,7 @@ def run_int8(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.d
     a, b = _aligned(_one_to_a_byte(lhs), rows, ALIGNMENT), _aligned(_one_to_a_byte(rhs), ALIGNMENT, ALIGNMENT)
     parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
     sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
-    out = sum(sums[1:], start=sums[0]) * lhs.scale * rhs.scale.T
+    out = times_scales(sum(sums[1:], start=sums[0]), lhs.scale, rhs.scale)  # as the emulation does, to the bit
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)

@@ -64,7 +64,7 @@ def run(
     if left_scale is right_scale is bias is None and left.dtype == right.dtype == out_dtype and _is_fast_at(left):
         return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
     longest = _longest_exact_sum(lhs, rhs, left_scale, right_scale)
-    out = _times_scales(_summed(left, right, longest), left_scale, right_scale)
+    out = times_scales(_summed(left, right, longest), left_scale, right_scale)
     if bias is not None:
         # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
         out = out + bias.to(torch.float32)
@@ -130,7 +130,7 @@ def _cpu_is_fast_at(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float64)
 
 
-def _times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
+def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
     """out [M, N] times lhs [M or 1, 1] and rhs [N or 1, 1]; two scalars are multiplied first, which saves a pass."""
     if lhs is not None and rhs is not None and lhs.numel() == rhs.numel() == 1:
         return out * (lhs * rhs)
