@@ -6,12 +6,14 @@
 #   make test VENV=/elsewhere/venv    another place for the environment
 #   make test PYTHON=python3.12       another interpreter to create it with (3.11 or newer)
 #   make same-loss BASE=main          the commit to compare with
+#   make test WORKERS=1               processes among which the files of tests are shared
 #   make train OUTPUT=runs/mine       the run folder; a new one each time if not given
 
 PYTHON ?= python3
 VENV ?= .venv
 BASE ?= main
 ARGS ?=
+WORKERS ?= 2
 OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 BIN := $(VENV)/bin
@@ -28,8 +30,8 @@ help: ## this list
 train: $(INSTALLED) ## train the demo model of examples/demo.toml and write its report
 	$(BIN)/narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)
 
-test: $(INSTALLED) ## the test suite; tests that need a GPU are skipped, with a line, where there is none
-	$(BIN)/python -m pytest $(ARGS)
+test: $(INSTALLED) ## the test suite in WORKERS processes (2); tests that need a GPU are skipped, with a line, where there is none
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(INSTALLED) ## format, lint, types, layers
 	$(BIN)/ruff format --check .
