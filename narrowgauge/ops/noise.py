@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge.ops import cpp
+from narrowgauge.cpp import kernels as cpp
 
 MASK = 0xFFFFFFFF
 

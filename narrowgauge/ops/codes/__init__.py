@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge.cpp import kernels as cpp
 from narrowgauge.formats import Format
-from narrowgauge.ops import cpp
 from narrowgauge.ops.codes import reference
 from narrowgauge.ops.registry import Kernel, Registry
 
@@ -35,6 +35,8 @@ class Codes(NamedTuple):
 
 
 def _encode_in_cpp(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
+    if y.numel() == 0:  # its scale may be empty too
+        return reference.encode(y, scale, format, packed, bits)
     two = packed and format.codes_per_byte == 2
     codes, pairs, inside = cpp.encode(y, float(scale), format.max, two, bits)
     return codes, format.pack(codes) if packed and not two else pairs, inside

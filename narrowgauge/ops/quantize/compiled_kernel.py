@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from narrowgauge.cpp import kernels as cpp
 from narrowgauge.formats import IntFormat
-from narrowgauge.ops import cpp
 from narrowgauge.ops.noise import Key
 from narrowgauge.ops.quantize import reference
 from narrowgauge.qtensor import QTensor
@@ -20,6 +20,8 @@ def refuse(x: Tensor, cast: Cast) -> str | None:
         return "rounds integers stochastically, nothing else"
     if cast.tile != (WHOLE, WHOLE) or cast.has_global_scale:
         return "takes one scale per tensor"
+    if x.numel() == 0:
+        return "there is nothing to round"
     return cpp.refuse(x.device.type)
 
 

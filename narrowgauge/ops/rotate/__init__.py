@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from narrowgauge.cpp import kernels as cpp
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops import cpp
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.ops.rotate import reference
 from narrowgauge.recipe import Hadamard

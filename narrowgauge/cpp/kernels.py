@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from narrowgauge import compiled
+from narrowgauge.compiled import in_shares, library, parts
 from narrowgauge.errors import BackendError
 
 SOURCES = ("kernel.cpp", "gemm.h")
@@ -184,8 +184,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _in_rows(rows: int, elements: int, call: Callable[[int, int], object]) -> None:
     """call(first, last) over all rows, on as many threads as the elements are worth."""
-    count = max(min(compiled.parts(elements), rows), 1)
-    compiled.in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
+    count = max(min(parts(elements), rows), 1)
+    in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
 
 
 def _pointer(x: Tensor | None) -> int | None:
@@ -194,11 +194,9 @@ def _pointer(x: Tensor | None) -> int | None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = compiled.library(
-        "narrowgauge.ops.cpp", SOURCES, "the kernels of 4-bit products", "use the reference, which is slower"
-    )
+    found = library("narrowgauge.cpp", SOURCES, "the kernels of 4-bit products", "use the reference, which is slower")
     for name, arguments in _SIGNATURES.items():
-        function = getattr(library, f"narrowgauge_{name}")
+        function = getattr(found, f"narrowgauge_{name}")
         function.argtypes, function.restype = arguments, None
-    library.narrowgauge_has_gemm.restype = ctypes.c_int32
-    return library
+    found.narrowgauge_has_gemm.restype = ctypes.c_int32
+    return found
