@@ -53,21 +53,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="two rounds at small sizes: does it run, not how fast")
     parser.add_argument("--autocast", action="store_true", help="torch's bf16 autocast too")
+    parser.add_argument("--skip", nargs="*", default=[], help="cases of the step to leave out, but fp32 and bf16")
     parser.add_argument("--note", default="", help="kept with the results: what else the machine was doing")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     rounds = 2 if options.quick else options.rounds
-    lines = []
-    for size in QUICK if options.quick else SIZES:
-        lines += speed(size, rounds, options.autocast)
-        lines += products(size, rounds)
-    lines += memory((QUICK if options.quick else SIZES)[0])
-    if not options.quick:
-        record("int4", [{**line, "note": options.note} for line in lines], RESULTS / "int4.jsonl")
+    sizes = QUICK if options.quick else SIZES
+
+    def keep(lines: list[dict[str, Any]]) -> None:
+        if not options.quick:
+            record("int4", [{**line, "note": options.note} for line in lines], RESULTS / "int4.jsonl")
+
+    keep(memory(sizes[0]))
+    for size in sizes:
+        keep(products(size, rounds))
+        keep(speed(size, rounds, options.autocast, options.skip))
 
 
-def speed(size: Size, rounds: int, autocast: bool) -> list[dict[str, Any]]:
+def speed(size: Size, rounds: int, autocast: bool, skip: list[str]) -> list[dict[str, Any]]:
     """Rows of the steps at one width, with ratios to fp32 and bf16 round by round."""
     plain = llama(size)
     cases = {"fp32": step(copy.deepcopy(plain), size, under_autocast=False), "bf16": converted(plain, size, "bf16")}
@@ -75,6 +79,7 @@ def speed(size: Size, rounds: int, autocast: bool) -> list[dict[str, Any]]:
         cases["autocast-bf16"] = step(copy.deepcopy(plain), size, under_autocast=True)
     cases["int4-hq-bs"] = converted(plain, size, "int4-hq-bs")
     cases["int4-float"] = in_float(converted(plain, size, "int4-hq-bs"))
+    cases = {name: case for name, case in cases.items() if name in ("fp32", "bf16") or name not in skip}
     timings = measure(cases, rounds=rounds, warmup=1)
     work = dict.fromkeys(timings, (float(size.batch * size.tokens), "tokens"))
     print(f"step, width {size.width}, {size.layers} layers, {size.batch * size.tokens} tokens")
