@@ -36,6 +36,7 @@ from narrowgauge.ops.rotate import rotated_length
 from narrowgauge.patterns import matches
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
+from narrowgauge.sharing import SharedInputs
 from narrowgauge.unconverted import other_weights
 
 # Last part of a layer's name -> why it is kept in its own precision.
@@ -105,6 +106,9 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
             chosen = resolved[pattern]
             wide = {} if chosen is None else policies.setdefault(pattern, wide_by_policy(model, chosen, pattern))
             _give(layer, recipes.BF16 if name in wide else chosen, wide.get(name, ""))
+    shared = SharedInputs()
+    for _, quantized in _quantized(model):
+        quantized.share_inputs(shared)
     return model
 
 
@@ -247,6 +251,8 @@ def advance(model: nn.Module) -> None:
     layers = [layer for _, layer in _quantized(model)]
     for layer in layers:
         layer.empty_cache(keep=True)
+        if layer.shared_inputs is not None:
+            layer.shared_inputs.clear()
         if layer.steps is not None:
             layer.steps.advance()
     decide([layer.sampling for layer in layers if layer.sampling is not None])
@@ -285,7 +291,7 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
-    for name in ("observer", "is_suspended", "reason", "_cache", "_recipe", "_plans"):
+    for name in ("observer", "is_suspended", "reason", "_cache", "_shared", "_recipe", "_plans"):
         layer.__dict__.pop(name)
     for name in ("scaling", "steps", "sampling"):
         layer._modules.pop(name, None)

@@ -24,10 +24,12 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.delayed import observe
 from narrowgauge.ops.mm import Plan, high_precision, plan
+from narrowgauge.ops.noise import draw
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.rotate import draw_signs, rotate
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import GEMMS, Cast, Hadamard, Recipe, Window
+from narrowgauge.recipe import GEMMS, Cast, Hadamard, LearnedStep, Recipe, Window
+from narrowgauge.sharing import Share
 from narrowgauge.tiles import WHOLE
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
@@ -109,6 +111,7 @@ class Settings:
     records  whether delayed scaling notes what it sees: in training, not in evaluation
     is_cold  whether learned steps are in their cold start
     sampled  the products whose rows are sampled in this step
+    share    the casts of x that other layers made or will use, open during forward
     """
 
     recipe: Recipe
@@ -119,6 +122,7 @@ class Settings:
     observer: Observer | None = None
     is_cold: bool = False
     sampled: tuple[str, ...] = ()
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,11 @@ class Turn:
 
     @property
     def is_random(self) -> bool:
-        return self.hadamard is not None and self.hadamard.signs == "random"
+        return self.is_random_in(self.hadamard)
+
+    @staticmethod
+    def is_random_in(hadamard: Hadamard | None) -> bool:
+        return hadamard is not None and hadamard.signs == "random"
 
     def __call__(self, operand: Tensor) -> Tensor:
         return operand if self.hadamard is None else rotate(operand, self.hadamard, self.signs)
@@ -158,15 +166,11 @@ class Products(torch.autograd.Function):
         recipe, how = settings.recipe, settings.plans.output
         x_amax, w_amax = _amax(x, x_live, settings), _amax(weight, w_live, settings)
         turn = Turn.of(recipe.output.rotate, x)
-        lhs = operand(turn(x), recipe.output.lhs, how.expand, x_amax, settings)
+        lhs, kept, ctx.kept_cast = _cast_input(x, x_amax, turn, settings, ctx.needs_input_grad[1])
         rhs = _weight_operand("output", weight, settings, how, w_amax, turn)
         show(settings, "output", ("x", seen(settings, turn, x), lhs), ("w", seen(settings, turn, weight), rhs))
         y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
 
-        kept: tuple[Tensor | None, ...] = (None, None, None)
-        ctx.kept_cast = None
-        if ctx.needs_input_grad[1]:
-            kept, ctx.kept_cast = _keep(x, lhs, settings, x_amax)
         ctx.settings, ctx.x_dtype = settings, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gy_live = gy_live  # an attribute: saved tensors may not change before backward, and this one does
@@ -213,6 +217,34 @@ class Products(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
+def _cast_input(
+    x: Tensor, amax: Tensor | None, turn: Turn, settings: Settings, keeps: bool
+) -> tuple[QTensor | Tensor, tuple[Tensor | None, ...], Cast | None]:
+    """x as the operand of `output`, and what `_keep` leaves of it for backward; shared with layers that read the same x."""
+    recipe, expand = settings.recipe, settings.plans.output.expand
+    cast, again = recipe.output.lhs, recipe.grad_weight.rhs if recipe.save == "quantized" else None
+    keeps_codes = keeps and again is not None
+
+    def build() -> tuple[QTensor | Tensor, tuple[Tensor | None, ...], Cast | None]:
+        lhs = operand(turn(x), cast, expand, amax, settings)
+        return (lhs, *(_keep(x, lhs, settings, amax) if keeps_codes else ((None, None, None), None)))
+
+    alone = cast is None or turn.is_random or not all(is_shareable(each) for each in (cast, again))
+    if settings.share is None or alone or (keeps_codes and Turn.is_random_in(recipe.grad_weight.rotate)):
+        lhs, kept, kept_cast = build()
+    else:
+        kept_by = (again, recipe.grad_weight.rotate, settings.plans.turn_x) if keeps_codes else None
+        key = (cast, turn.hadamard, expand, settings.out_dtype, kept_by)
+        lhs, kept, kept_cast = settings.share.get(key, build)
+    # x itself is not shared: this layer's autograd node keeps the one that it was given.
+    return lhs, ((x, None, None) if keeps and not keeps_codes else kept), kept_cast
+
+
+def is_shareable(cast: Cast | None) -> bool:
+    """Whether layers that cast the same tensor get the same numbers: no random ones, and no scale from a layer's own state."""
+    return cast is None or (cast.rounding == "nearest" and not isinstance(cast.calibrate, Window | LearnedStep))
+
+
 def _amax(x: Tensor, live: Tensor | None, settings: Settings) -> Tensor | None:
     """The amax [1, 1] that delayed scaling gives this tensor, noted in its window; None for a tensor without a window."""
     if live is None or x.numel() == 0:
@@ -230,7 +262,7 @@ def operand(
 
 
 def _quantized(x: Tensor, cast: Cast, expand: torch.dtype | None, amax: Tensor | None) -> QTensor:
-    noise = torch.rand(x.shape, dtype=torch.float32, device=x.device) if cast.rounding == "stochastic" else None
+    noise = draw(tuple(x.shape), x.device) if cast.rounding == "stochastic" else None
     return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
 
 
@@ -261,7 +293,7 @@ def _weight_operand(
     cast = recipe.output.rhs
     if gemm == "output" and not was_built and cast is not None and cast.rounding == "stochastic":
         # Draws what casting drew: activation checkpointing repeats a forward that cast with one that finds the cast here.
-        torch.rand(turn(weight).shape, dtype=torch.float32, device=weight.device)
+        draw(tuple(turn(weight).shape), weight.device)
     return kept
 
 
@@ -281,12 +313,11 @@ def _row_major(operand: QTensor | Tensor) -> QTensor | Tensor:
 
 def _keep(
     x: Tensor, lhs: QTensor | Tensor, settings: Settings, amax: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], Cast | None]:
-    """What backward needs of x: (x, None, None), or (codes, scale, global scale) of x.T and the cast that made them."""
+) -> tuple[tuple[Tensor | None, ...], Cast]:
+    """What backward needs of x with save="quantized": (codes, scale, global scale) of x.T and the cast that made them."""
     recipe = settings.recipe
     cast = recipe.grad_weight.rhs
-    if recipe.save == "original" or cast is None:
-        return (x, None, None), None
+    assert cast is not None
     if not isinstance(lhs, QTensor) or not settings.plans.turn_x:
         turned = _quantized(Turn.of(recipe.grad_weight.rotate, x.T)(x.T), cast, None, amax)
     elif lhs.is_expanded and x.device.type == "cpu":

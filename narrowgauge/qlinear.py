@@ -18,6 +18,7 @@ from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.learned import LearnedSteps, RowSampling
 from narrowgauge.products import Observer, Plans, Products, Settings, WeightCache
 from narrowgauge.recipe import Recipe
+from narrowgauge.sharing import SharedInputs
 from narrowgauge.straight_through import StraightThrough, steps_from_data
 
 __all__ = ["Observer", "QLinear", "WeightCache", "linear"]
@@ -82,6 +83,7 @@ class QLinear(nn.Linear):
         self.is_suspended = False
         self.reason = ""
         self._cache: WeightCache | None = None
+        self._shared: SharedInputs | None = None
         self._recipe: Recipe | None = None
         self._plans: tuple[torch.device, Plans] | None = None
         self.scaling = self.steps = self.sampling = None
@@ -123,6 +125,14 @@ class QLinear(nn.Linear):
         """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does)."""
         self._cache = WeightCache() if keep or self._cache is not None else None
 
+    def share_inputs(self, shared: SharedInputs | None) -> None:
+        """From now on casts of x are shared with the layers that were given the same `shared`; None: with no one."""
+        self._shared = shared
+
+    @property
+    def shared_inputs(self) -> SharedInputs | None:
+        return self._shared
+
     def forward(self, x: Tensor) -> Tensor:
         if self._recipe is None or self.is_suspended:
             return super().forward(x)
@@ -137,10 +147,15 @@ class QLinear(nn.Linear):
             self.training,
             None if compiling else self._cache,
             None if compiling else self.observer,
+            share=None if compiling or self._shared is None else self._shared.of(x),
         )
         if self._recipe.backward == "straight-through":
             lives, settings = self._straight_through(x, weight, settings)
-        return _apply(x, weight, bias, settings, lives)
+        try:
+            return _apply(x, weight, bias, settings, lives)
+        finally:
+            if settings.share is not None:
+                settings.share.close()
 
     def _straight_through(
         self, x: Tensor, weight: Tensor, settings: Settings

@@ -15,7 +15,8 @@ grad_input, contracted ones in grad_weight; they are weighed before they are cas
 instead of the codes, in 16 bits, with no mask and no gradient of a step.
 
 Kept for backward: q_x, two codes to a byte, and one bit per element that says what was not clipped: 0.625 bytes per element; 2 /
-residual_every more for a learned step. q_w is made again from the weight.
+residual_every more for a learned step. Layers that read the same x keep the same tensors (`sharing`). q_w is made again from the
+weight.
 
 What is left out: second derivatives (they raise).
 """
@@ -32,10 +33,11 @@ from torch.autograd.function import once_differentiable
 from narrowgauge import sampling
 from narrowgauge.formats import INT8
 from narrowgauge.learned import SMALLEST_STEP, LearnedSteps
+from narrowgauge.ops.codes import decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.mm import Plan
 from narrowgauge.ops.quantize import calibrated_amax
 from narrowgauge.ops.rotate import rotated_length, unrotate
-from narrowgauge.products import Plans, Settings, Turn, operand, seen, show, turned
+from narrowgauge.products import Plans, Settings, Turn, is_shareable, operand, seen, show, turned
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, LearnedStep, Recipe
 from narrowgauge.tiles import WHOLE
@@ -45,41 +47,47 @@ from narrowgauge.tiles import WHOLE
 class Coded:
     """An operand of the forward product, as backward needs it.
 
-    codes     [outer, K] float32, whole numbers
+    codes     [outer, K] int8; None where nobody asks
     scale     [1, 1] float32
-    inside    [outer, K] bool, what was not clipped; None where nobody asks
+    bits      uint8 [outer, ceil(K / 8)], what was not clipped (see `ops.codes`); None where nobody asks
     residual  [n, K] codes - x H / scale of the n `rows`, zero where clipped; of all rows if `rows` is None
+    packed    the codes two to a byte, as they are kept
     """
 
     cast: Cast
-    codes: Tensor
+    codes: Tensor | None
     scale: Tensor
-    inside: Tensor | None = None
+    bits: Tensor | None = None
     residual: Tensor | None = None
     rows: Tensor | None = None
+    packed: Tensor | None = None
 
     def decoded(self) -> Tensor:
         """[outer, K] float32."""
+        assert self.codes is not None
         return self.codes * self.scale
 
     def operand(self, how: Plan, rows: Tensor | None = None) -> QTensor:
         """The codes, or some rows of them, for a kernel that wants decoded values or, `how.expand` being None, INT8 codes."""
+        assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
         if how.expand is not None:
             return QTensor(data=codes.to(how.expand), scale=self.scale, cast=self.cast, inner=codes.shape[1])
         eight_bits = replace(self.cast, format=INT8)  # the same numbers, one to a byte
-        return QTensor(data=codes.to(torch.int8), scale=self.scale, cast=eight_bits, inner=codes.shape[1])
+        return QTensor(data=codes, scale=self.scale, cast=eight_bits, inner=codes.shape[1])
 
-    def unclipped(self, d: Tensor) -> Tensor:
-        """d, the gradient of the decoded operand, where it was not clipped."""
-        assert self.inside is not None
-        return torch.where(self.inside, d, 0.0)
+    def gradient(self, d: Tensor, turn: Turn, inner: int) -> Tensor:
+        """d, the gradient of the decoded operand, where it was not clipped, turned back: [outer, inner] float32."""
+        assert self.bits is not None
+        if turn.hadamard is None:
+            return unclipped(d, self.bits)
+        return unrotate(d, turn.hadamard, inner, turn.signs, self.bits)
 
     def step_gradient(self, d: Tensor) -> Tensor | None:
         """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max). Rounding errors of some rows stand for all."""
-        if self.residual is None or self.inside is None:
+        if self.residual is None or self.bits is None or self.codes is None:
             return None
-        clipped = torch.where(self.inside, 0.0, d * self.codes).sum()
+        clipped = torch.where(unpack_bits(self.bits, d.shape[1]), 0.0, d * self.codes).sum()
         some = d if self.rows is None else d[self.rows]
         share = 1.0 if self.rows is None else max(len(self.rows), 1) / max(len(d), 1)
         rounded = (some * self.residual.to(torch.float32)).sum() / share
@@ -100,21 +108,25 @@ class StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         gemm, how = settings.recipe.output, settings.plans.output
         turn = Turn.of(gemm.rotate, x)
-        rotated = turn(x)
-        coded = None if gemm.lhs is None else _coded(rotated, gemm.lhs, x_step)
+        needs, recipe = ctx.needs_input_grad, settings.recipe
+        ctx.needs_d_x, ctx.needs_d_w = needs[0] or needs[4], needs[1] or needs[5]
+        masks = ctx.needs_d_x and recipe.grad_input.rhs is not None
+        reads = ctx.needs_d_w and recipe.grad_weight.rhs is not None
+        coded = _input(x, turn, x_step, settings, masks, reads)
         lhs = operand(x, None, None, None, settings) if coded is None else coded.operand(how)
         rhs = _weight(weight, w_step, turn, how, settings)
-        show(settings, "output", ("x", rotated, lhs), ("w", seen(settings, turn, weight), rhs))
+        show(settings, "output", ("x", seen(settings, turn, x), lhs), ("w", seen(settings, turn, weight), rhs))
         y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, gemm.fast_accumulate)
 
-        needs = ctx.needs_input_grad
-        ctx.needs_d_x, ctx.needs_d_w = needs[0] or needs[4], needs[1] or needs[5]
         ctx.settings, ctx.hadamard, ctx.x_shape, ctx.x_dtype = settings, gemm.rotate, x.shape, x.dtype
         ctx.bias_dtype = bias.dtype if bias is not None and needs[2] else None
         ctx.variance = variance  # an attribute: backward writes it
         w_scale = rhs.scale if isinstance(rhs, QTensor) else None
-        kept = _kept(x, rotated, coded, settings.recipe, ctx.needs_d_x, ctx.needs_d_w)
-        ctx.save_for_backward(weight, w_scale, turn.signs, *kept)
+        kept: tuple[Tensor | None, ...] = (None, None, None, None, None)
+        if coded is not None and (masks or reads):
+            kept = (coded.packed, coded.scale, coded.bits, coded.residual, coded.rows)
+        original = x if ctx.needs_d_w and (not reads or coded is None) else None
+        ctx.save_for_backward(weight, w_scale, turn.signs, original, *kept)
         return y
 
     @staticmethod
@@ -140,7 +152,7 @@ class StraightThrough(torch.autograd.Function):
             _note(ctx.variance, 0, draw, draw.squares)
             if gemm.rhs is not None and x is not None:
                 x_step = x.step_gradient(d_x)
-                d_x = _turned_back(x.unclipped(d_x), turn, ctx.x_shape[1])
+                d_x = x.gradient(d_x, turn, ctx.x_shape[1])
             grad_input = d_x.to(ctx.x_dtype)
 
         if ctx.needs_d_w:
@@ -160,7 +172,7 @@ class StraightThrough(torch.autograd.Function):
             _note(ctx.variance, 1, draw, None if draw.squares is None else d_w.square().sum())
             if gemm.rhs is not None and w is not None:
                 w_step = w.step_gradient(d_w)
-                d_w = _turned_back(w.unclipped(d_w), turn, weight.shape[1])
+                d_w = w.gradient(d_w, turn, weight.shape[1])
             grad_weight = d_w.to(weight.dtype)
 
         if ctx.bias_dtype is not None:
@@ -175,7 +187,7 @@ class StraightThrough(torch.autograd.Function):
 # --- the operands of the forward product ---------------------------------------------------------------------------------------
 
 
-def _coded(rotated: Tensor, cast: Cast, step: Tensor | None) -> Coded:
+def _coded(rotated: Tensor, cast: Cast, step: Tensor | None, packed: bool = False, bits: bool = False) -> Coded:
     """x H [outer, K] -> its codes. A learned step is used as it is, but for its smallest value; see `learned`."""
     rotated = rotated.to(torch.float32)
     if step is None or 0 in rotated.shape:
@@ -183,7 +195,8 @@ def _coded(rotated: Tensor, cast: Cast, step: Tensor | None) -> Coded:
     else:
         # 0 * sum: NaN and infinity in x show themselves through the scale, as they do through an amax.
         scale = step.detach().clamp(min=SMALLEST_STEP).reshape(1, 1) + rotated.sum() * 0.0
-    return Coded(cast, cast.format.round(rotated / scale), scale)
+    found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
+    return Coded(cast, found.codes, scale, found.bits, packed=found.packed)
 
 
 def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings: Settings) -> QTensor | Tensor:
@@ -200,49 +213,59 @@ def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings
     return settings.cache.get("output", weight, settings, build, step)
 
 
+def _input(x: Tensor, turn: Turn, step: Tensor | None, settings: Settings, masks: bool, reads: bool) -> Coded | None:
+    """x of the forward product, with what backward asks for; made once for layers that share it. None: x stays in 16 bits.
+
+    masks, reads  whether a gradient asks for what was clipped (and for that of the step), and for the codes
+    """
+    cast = settings.recipe.output.lhs
+    if cast is None:
+        return None
+    learned = masks and isinstance(cast.calibrate, LearnedStep)
+
+    def build() -> Coded:
+        rotated = turn(x)
+        coded = _coded(rotated, cast, step, packed=reads or learned, bits=masks)
+        if not learned:
+            return coded
+        assert isinstance(cast.calibrate, LearnedStep) and coded.codes is not None
+        rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device)
+        residual = _residual(rotated[rows], coded.codes[rows], coded).to(torch.float16)
+        return replace(coded, residual=residual, rows=rows)
+
+    if settings.share is None or turn.is_random or not is_shareable(cast):
+        return build()
+    return settings.share.get(("straight-through", cast, turn.hadamard, masks, reads), build)
+
+
 # --- from forward to backward --------------------------------------------------------------------------------------------------
 
 
-def _kept(
-    x: Tensor, rotated: Tensor, coded: Coded | None, recipe: Recipe, needs_d_x: bool, needs_d_w: bool
-) -> tuple[Tensor | None, ...]:
-    """(x itself, codes, scale, unclipped bits, residual, rows), each only if a gradient asks for it; see `Coded`."""
-    original = x if needs_d_w and (recipe.grad_weight.rhs is None or coded is None) else None
-    masks = needs_d_x and recipe.grad_input.rhs is not None
-    reads = needs_d_w and recipe.grad_weight.rhs is not None
-    if coded is None or not (masks or reads):
-        return original, None, None, None, None, None
-    format = coded.cast.format
+def _residual(rotated: Tensor, codes: Tensor, coded: Coded) -> Tensor:
+    """codes - x H / scale, zero where clipped."""
     ratio = rotated.to(torch.float32) / coded.scale
-    inside = ratio.abs() <= format.max
-    residual = rows = None
-    if masks and isinstance(coded.cast.calibrate, LearnedStep):
-        rows = _drawn_rows(len(x), coded.cast.calibrate.residual_every, x.device)
-        residual = torch.where(inside[rows], coded.codes[rows] - ratio[rows], 0.0).to(torch.float16)
-    codes = format.pack(coded.codes.to(format.storage)) if reads or residual is not None else None
-    return original, codes, coded.scale, _pack_bits(inside) if masks else None, residual, rows
+    return torch.where(ratio.abs() <= coded.cast.format.max, codes - ratio, 0.0)
 
 
 def _reread(kept: list[Tensor | None], cast: Cast | None, width: int) -> Coded | None:
-    """x of the forward product, from what `_kept` left of it; None if nobody asks for its codes or what was clipped."""
-    codes, scale, bits, residual, rows = kept
+    """x of the forward product, from what was kept of it; None if nobody asks for its codes or what was clipped."""
+    packed, scale, bits, residual, rows = kept
     if cast is None or scale is None:
         return None
-    inside = None if bits is None else _unpack_bits(bits, width)
-    if codes is None:  # a frozen weight: only what was clipped is asked for
-        assert bits is not None
-        return Coded(cast, bits, scale, inside)
-    return Coded(cast, cast.format.decode(cast.format.unpack(codes, width)), scale, inside, residual, rows)
+    codes = None if packed is None else decode(packed, cast.format, width)  # None: a frozen weight
+    return Coded(cast, codes, scale, bits, residual, rows)
 
 
 def _again(weight: Tensor, scale: Tensor | None, cast: Cast | None, turn: Turn) -> Coded | None:
     """w of the forward product, made again from the weight."""
     if cast is None or scale is None:
         return None
-    ratio = turn(weight).to(torch.float32) / scale
-    codes, inside = cast.format.round(ratio), ratio.abs() <= cast.format.max
-    learned = isinstance(cast.calibrate, LearnedStep)
-    return Coded(cast, codes, scale, inside, torch.where(inside, codes - ratio, 0.0) if learned else None)
+    rotated = turn(weight)
+    found = encode(rotated, scale, cast.format, bits=True)
+    coded = Coded(cast, found.codes, scale, found.bits)
+    if not isinstance(cast.calibrate, LearnedStep):
+        return coded
+    return replace(coded, residual=_residual(rotated, found.codes, coded))
 
 
 def _drawn_rows(rows: int, every: int, device: torch.device) -> Tensor:
@@ -250,23 +273,6 @@ def _drawn_rows(rows: int, every: int, device: torch.device) -> Tensor:
     count = -(-rows // every)
     places = (torch.arange(count, device=device) + torch.rand((), device=device)) * (rows / max(count, 1))
     return places.to(torch.int64).clamp(max=max(rows - 1, 0))
-
-
-def _pack_bits(bits: Tensor) -> Tensor:
-    """bool [outer, n] -> uint8 [outer, ceil(n / 8)], the first of eight in the lowest bit."""
-    full = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
-    return (full.reshape(len(bits), full.shape[1] // 8, 8) << _places(bits.device)).sum(dim=-1, dtype=torch.uint8)
-
-
-def _unpack_bits(packed: Tensor, length: int) -> Tensor:
-    """The inverse of `_pack_bits`: uint8 [outer, m] -> bool [outer, length]."""
-    return ((packed[:, :, None] >> _places(packed.device)) & 1).reshape(len(packed), packed.shape[1] * 8)[
-        :, :length
-    ] == 1
-
-
-def _places(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 # --- backward ------------------------------------------------------------------------------------------------------------------
@@ -317,10 +323,6 @@ def _serves_both(recipe: Recipe, plans: Plans, lhs: QTensor | Tensor) -> bool:
     same = recipe.grad_input.lhs == recipe.grad_weight.lhs and plans.grad_input.expand == plans.grad_weight.expand
     whole = isinstance(lhs, QTensor) and lhs.cast.tile == (WHOLE, WHOLE) and not lhs.is_packed
     return same and whole and recipe.grad_input.sample is None
-
-
-def _turned_back(d: Tensor, turn: Turn, inner: int) -> Tensor:
-    return d if turn.hadamard is None else unrotate(d, turn.hadamard, inner, turn.signs)
 
 
 def _step_or_zero(step: Tensor | None, learns: bool, settings: Settings, device: torch.device) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The compiled backend on the CPU: kernel.cpp, built once per machine by the C++ compiler that is there, called with ctypes.
+"""The compiled backend on the CPU: kernel.cpp, built once per machine (see `compiled`).
 
 Plain C++ in a shared library and not torch.compile, because one library serves all shapes, formats and rules, builds in
 seconds, computes the same bits as the definition in `update` (Inductor may contract and reorder), and can be kept: in
@@ -9,34 +9,20 @@ Threads are Python's: a ctypes call releases the interpreter lock, and each thre
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib import resources
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from narrowgauge import compiled
 from narrowgauge.errors import BackendError
 from narrowgauge.optim import masters, rules
 from narrowgauge.optim.moments import SmallFloat
 from narrowgauge.optim.update import Kept, Task
 
-# No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
 SOURCES = ("kernel.cpp", "kernel_floats.h", "kernel_avx2.h")
-ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
-
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -83,14 +69,8 @@ def step(tasks: Sequence[Task]) -> None:
     tasks = [task for task in tasks if task.weight.numel()]
     jobs = (_Job * len(tasks))(*map(_job, tasks))
     elements = sum(task.weight.numel() for task in tasks)
-    parts = max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
-    if parts == 1:
-        library.narrowgauge_step(jobs, len(tasks), 0, 1)
-        return
-    shares = [_pool(parts - 1).submit(library.narrowgauge_step, jobs, len(tasks), k, parts) for k in range(1, parts)]
-    library.narrowgauge_step(jobs, len(tasks), 0, parts)
-    for share in shares:
-        share.result()
+    count = compiled.parts(elements)
+    compiled.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(tasks), k, count))
 
 
 def _job(task: Task) -> _Job:
@@ -130,81 +110,10 @@ def _pointer(x: Tensor | None) -> int | None:
 
 
 @cache
-def _pool(workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge-optim")
-
-
-@cache
 def _library() -> ctypes.CDLL:
-    compiler = compiler_name()
-    path = shutil.which(compiler)
-    if path is None:
-        raise BackendError(
-            f"optim: no C++ compiler {compiler!r} is here to build the fused step. Install g++, name one in the variable CXX, "
-            'or take backend="torch".'
-        )
-    folder = resources.files("narrowgauge.optim")
-    sources = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in SOURCES}
-    name = hashlib.sha256("\0".join((*sources.values(), *FLAGS, path, _processor())).encode()).hexdigest()[:32]
-    target = _folder() / f"optim-{name}.so"
-    if not target.exists():
-        _build(path, sources, target)
-    library = ctypes.CDLL(str(target))
+    library = compiled.library("narrowgauge.optim", SOURCES, "the fused step", 'take backend="torch"')
     library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
     library.narrowgauge_step.restype = None
     library.narrowgauge_job_bytes.restype = ctypes.c_int64
     assert library.narrowgauge_job_bytes() == ctypes.sizeof(_Job)
     return library
-
-
-def compiler_name() -> str:
-    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-
-
-def _build(compiler: str, sources: dict[str, str], target: Path) -> None:
-    """Compiles next to the target and renames, so that two processes may do it at once."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        code, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-        for name, source in sources.items():
-            (Path(folder) / name).write_text(source, encoding="utf-8")
-        for tuning in TUNINGS:
-            found = subprocess.run(
-                [compiler, *FLAGS, *tuning, str(code), "-o", str(built)], capture_output=True, encoding="utf-8"
-            )
-            if found.returncode == 0:
-                built.replace(target)
-                return
-    words = found.stderr.strip().splitlines()
-    raise BackendError(
-        f"optim: {compiler} could not build the fused step: {words[0] if words else 'no message'}. "
-        'Name another compiler in the variable CXX, or take backend="torch".'
-    )
-
-
-def _folder() -> Path:
-    """Where libraries are kept; a folder for this process alone if that cannot be written or belongs to someone else."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if root.stat().st_uid == os.getuid() and os.access(root, os.W_OK):
-            return root
-    except OSError:
-        pass
-    return Path(_private_folder().name)
-
-
-@cache
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="narrowgauge-")
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
-        known = {
-            line for line in lines if line.startswith(("flags", "Features", "model name", "cpu family", "model\t"))
-        }
-        return platform.machine() + "".join(sorted(known))
-    return platform.machine() + platform.processor() + platform.node()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowgauge import recipes
+from narrowgauge.cpp import kernels
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, INT8, NF4
 from narrowgauge.ops.mm import KERNELS, plan
@@ -23,6 +24,7 @@ PLAIN_CPU = Device("cpu", bf16_gemm=False, int8_gemm=False)
 FAST_CPU = Device("cpu", bf16_gemm=True, int8_gemm=True)
 
 TENSOR_OR_ROW = "takes one scale per tensor or per row"
+NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
 NOT_INT8 = "needs two integer operands"
 NOT_FP8 = "needs two FP8 operands"
 
@@ -55,8 +57,13 @@ def test_which_kernel_computes_which_recipe(device, native, native_int8, gemm):
     if native_int8:
         native_int8 = native_int8 | {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
         native_int8 |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())
+    in_cpp: set[str] = set()
+    if device == PLAIN_CPU and not kernels.unavailable() and kernels.has_gemm():
+        in_cpp = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
+        in_cpp |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())
     for recipe in recipes.ALL:
         expected = "native" if recipe.name in native else "native-int8" if recipe.name in native_int8 else "reference"
+        expected = "native-cpp" if recipe.name in in_cpp else expected
         assert choose(getattr(recipe, gemm), device).kernel.name == expected, recipe.name
 
 
@@ -84,7 +91,7 @@ def test_which_kernel_computes_which_recipe(device, native, native_int8, gemm):
 def test_every_refusal_has_its_reason(name, device, scaled, integer):
     choice = choose(recipes.get(name).output, device)
     assert choice.kernel.name == "reference"
-    assert choice.refusals == (("native", scaled), ("native-int8", integer))
+    assert choice.refusals == (("native", scaled), ("native-int8", integer), ("native-cpp", NOT_INT4))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +138,11 @@ def test_a_forced_kernel_is_taken_or_raises():
 
 
 def test_an_unknown_kernel_names_the_closest():
-    with pytest.raises(BackendError, match=r"^mm: no kernel 'nativ'\. Closest: 'native', 'native-int8'\.$"):
+    with pytest.raises(
+        BackendError, match=r"^mm: no kernel 'nativ'\. Closest: 'native', 'native-cpp', 'native-int8'\.$"
+    ):
         choose(Gemm(), PLAIN_CPU, "nativ")
-    with pytest.raises(BackendError, match=r"no kernel 'zzz'\. Closest: native, native-int8, reference\.$"):
+    with pytest.raises(BackendError, match=r"no kernel 'zzz'\. Closest: native, native-int8, native-cpp, reference\.$"):
         choose(Gemm(), PLAIN_CPU, "zzz")
 
 

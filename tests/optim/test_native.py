@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from narrowgauge import compiled
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.optim import SGD, AdamW, Lion, native
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from tests.compare import assert_same
 
-needs_compiler = pytest.mark.skipif(shutil.which(native.compiler_name()) is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(shutil.which(compiled.compiler_name()) is None, reason="needs a C++ compiler")
 BUILD: dict[str, Any] = {
     "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
     "lion": lambda p, **o: Lion(p, lr=1e-3, weight_decay=0.1, **o),
@@ -68,7 +69,7 @@ def test_both_backends_compute_the_same_bits(rule, states, master, dtype):
 @pytest.mark.parametrize("states", STATES)
 def test_threads_change_nothing(states, monkeypatch):
     found = []
-    monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr(compiled, "ELEMENTS_PER_THREAD", 100)
     for threads in (1, 3):
         monkeypatch.setattr(native.torch, "get_num_threads", lambda threads=threads: threads)
         parameters = weights(torch.float32)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import native, reference
+from narrowgauge.ops.mm import compiled_kernel, native, reference
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts
 from narrowgauge.qtensor import QTensor
@@ -31,6 +31,7 @@ from narrowgauge.recipe import Cast, Gemm
 KERNELS: Registry[MmSpec] = Registry("mm")
 KERNELS.register(Kernel("native", native.refuse_scaled, native.run_scaled))
 KERNELS.register(Kernel("native-int8", native.refuse_int8, native.run_int8))
+KERNELS.register(Kernel("native-cpp", compiled_kernel.refuse, compiled_kernel.run))
 KERNELS.register(Kernel("reference", lambda spec: None, reference.run))
 
 

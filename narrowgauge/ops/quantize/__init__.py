@@ -8,12 +8,13 @@ Contract of `quantize(x, cast)`
 
     x       [outer, inner], any float dtype, any strides. Empty, ragged (a last tile may be short) and zero tensors are fine.
     amax    [1, 1] or the shape of the scales, float32: used instead of the tensor's own; larger elements saturate
-    noise   [outer, inner] in [0, 1), needed when cast.rounding is "stochastic"
+    noise   [outer, inner] in [0, 1), or the Key of such noise, needed when cast.rounding is "stochastic"
     expand  float32 or bfloat16: keep the decoded values in it instead of codes, for a GEMM that computes in it. The numbers
             are the same: every value of every format is exact in bfloat16, except in tables, which need float32.
     ->      QTensor. NaN or infinity in a tile makes its scale NaN, and with it the whole tile.
 
-Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them.
+Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them, and
+on the CPU for integers with one scale whose noise comes as a Key (compiled_kernel.py): the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.ops.quantize import reference
+from narrowgauge.ops.noise import Key
+from narrowgauge.ops.quantize import compiled_kernel, reference
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.tiles import scale_shape
@@ -38,7 +40,7 @@ def quantize(
     cast: Cast,
     *,
     amax: Tensor | None = None,
-    noise: Tensor | None = None,
+    noise: Tensor | Key | None = None,
     expand: torch.dtype | None = None,
 ) -> QTensor:
     """x [outer, inner] -> QTensor of the same shape; see the module for the contract."""
@@ -61,12 +63,16 @@ def quantize(
             f"quantize: cast '{cast}' rounds {cast.rounding}, but noise was {'not ' if noise is None else ''}given. "
             "Give noise in [0, 1) of x's shape exactly when the cast rounds stochastically."
         )
-    if noise is not None and noise.shape != x.shape:
+    if isinstance(noise, Tensor) and noise.shape != x.shape:
         raise ShapeError(f"quantize: noise is {list(noise.shape)}, x {list(x.shape)}; both must have the same shape.")
     if expand not in (None, torch.float32, torch.bfloat16):
         raise ConfigError(f"quantize: expand is {expand}; values are kept in torch.float32 or torch.bfloat16.")
     if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
         raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
+    if isinstance(noise, Key):
+        if amax is None and compiled_kernel.refuse(x, cast) is None:
+            return compiled_kernel.quantize(x, cast, noise, expand)
+        noise = noise.uniform(tuple(x.shape))
     return reference.quantize(x, cast, amax, noise, expand)
 
 

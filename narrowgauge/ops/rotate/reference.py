@@ -7,6 +7,8 @@ import random
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.codes.reference import unpack_bits
+
 # The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that a block of 16 agrees with it.
 _SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -45,10 +47,11 @@ def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
     return _times_hadamard(full if signs is None else full * signs, block)
 
 
-def unrotate(y: Tensor, block: int, signs: Tensor | None) -> Tensor:
-    """The inverse, uncut."""
-    full = _times_hadamard(y.to(torch.float32), block)
-    return full if signs is None else full * signs
+def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
+    """The inverse, of the elements of y whose bit is set."""
+    y = y.to(torch.float32)
+    full = _times_hadamard(y if bits is None else torch.where(unpack_bits(bits, y.shape[1]), y, 0.0), block)
+    return (full if signs is None else full * signs)[:, :inner]
 
 
 def _times_hadamard(x: Tensor, block: int) -> Tensor:

@@ -1,0 +1,125 @@
+"""C++ kernels for the CPU, built once per machine by the compiler that is there, and called with ctypes.
+
+A library is kept in $XDG_CACHE_HOME/narrowgauge (~/.cache/narrowgauge), under a name made of its sources, the flags, the compiler
+and the processor. Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from narrowgauge.errors import BackendError
+
+# No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
+
+
+def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) -> ctypes.CDLL:
+    """Loads the library of `sources`, files in `package` of which the first is compiled and the others are included; builds it if need be.
+
+    purpose, instead  for the errors: "optim: ... to build the fused step", and what to do without a compiler
+    Raises BackendError if there is no compiler or it fails.
+    """
+    compiler, subject = compiler_name(), package.rpartition(".")[2]
+    path = shutil.which(compiler)
+    if path is None:
+        raise BackendError(
+            f"{subject}: no C++ compiler {compiler!r} is here to build {purpose}. Install g++, name one in the variable "
+            f"CXX, or {instead}."
+        )
+    folder = resources.files(package)
+    texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
+    name = hashlib.sha256("\0".join((*texts.values(), *FLAGS, path, _processor())).encode()).hexdigest()[:32]
+    target = _folder() / f"{subject}-{name}.so"
+    if not target.exists():
+        words = _build(path, texts, target)
+        if words is not None:
+            raise BackendError(
+                f"{subject}: {compiler} could not build {purpose}: {words}. Name another compiler in the variable CXX, "
+                f"or {instead}."
+            )
+    return ctypes.CDLL(str(target))
+
+
+def compiler_name() -> str:
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
+def parts(elements: int) -> int:
+    """Into how many threads' shares the work on so many elements is worth cutting."""
+    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
+
+
+def in_shares(count: int, run: Callable[[int], object]) -> None:
+    """run(0) ... run(count - 1), each on a thread; the first on this one. Errors reach the caller."""
+    shares = [_pool(count - 1).submit(run, k) for k in range(1, count)]
+    run(0)
+    for share in shares:
+        share.result()
+
+
+@cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge")
+
+
+def _build(compiler: str, texts: dict[str, str], target: Path) -> str | None:
+    """Compiles next to the target and renames, so that two processes may do it at once. Returns why it failed, or None."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        code, built = Path(folder) / next(iter(texts)), Path(folder) / "kernel.so"
+        for name, source in texts.items():
+            (Path(folder) / name).write_text(source, encoding="utf-8")
+        for tuning in TUNINGS:
+            found = subprocess.run(
+                [compiler, *FLAGS, *tuning, str(code), "-o", str(built)], capture_output=True, encoding="utf-8"
+            )
+            if found.returncode == 0:
+                built.replace(target)
+                return None
+    words = found.stderr.strip().splitlines()
+    return words[0] if words else "no message"
+
+
+def _folder() -> Path:
+    """Where libraries are kept; a folder for this process alone if that cannot be written or belongs to someone else."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_uid == os.getuid() and os.access(root, os.W_OK):
+            return root
+    except OSError:
+        pass
+    return Path(_private_folder().name)
+
+
+@cache
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="narrowgauge-")
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+        known = {
+            line for line in lines if line.startswith(("flags", "Features", "model name", "cpu family", "model\t"))
+        }
+        return platform.machine() + "".join(sorted(known))
+    return platform.machine() + platform.processor() + platform.node()

@@ -1,0 +1,195 @@
+// The passes around a 4-bit product, each one read and one write of memory, and the product itself (gemm.h).
+//
+// The definitions are the reference.py of rotate, codes, noise and mm. encode, decode, round, uniform and gemm compute the same
+// bits as these; turn adds in the order of the butterflies, not of a matrix product. Rows are independent: a call takes those
+// from `first` to `last`, so that threads share the work. Loops without branches are left to the compiler's vectorizer.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include "gemm.h"
+
+namespace {
+
+enum Dtype { FLOAT32, BFLOAT16 };
+
+float from_bfloat16(uint16_t half) {
+  uint32_t bits = uint32_t(half) << 16;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// n elements of a row as float32.
+const float* widened(const void* x, int dtype, int64_t at, int64_t n, float* buffer) {
+  if (dtype == FLOAT32) return static_cast<const float*>(x) + at;
+  const uint16_t* half = static_cast<const uint16_t*>(x) + at;
+  for (int64_t i = 0; i < n; i++) buffer[i] = from_bfloat16(half[i]);
+  return buffer;
+}
+
+// ---- butterflies: y[i], y[i + h] <- y[i] + y[i + h], y[i] - y[i + h] for h = 1, 2, 4 ... block / 2 -----------------------
+
+void stage(float* y, int64_t n, int h) {
+  for (int64_t base = 0; base < n; base += 2 * h) {
+    float *low = y + base, *high = y + base + h;
+    for (int i = 0; i < h; i++) {
+      float a = low[i], b = high[i];
+      low[i] = a + b;
+      high[i] = a - b;
+    }
+  }
+}
+
+#ifdef __AVX2__
+// The first three stages within registers of 8: the neighbour is added, the own number negated where it is the subtrahend.
+void three_stages(float* y, int64_t n) {
+  const __m256 one = _mm256_castsi256_ps(_mm256_set_epi32(1 << 31, 0, 1 << 31, 0, 1 << 31, 0, 1 << 31, 0));
+  const __m256 two = _mm256_castsi256_ps(_mm256_set_epi32(1 << 31, 1 << 31, 0, 0, 1 << 31, 1 << 31, 0, 0));
+  const __m256 four = _mm256_castsi256_ps(_mm256_set_epi32(1 << 31, 1 << 31, 1 << 31, 1 << 31, 0, 0, 0, 0));
+  for (int64_t i = 0; i < n; i += 8) {
+    __m256 v = _mm256_loadu_ps(y + i);
+    v = _mm256_add_ps(_mm256_permute_ps(v, 0xB1), _mm256_xor_ps(v, one));
+    v = _mm256_add_ps(_mm256_permute_ps(v, 0x4E), _mm256_xor_ps(v, two));
+    v = _mm256_add_ps(_mm256_permute2f128_ps(v, v, 1), _mm256_xor_ps(v, four));
+    _mm256_storeu_ps(y + i, v);
+  }
+}
+#endif
+
+void butterflies(float* y, int64_t n, int block) {
+  int h = 1;
+#ifdef __AVX2__
+  if (block >= 8) {
+    three_stages(y, n);
+    h = 8;
+  }
+#endif
+  for (; h < block; h *= 2) stage(y, n, h);
+}
+
+uint32_t mix(uint32_t x) {  // the finalizer lowbias32, see noise.py
+  x = (x ^ (x >> 16)) * 0x7FEB352DU;
+  x = (x ^ (x >> 15)) * 0x846CA68BU;
+  return x ^ (x >> 16);
+}
+
+float uniform(uint32_t low, uint32_t high, uint32_t i) {
+  return float(int32_t(mix(mix(i + low) ^ high) >> 8)) * 0x1p-24f;
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [rows, columns of stride] -> out [rows, out_columns]. Forward, inner = columns of x, filled up with zeros to out_columns;
+// inverse, only elements whose bit is set (bits may be null) enter, and out_columns = inner are kept of whole blocks.
+void narrowgauge_turn(const void* x, int32_t dtype, int64_t first, int64_t last, int64_t stride, int64_t inner, int64_t whole,
+                      const float* signs, const uint8_t* bits, int32_t block, int32_t inverse, float* out) {
+  std::vector<float> row(whole), wide(whole);
+  const float norm = float(1.0 / std::sqrt(double(block)));
+  const int64_t columns = inverse ? whole : inner, kept = inverse ? inner : whole;
+  const int64_t bytes = (whole + 7) / 8;
+  for (int64_t r = first; r < last; r++) {
+    const float* source = widened(x, dtype, r * stride, columns, wide.data());
+    if (!inverse && signs) {
+      for (int64_t i = 0; i < columns; i++) row[i] = source[i] * signs[i];
+    } else if (bits) {
+      const uint8_t* set = bits + r * bytes;
+      for (int64_t i = 0; i < columns; i++) row[i] = (set[i / 8] >> (i % 8)) & 1 ? source[i] : 0.f;
+    } else {
+      std::memcpy(row.data(), source, columns * sizeof(float));
+    }
+    std::fill(row.begin() + columns, row.end(), 0.f);
+    float* target = out + r * kept;
+    if (block > 1) {
+      butterflies(row.data(), whole, block);
+      for (int64_t i = 0; i < whole; i++) row[i] *= norm;
+    }
+    if (inverse && signs) {
+      for (int64_t i = 0; i < kept; i++) target[i] = row[i] * signs[i];
+    } else {
+      std::memcpy(target, row.data(), kept * sizeof(float));
+    }
+  }
+}
+
+// y [rows, columns] -> whole numbers nearest to y / scale, ties to even, within +-max; packed (two to a byte) and bits (what
+// was not clipped) only if they are not null.
+void narrowgauge_encode(const float* y, int64_t first, int64_t last, int64_t columns, float scale, float max, int8_t* codes,
+                        uint8_t* packed, uint8_t* bits) {
+  const float magic = 0x1.8p23f;  // float32's own addition rounds to nearest even there
+  const int64_t bytes = (columns + 7) / 8, pairs = (columns + 1) / 2;
+  for (int64_t r = first; r < last; r++) {
+    const float* source = y + r * columns;
+    int8_t* row = codes + r * columns;
+    for (int64_t i = 0; i < columns; i++) {
+      float ratio = source[i] / scale;
+      float near = (std::min(std::max(ratio == ratio ? ratio : 0.f, -max), max) + magic) - magic;
+      row[i] = int8_t(int32_t(near));
+    }
+    if (bits) {
+      uint8_t* out = bits + r * bytes;
+      int64_t i = 0;
+#ifdef __AVX2__
+      const __m256 size = _mm256_set1_ps(-0.f), step = _mm256_set1_ps(scale), most = _mm256_set1_ps(max);
+      for (; i + 8 <= columns; i += 8) {
+        __m256 ratio = _mm256_andnot_ps(size, _mm256_div_ps(_mm256_loadu_ps(source + i), step));
+        out[i / 8] = uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(ratio, most, _CMP_LE_OQ)));
+      }
+#endif
+      for (; i < columns; i += 8) {
+        int set = 0;
+        for (int64_t k = i; k < std::min(i + 8, columns); k++) set |= (std::fabs(source[k] / scale) <= max) << (k - i);
+        out[i / 8] = uint8_t(set);
+      }
+    }
+    if (packed) {
+      uint8_t* out = packed + r * pairs;
+      for (int64_t i = 0; i < columns / 2; i++) out[i] = uint8_t((row[2 * i] & 15) | uint8_t(row[2 * i + 1]) << 4);
+      if (columns % 2) out[pairs - 1] = uint8_t(row[columns - 1] & 15);
+    }
+  }
+}
+
+// The inverse of packing: [rows, ceil(columns / 2)] -> [rows, columns].
+void narrowgauge_decode(const uint8_t* packed, int64_t first, int64_t last, int64_t columns, int8_t* codes) {
+  const int64_t pairs = (columns + 1) / 2;
+  for (int64_t r = first; r < last; r++) {
+    const uint8_t* source = packed + r * pairs;
+    int8_t* row = codes + r * columns;
+    for (int64_t i = 0; i < columns / 2; i++) {
+      row[2 * i] = int8_t(((source[i] & 15) ^ 8) - 8);
+      row[2 * i + 1] = int8_t(((source[i] >> 4) ^ 8) - 8);
+    }
+    if (columns % 2) row[columns - 1] = int8_t(((source[pairs - 1] & 15) ^ 8) - 8);
+  }
+}
+
+// x [rows, columns of stride] -> floor(x / scale) or one more, the latter where the noise is below the fraction.
+void narrowgauge_round(const void* x, int32_t dtype, int64_t first, int64_t last, int64_t stride, int64_t columns, float scale,
+                       float max, uint32_t low, uint32_t high, int8_t* codes) {
+  std::vector<float> wide(columns);
+  for (int64_t r = first; r < last; r++) {
+    const float* source = widened(x, dtype, r * stride, columns, wide.data());
+    int8_t* row = codes + r * columns;
+    const uint32_t at = uint32_t(r * columns);
+    for (int64_t i = 0; i < columns; i++) {
+      float ratio = source[i] / scale;
+      float y = std::min(std::max(ratio == ratio ? ratio : 0.f, -max), max);
+      float below = std::floor(y);
+      row[i] = int8_t(int32_t(below) + (uniform(low, high, at + uint32_t(i)) < y - below));
+    }
+  }
+}
+
+void narrowgauge_uniform(uint32_t low, uint32_t high, int64_t first, int64_t last, float* out) {
+  for (int64_t i = first; i < last; i++) out[i] = uniform(low, high, uint32_t(i));
+}
+
+}  // extern "C"

@@ -1,0 +1,182 @@
+"""The compiled passes around a 4-bit product, and the product, against their definitions.
+
+Encode, decode, masks, noise, rounding and the product bit for bit (exact) over ragged shapes and edges; the butterflies against
+the matrix (bounded) and against themselves in torch (exact); refusals.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge import compiled
+from narrowgauge.cpp import kernels as cpp
+from narrowgauge.errors import BackendError
+from narrowgauge.formats import INT4, INT4X2, INT8
+from narrowgauge.ops import mm, noise, quantize
+from narrowgauge.ops.codes import decode, encode, pack_bits, unclipped, unpack_bits
+from narrowgauge.ops.noise import Key
+from narrowgauge.ops.rotate import draw_signs, rotate, rotated_length, unrotate
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import WHOLE, Cast, Hadamard
+from tests.compare import assert_same, sqnr_db
+
+needs_compiler = pytest.mark.skipif(bool(cpp.unavailable()), reason="needs a C++ compiler")
+needs_gemm = pytest.mark.skipif(bool(cpp.unavailable()) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler")
+SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (4, 8), (7, 33), (16, 64), (13, 130)]
+EDGES = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-42, 3.4e38, 7.0, 7.0000005, -7.0, 0.5, 1.5, -2.5]
+
+
+def matrix(rows: int, columns: int, spread: float = 4.0) -> Tensor:
+    """Normal numbers with ties, the edges of the format, and what is not finite, as far as they find room."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 1000 + columns)) * spread
+    flat = x.view(-1)
+    flat[: min(len(EDGES), len(flat))] = torch.tensor(EDGES)[: len(flat)]
+    return x
+
+
+@needs_compiler
+@pytest.mark.parametrize("format", [INT4, INT8], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.37, math.nan])
+def test_encode_is_the_reference(shape, scale, format):
+    x, step = matrix(*shape), torch.tensor([[scale]])
+    found, expected = (
+        encode(x, step, format, packed=True, bits=True, backend=backend) for backend in ("native-cpp", "reference")
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same(mine, theirs)
+    assert_same(decode(found.packed, format, shape[1]), found.codes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_masks_let_through_what_their_bits_say(shape):
+    d, inside = torch.randn(shape), torch.rand(shape) < 0.5
+    assert_same(unpack_bits(pack_bits(inside), shape[1]), inside)
+    assert_same(unclipped(d, pack_bits(inside)), torch.where(inside, d, 0.0))
+
+
+def butterflies(x: Tensor, block: int) -> Tensor:
+    """x H in the kernel's order of additions."""
+    y, h = x.reshape(len(x), -1, block), 1
+    while h < block:
+        low, high = y.reshape(len(x), -1, block // (2 * h), 2, h).unbind(3)
+        y = torch.stack((low + high, low - high), dim=3).reshape(len(x), -1, block)
+        h *= 2
+    return y.reshape(x.shape) * torch.tensor(block**-0.5, dtype=torch.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("signs", ["none", "fixed"])
+@pytest.mark.parametrize(("block", "inner"), [(2, 1), (4, 10), (8, 8), (32, 33), (32, 384), (64, 100), (1024, 1030)])
+def test_butterflies_are_the_matrix(block, inner, signs, dtype):
+    """Float32 sums of 2**k terms in either order: each errs by less than 2**-24 k of the row's norm, 120 dB for k <= 10."""
+    hadamard = Hadamard(block=block, signs=signs)
+    drawn, whole = draw_signs(hadamard, inner, torch.device("cpu")), rotated_length(inner, hadamard)
+    x = torch.randn(9, inner).to(dtype)
+    found, expected = (rotate(x, hadamard, drawn, backend=backend) for backend in ("native-cpp", "reference"))
+    assert found.shape == (9, whole) and sqnr_db(expected, found) > 120
+    full = torch.nn.functional.pad(x.float(), (0, whole - inner))
+    assert_same(found, butterflies(full if drawn is None else full * drawn, block))
+    bits = pack_bits(torch.rand(9, whole) < 0.9)
+    back, same = (
+        unrotate(found, hadamard, inner, drawn, bits, backend=backend) for backend in ("native-cpp", "reference")
+    )
+    assert back.shape == (9, inner) and sqnr_db(same, back) > 120
+
+
+@needs_compiler
+def test_noise_is_the_definition_uniform_and_from_torchs_generator():
+    """20 bins of 100,000 numbers: chi-square with 19 degrees exceeds 60 with probability 4e-6."""
+    assert_same(Key(5, 2**32 - 1).uniform((7, 33)), noise.reference(5, 2**32 - 1, (7, 33)))
+    torch.manual_seed(3)
+    first, second = noise.draw((4,), torch.device("cpu")), noise.draw((4,), torch.device("cpu"))
+    torch.manual_seed(3)
+    assert noise.draw((400, 400), torch.device("cpu")) == first != second
+    numbers = first.uniform((100_000,))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    counts = torch.histc(numbers, 20, 0, 1)
+    assert ((counts - 5000) ** 2 / 5000).sum() < 60
+    other = second.uniform((100_000,))
+    assert torch.corrcoef(torch.stack((numbers, other)))[0, 1].abs() < 5 * 100_000**-0.5
+    assert torch.corrcoef(torch.stack((numbers[1:], numbers[:-1])))[0, 1].abs() < 5 * 100_000**-0.5
+
+
+@needs_compiler
+@pytest.mark.parametrize("expand", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("format", [INT4, INT4X2, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, "transposed"], ids=str)
+def test_stochastic_rounding_is_the_reference(shape, dtype, format, expand):
+    x = torch.randn(31, 6).T if shape == "transposed" else torch.randn(shape) * 3
+    x, cast, key = x.to(dtype), Cast(format=format, rounding="stochastic"), Key(11, 13)
+    found = quantize(x, cast, noise=key, expand=expand)
+    expected = quantize(x, cast, noise=noise.reference(11, 13, tuple(x.shape)), expand=expand)
+    assert_same(found.data, expected.data)
+    assert_same(found.scale, expected.scale)
+
+
+def test_stochastic_rounding_of_poison_is_seen_in_the_scale():
+    x = torch.randn(4, 6)
+    x[1, 2] = math.nan
+    assert quantize(x, Cast(format=INT4X2, rounding="stochastic"), noise=Key(1, 2)).scale.isnan().all()
+
+
+def coded(rows: int, inner: int, format: object, tile: tuple[int, int], largest: bool) -> QTensor:
+    """Codes over the whole range, or all of the largest magnitude, and uneven scales."""
+    most = int(format.max)
+    codes = torch.randint(-most, most + 1, (rows, inner), dtype=torch.int8)
+    codes = torch.full_like(codes, most) if largest else codes
+    scale = torch.rand(rows if tile[0] == 1 else 1, 1) + 0.1
+    return QTensor(
+        data=format.pack(codes) if format.bits == 4 else codes,
+        scale=scale,
+        cast=Cast(format=format, tile=tile),
+        inner=inner,
+    )
+
+
+@needs_gemm
+@pytest.mark.parametrize("largest", [False, True], ids=["random", "largest"])
+@pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (1, WHOLE)], ids=str)
+@pytest.mark.parametrize("formats", [(INT4, INT4), (INT4X2, INT4), (INT4, INT4X2)], ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (5, 3, 7), (6, 16, 4), (13, 33, 130), (7, 17, 2049)])
+def test_products_of_codes_are_exact(m, n, k, formats, tile, largest):
+    lhs, rhs = (coded(rows, k, format, tile, largest) for rows, format in zip((m, n), formats, strict=True))
+    bias = torch.randn(n)
+    found, expected = (mm(lhs, rhs, bias=bias, backend=backend) for backend in ("native-cpp", "reference"))
+    assert_same(found, expected)
+
+
+@needs_gemm
+def test_longer_sums_than_32_bits_hold_are_cut(monkeypatch):
+    from narrowgauge.ops.mm import compiled_kernel
+
+    lhs, rhs = coded(4, 300, INT4X2, (1, WHOLE), True), coded(5, 300, INT4, (1, WHOLE), True)
+    whole = mm(lhs, rhs, backend="native-cpp")
+    monkeypatch.setattr(compiled_kernel, "LONGEST_SUM", 128)
+    assert_same(mm(lhs, rhs, backend="native-cpp"), whole)
+
+
+@needs_gemm
+def test_threads_change_nothing(monkeypatch):
+    lhs, rhs = coded(50, 90, INT4X2, (WHOLE, WHOLE), False), coded(40, 90, INT4, (WHOLE, WHOLE), False)
+    alone = mm(lhs, rhs, backend="native-cpp"), Key(3, 4).uniform((50, 90))
+    monkeypatch.setattr(compiled, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for mine, theirs in zip((mm(lhs, rhs, backend="native-cpp"), Key(3, 4).uniform((50, 90))), alone, strict=True):
+        assert_same(mine, theirs)
+
+
+def test_without_a_compiler_the_reference_computes_and_says_why(monkeypatch):
+    monkeypatch.setattr(cpp, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
+    x, step = torch.randn(3, 5), torch.ones(1, 1)
+    assert_same(encode(x, step, INT4).codes, INT4.encode(x))
+    assert_same(Key(1, 2).uniform((9,)), noise.reference(1, 2, (9,)))
+    with pytest.raises(BackendError, match="codes: native-cpp refused: cpp: no C"):
+        encode(x, step, INT4, backend="native-cpp")
