@@ -49,7 +49,7 @@ def choose(gemm, device, forced=None, expanded=False):
         (Device("xpu"), set(), set()),
         (Device("mps"), set(), set()),
     ],
-    ids=str,
+    ids=lambda value: ",".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_which_kernel_computes_which_recipe(device, native, native_int8, gemm):
