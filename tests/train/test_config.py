@@ -32,7 +32,7 @@ def test_defaults_are_valid_and_frozen():
 
 def test_every_setting_has_a_group_and_a_sentence():
     for each in FIELDS:
-        assert each.metadata["group"] in ("model", "data", "precision", "training", "run")
+        assert each.metadata["group"] in ("model", "data", "task", "precision", "training", "run")
         assert each.metadata["help"].endswith("."), each.name
 
 
