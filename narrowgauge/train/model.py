@@ -6,7 +6,9 @@ which rounds the operands and multiplies in float32, and attention computes in f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,14 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from narrowgauge import recipes
-from narrowgauge.conversion import convert, describe
+from narrowgauge.conversion import SMALLEST, convert, describe
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim.precision import Precision
+from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
 from narrowgauge.train.config import TrainConfig
@@ -49,10 +53,16 @@ def build(config: TrainConfig, make: Callable[[], Any], device: torch.device, ru
     convert(model, _patterns(config))
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
-        kept = {row.name: "bf16" for row in describe(model) if row.recipe == "none"}
+        kept = {row.name: "bf16" for row in describe(model) if row.recipe == "none" and _is_wide(model, row.name)}
         if kept:
             convert(model, kept)
     return model
+
+
+def _is_wide(model: nn.Module, name: str) -> bool:
+    """Whether a Linear is one that recipes are for; the head of a classifier is narrow, and fast in any case."""
+    layer = model.get_submodule(name)
+    return type(layer) in (nn.Linear, QLinear) and min(layer.weight.shape) >= SMALLEST  # type: ignore[arg-type, type-var]
 
 
 def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
@@ -143,17 +153,21 @@ def pretrained(config: TrainConfig, kind: Kind) -> Any:
     try:
         if config.from_scratch:
             return kind.auto.from_config(sizes, trust_remote_code=False).to(torch.float32)
-        model, found = kind.auto.from_pretrained(
-            where,
-            config=sizes,
-            trust_remote_code=False,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _quiet():
+            model, found = kind.auto.from_pretrained(
+                where,
+                config=sizes,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except UNUSABLE as error:
         raise _cannot_load(where, kind, error) from error
-    missing = sorted(name for name in found["missing_keys"] if not (kind.new and _is_of_the_head(model, name)))
+    fresh = sorted(name for name in found["missing_keys"] if kind.new and _is_of_the_head(model, name))
+    if fresh:
+        print(f"Note: not in {where}, so at random to begin with: {', '.join(fresh)}.", file=sys.stderr, flush=True)
+    missing = sorted(set(found["missing_keys"]) - set(fresh))
     if missing:
         raise ConfigError(
             f"model = {where!r}: holds no weights for {missing[0]!r}"
@@ -161,6 +175,20 @@ def pretrained(config: TrainConfig, kind: Kind) -> Any:
             + f" of {type(model).__name__}, which would start at random. Pass a whole model, or --from-scratch."
         )
     return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own bar and table of what it did not find: what matters of it is said here."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _is_of_the_head(model: Any, name: str) -> bool:

@@ -24,7 +24,7 @@ class Drawn:
     """The micro-batches of one optimizer step.
 
     batches  labels are aligned with the logits, as `objective` has them
-    inputs   tokens that the model reads, padding not counted
+    inputs   tokens that the model reads, padding not counted; of a pair of texts the longer one's
     facts    further keys of the step's event
     """
 
