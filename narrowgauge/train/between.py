@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from narrowgauge.train import switches
 from narrowgauge.train.rules import Problem, shown
 
-if TYPE_CHECKING:
-    from narrowgauge.train.config import TrainConfig
+TrainConfig = Any  # that of `config`, which imports this file
 
 TASKS = ("text", "causal-lm", "classification", "seq2seq")
 BEST = ("", "none", "loss", "accuracy", "mcc", "f1", "f1_binary")  # f1 is the mean over classes

@@ -62,7 +62,7 @@ def build(config: TrainConfig, make: Callable[[], Any], device: torch.device, ru
 def _is_wide(model: nn.Module, name: str) -> bool:
     """Whether a Linear is one that recipes are for; the head of a classifier is narrow, and fast in any case."""
     layer = model.get_submodule(name)
-    return type(layer) in (nn.Linear, QLinear) and min(layer.weight.shape) >= SMALLEST  # type: ignore[arg-type, type-var]
+    return type(layer) in (nn.Linear, QLinear) and min(layer.weight.shape) >= SMALLEST  # type: ignore[arg-type]
 
 
 def chosen_recipe(config: TrainConfig, name: str) -> Recipe:

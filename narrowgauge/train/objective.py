@@ -132,6 +132,7 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
         for module, mode in modes:
             module.training = mode
     softcap = getattr(model.config, "final_logit_softcapping", None)
+    product = product.to(logits.dtype)  # a float32 buffer added to 16-bit logits, as Marian has, widens them
     for cap in {None, softcap}:
         if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
             return "", cap

@@ -183,12 +183,14 @@ class TableFeed:
         items = self._next()
         batches = [self._batch(items[start:stop]) for start, stop in pieces(len(items), self.parts)]
         examples = [index for item in items for index in (item if isinstance(item, tuple) else (item,))]
+        inputs = int(self.part.lengths[examples].sum())
         facts = {
             "epoch": self.sampler.epoch + self.sampler.state_dict()["step"] / len(self.sampler),
             "examples": len(examples),
-            "positions": sum(batch["input_ids"].numel() for batch in batches),
+            "inputs": inputs,
+            "positions": sum(max(batch["input_ids"].numel(), batch["labels"].numel()) for batch in batches),
         }
-        return Drawn(batches, int(self.part.lengths[examples].sum()), facts)
+        return Drawn(batches, inputs, facts)
 
     def _next(self) -> list[Any]:
         while True:

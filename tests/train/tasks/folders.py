@@ -140,7 +140,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def prompts(path: Path, count: int = 60) -> Path:
-    rows = [{"prompt": f"{text}: ", "completion": text.split()[1]} for text in texts(count)]
+    rows = [{"prompt": f"{text}:", "completion": f" {text.split()[1]}"} for text in texts(count)]
     return jsonl(path, rows)
 
 
@@ -154,6 +154,12 @@ def chats(path: Path, count: int = 60) -> Path:
 
 def pairs(path: Path, count: int = 60) -> Path:
     return jsonl(path, [{"source": text, "target": " ".join(reversed(text.split()))} for text in texts(count)])
+
+
+def two_texts(path: Path, count: int = 60) -> Path:
+    """Three classes as numbers."""
+    found = texts(count)
+    return jsonl(path, [{"text": text, "other": found[0], "label": row % 3} for row, text in enumerate(found)])
 
 
 def settings(output: Path, **changes: Any) -> TrainConfig:
