@@ -90,7 +90,7 @@ def cards(recorded: Recorded) -> Iterator[dict[str, str]]:
         step, value = found[-1]
         note = f"at step {words.count(step)}"
         if kept and kept[0] == metric:
-            note += f"; best {kept[2]:.4f} at step {words.count(kept[1])}, which was exported"
+            note += f"; best {kept[2]:.4f} at step {words.count(kept[1])}, whose weights are kept"
         yield {"label": label(metric), "value": f"{value:.4f}", "unit": "", "note": note}
 
 

@@ -1,6 +1,4 @@
-"""What is wrong with data, columns, models and settings is told in words that end in the next step (exact), or follows a
-policy that counts.
-"""
+"""What is wrong with data, models and settings is told in words that end in the next step, or follows a policy that counts."""
 
 from __future__ import annotations
 
