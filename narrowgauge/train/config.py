@@ -104,7 +104,7 @@ class TrainConfig:
     packing: int = setting(
         "task", 0, "causal-lm: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO
     )
-    length_buckets: int = setting("task", 10, "Widths that batches are padded to, at most.", Range(1, 256))
+    length_buckets: int = setting("task", 10, "Widths that batches are padded to, at most.", Range(1, 512))
     pad_multiple: int = setting("task", 8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
     epochs: int = setting("task", 0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)
     best: str = setting(

@@ -36,7 +36,9 @@ def run(config: TrainConfig) -> int:
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
             first = str(error).splitlines()[0]
-            raise OutOfMemoryError(f"{device}: {first} Raise micro_batches, or lower batch_size.") from error
+            raise OutOfMemoryError(
+                f"{device}: {first} Raise micro_batches, or lower batch_size or token_budget."
+            ) from error
         raise
 
 
