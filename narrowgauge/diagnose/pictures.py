@@ -141,7 +141,14 @@ class Marks:
     nonfinite: int | None = None
 
 
-def loss_curves(run: Curve, reference: Curve | None, unigram_entropy: float | None, marks: Marks, radius: int) -> str:
+def loss_curves(
+    run: Curve,
+    reference: Curve | None,
+    unigram_entropy: float | None,
+    marks: Marks,
+    radius: int,
+    unit: str = "nats/token",
+) -> str:
     """Training losses, raw and smoothed, validation losses as points, and what happened on the way."""
     with canvas(1000, 360, left=56, bottom=40, top=28) as (figure, axes):
         for curve, colour, marker, width in ((reference, "reference", "D", 3.4), (run, "run", "o", 1.8)):
@@ -156,8 +163,36 @@ def loss_curves(run: Curve, reference: Curve | None, unigram_entropy: float | No
             note(axes, known, (1, unigram_entropy), (-4, 4), axes.get_yaxis_transform(), ha="right")
         draw_marks(axes, marks)
         label_steps(axes)
-        label_top(axes, "loss, nats per token")
+        label_top(axes, f"loss, {unit.replace('/', ' per ')}")
         return svg(figure, "loss", "Training and validation loss over the steps")
+
+
+def metric_curves(lines: dict[str, list[tuple[int, float]]], others: dict[str, list[tuple[int, float]]]) -> str:
+    """Metrics of the evaluations by name, each with its name at its end; those of the reference thin and dashed."""
+    with canvas(1000, 260, left=56, bottom=40, top=28, right=190) as (figure, axes):
+        dashed: dict[str, Any] = {"linewidth": 1.2, "dashes": (3, 2)}
+        for found, style in ((others, dashed), (lines, {"linewidth": 2.0, "marker": "o"})):
+            for shade, points in enumerate(found.values()):
+                colour = THEME["reference" if found is others else "run"]
+                alpha = max(0.35, 1 - 0.22 * shade)
+                shown = [(step, value) for step, value in points if math.isfinite(value)]
+                axes.plot(*columns(thinned(shown)), color=colour, alpha=alpha, markersize=4, **style)
+        ends = [(points[-1][1], name) for name, points in lines.items() if points and math.isfinite(points[-1][1])]
+        axes.set_xlim(*step_limits([step for points in lines.values() for step, _ in points]))
+        for place, (value, name) in zip(apart([value for value, _ in sorted(ends)], axes), sorted(ends), strict=True):
+            note(axes, f"{name} {value:.4g}", (1, place), (8, -4), axes.get_yaxis_transform())
+        label_steps(axes)
+        label_top(axes, "on the validation data")
+        return svg(figure, "metrics", "Metrics of the evaluations over the steps")
+
+
+def apart(values: Sequence[float], axes: Axes) -> list[float]:
+    """Ascending places for labels, each at its value or as far above the one before as a line of text is high."""
+    low, high = axes.get_ylim()
+    places: list[float] = []
+    for value in values:
+        places.append(max(value, places[-1] + 0.09 * (high - low)) if places else value)
+    return places
 
 
 def difference(curve: Sequence[tuple[int, Estimate]]) -> str:

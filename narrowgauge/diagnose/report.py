@@ -26,7 +26,7 @@ from narrowgauge.errors import ConfigError, StorageError
 try:
     import jinja2
 
-    from narrowgauge.diagnose import pictures, tables
+    from narrowgauge.diagnose import measured, pictures, tables
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
 
@@ -81,6 +81,12 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "has_entropy": recorded.data.get("unigram_entropy") is not None,
         "difference": difference_figure(comparison) if comparison else "",
         "side_by_side": list(side_by_side(recorded, comparison)) if comparison else [],
+        "metrics": [measured.label(metric) for metric in measured.metrics(recorded)]
+        if recorded.run.get("best")
+        else [],
+        "metric_figure": measured.figure(recorded),
+        "evaluations": measured.rows(recorded),
+        "padding": measured.padding(recorded),
         "samples": samples(recorded),
         "reference_sample": samples(reference)[-1:] if reference else [],
         "describe": tables.layers(recorded),
@@ -204,7 +210,7 @@ def finding(comparison: Comparison) -> dict[str, str]:
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
     """Label, value, unit and note of each card."""
-    return [*loss_cards(recorded, comparison), *cost_cards(recorded, comparison)]
+    return [*loss_cards(recorded, comparison), *measured.cards(recorded), *cost_cards(recorded, comparison)]
 
 
 def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
@@ -214,11 +220,12 @@ def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
         yield card("Validation loss", "–", "", "no evaluation was recorded")
         return
     step, loss = evaluations[-1]
-    yield loss_card("Validation loss", step, loss)
+    unit = measured.unit(recorded)
+    yield loss_card("Validation loss", step, loss, unit)
     pair = comparison.validation if comparison else None
     if comparison and pair:
-        yield loss_card(f"Validation loss of {comparison.reference_name}", pair.step, pair.reference)
-        yield card("Difference", words.signed(pair.difference), "nats/token", difference_note(pair, step))
+        yield loss_card(f"Validation loss of {comparison.reference_name}", pair.step, pair.reference, unit)
+        yield card("Difference", words.signed(pair.difference), unit, difference_note(pair, step))
     entropy = recorded.data.get("unigram_entropy")
     if entropy and math.isfinite(loss):
         yield card(
@@ -246,10 +253,9 @@ def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
     return {"label": label, "value": value, "unit": unit, "note": note}
 
 
-def loss_card(label: str, step: int, loss: float) -> dict[str, str]:
-    return card(
-        label, words.loss_value(loss), "nats/token", f"at step {words.count(step)}; perplexity {words.perplexity(loss)}"
-    )
+def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
+    perplexity = f"; perplexity {words.perplexity(loss)}" if unit == "nats/token" else ""
+    return card(label, words.loss_value(loss), unit, f"at step {words.count(step)}{perplexity}")
 
 
 def difference_note(pair: compare.Pair, last: int) -> str:
@@ -313,7 +319,9 @@ def loss_figure(recorded: Recorded) -> str:
     )
     reference = curve(recorded.reference) if recorded.reference else None
     entropy = recorded.data.get("unigram_entropy")
-    return pictures.loss_curves(curve(recorded), reference, entropy, marks, smoothing_radius(recorded))
+    return pictures.loss_curves(
+        curve(recorded), reference, entropy, marks, smoothing_radius(recorded), measured.unit(recorded)
+    )
 
 
 def curve(recorded: Recorded) -> pictures.Curve:

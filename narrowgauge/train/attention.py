@@ -22,11 +22,14 @@ def float32_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [batch, heads, tokens, width] -> [batch, tokens, heads, width]."""
     with torch.autocast(query.device.type, enabled=False):
-        mask = attention_mask
-        if mask is not None and mask.is_floating_point():
-            mask = mask.float()
+        options = {name: _wide(value) for name, value in options.items()}  # T5's position_bias among them
+        mask = _wide(attention_mask)
         out, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), mask, **options)
     return out.to(query.dtype), None
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def use_float32_attention(model: Any) -> None:

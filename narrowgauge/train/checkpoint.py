@@ -299,13 +299,24 @@ def prune(folder: Path, keep: int) -> list[Path]:
     if keep < 1:
         raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
     ours = sorted((path for path in _step_paths(folder) if _looks_whole(path)), reverse=True)
+    _remove_all(folder, ours[keep:])
+    return ours[keep:]
+
+
+def remove(folder: Path, keep: Path) -> list[Path]:
+    """Removes all checkpoints in `folder` but `keep`, and returns them; what `prune` would not touch stays."""
+    others = [path for path in _step_paths(folder) if path != keep and _looks_whole(path)]
+    _remove_all(folder, others)
+    return others
+
+
+def _remove_all(folder: Path, paths: list[Path]) -> None:
     with storage.refusals("remove old checkpoints from", folder):
-        for path in ours[keep:]:
+        for path in paths:
             doomed = path.with_name(f".tmp-{path.name}")
             _remove(doomed)
             os.rename(path, doomed)  # a kill in the midst of deletion leaves no half checkpoint
             shutil.rmtree(doomed)
-    return ours[keep:]
 
 
 def _looks_whole(path: Path) -> bool:

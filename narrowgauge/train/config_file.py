@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config import TABLE, InvalidSettings, Problem, TrainConfig, by_key, key_of
+from narrowgauge.train.config import TABLE, InvalidSettings, TrainConfig, by_key, key_of
+from narrowgauge.train.rules import Problem
 
 MAX_BYTES = 2**16
 

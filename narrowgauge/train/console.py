@@ -7,16 +7,21 @@
 Everything goes to standard error, so that standard output is left for results.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 class Console(Protocol):
-    """A place to show progress. `step` is the optimizer step just finished."""
+    """A place to show progress. `step` is the optimizer step just finished; colours are for a terminal alone."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str | Text) -> None: ...
     def step(self, step: int, *, loss: float, tokens_per_s: float, peak_bytes: int) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -37,7 +42,7 @@ class Lines:
         self._total, self._every, self._start = total_steps, log_every, start_step
         self._started_at_s = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Text) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def step(self, step: int, *, loss: float, tokens_per_s: float, peak_bytes: int) -> None:
@@ -73,7 +78,7 @@ class Bar:
         self._bar = progress.Progress(*columns, console=target, redirect_stdout=False, redirect_stderr=False)
         self._task = self._bar.add_task("", total=total_steps, completed=start_step, loss="-", speed="", peak="")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Text) -> None:
         self._bar.console.print(text, soft_wrap=True)
 
     def step(self, step: int, *, loss: float, tokens_per_s: float, peak_bytes: int) -> None:

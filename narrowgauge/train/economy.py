@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from narrowgauge import data, memory
+from narrowgauge import memory
 from narrowgauge.optim.precision import Precision
 from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.objective import Batch, inputs_of
 
 
 def economize(
-    config: TrainConfig, model: Any, rung: Precision, device: torch.device, batches: data.CausalBatches
+    config: TrainConfig,
+    model: Any,
+    rung: Precision,
+    device: torch.device,
+    probe: Callable[[], Batch],
+    options: Mapping[str, Any],
 ) -> list[str]:
     """Applies the settings to the model, in place, and returns a few words on each. Before the optimizer is built.
 
-    A budget of checkpointing is measured on a micro-batch of the first step, whose shape all have; generators stay as they are.
+    probe  a micro-batch of the first step, the largest: a budget of checkpointing is measured on it; generators stay as they are
     """
     words = []
     if config.freeze:
@@ -26,10 +33,10 @@ def economize(
         assert technique is not None
         words.append(f"What blocks keep for backward is stored as {technique.cast}.")
     if config.checkpointing != "none":
-        ids = batches.batch(0, 0, config.micro_batches)["input_ids"].to(device)
+        inputs = inputs_of(probe(), device, options)
         with rung.context(device.type):
             report = memory.checkpoint(
-                model, config.checkpointing, batch={"input_ids": ids}, loss=lambda output: output.logits.sum()
+                model, config.checkpointing, batch=inputs, loss=lambda output: output.logits.sum()
             )
         words.append(str(report))
     return words

@@ -15,9 +15,14 @@ from narrowgauge.train.trainer import Trainer
 
 
 def export(trainer: Trainer, folder: Path) -> None:
-    """The trained model and tokenizer as a Hugging Face folder that transformers loads; replaces an older one whole."""
+    """The trained model and tokenizer as a Hugging Face folder that transformers loads; replaces an older one whole.
+
+    The weights are the best ones where the run chooses them by a metric, else those of the last step.
+    """
     temporary = folder.with_name(f".{folder.name}.tmp")  # the run folder's lock keeps others away
-    weights, _ = state.split_scaling(trainer.model.state_dict())
+    weights = trainer.best.weights()
+    if weights is None:
+        weights, _ = state.split_scaling(trainer.model.state_dict())
     with storage.refusals("write the trained model to", folder):
         shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -37,7 +42,7 @@ def _write_pretrained(folder: Path, trainer: Trainer, weights: dict[str, Tensor]
     progress.disable_progress_bar()  # transformers draws one for every file
     try:
         trainer.model.save_pretrained(folder, state_dict=weights)
-        trainer.tokenizer.save_pretrained(folder)
+        trainer.task.tokenizer.save_pretrained(folder)
     except OSError:
         raise
     except Exception as error:

@@ -6,14 +6,12 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from narrowgauge import data
 from narrowgauge.diagnose import report
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
-from narrowgauge.train import storage
+from narrowgauge.train import storage, tasks
 from narrowgauge.train.config import TrainConfig, resolved
 from narrowgauge.train.console import console
 from narrowgauge.train.export import export
@@ -21,9 +19,8 @@ from narrowgauge.train.machine import chosen_device, refuse_without_compiler
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
+from narrowgauge.train.tasks import Task
 from narrowgauge.train.trainer import Trainer
-
-SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents
 
 
 def run(config: TrainConfig) -> int:
@@ -39,7 +36,9 @@ def run(config: TrainConfig) -> int:
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
             first = str(error).splitlines()[0]
-            raise OutOfMemoryError(f"{device}: {first} Raise micro_batches, or lower batch_size.") from error
+            raise OutOfMemoryError(
+                f"{device}: {first} Raise micro_batches, or lower batch_size or token_budget."
+            ) from error
         raise
 
 
@@ -51,11 +50,11 @@ def _run(config: TrainConfig) -> int:
             print(f"WARNING: nothing to resume in {folder.path}: this is a new run.", file=sys.stderr, flush=True)
         folder.write_config(replace(config, resume=False))  # how it was called, not what it is
         print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
-        tokenizer, corpus = prepare_data(config)
+        config, task = prepare(config)
         try:
-            code = _train_and_log(config, folder, tokenizer, corpus, stop)
+            code = _train_and_log(config, folder, task, stop)
             if code == 0 and config.compare:
-                code = _train_reference(config, folder, tokenizer, corpus, stop)
+                code = _train_reference(config, folder, task, stop)
         except NumericsError as error:
             try:
                 _write_report(folder)
@@ -79,48 +78,30 @@ def _write_report(folder: RunFolder) -> None:
             print(f"Report: {report.write(folder.path)}", file=sys.stderr, flush=True)
 
 
-def prepare_data(config: TrainConfig) -> tuple[Any, data.Corpus]:
-    """The tokenizer, given or trained on the data, and the tokenized corpus; both cached by their content."""
-    cache = Path(resolved(config).cache)
-    column = config.column or None
-    notes: list[str] = []
-    if config.tokenizer or config.model:
-        tokenizer = data.load(config.tokenizer or config.model)
-    else:
-        texts = (document.text for document in data.documents(config.data, column=column))
-        trained = data.train_bpe(texts, config.vocab_size, cache)
-        tokenizer, notes = trained.tokenizer, trained.notes
-    corpus = data.prepare(
-        config.data,
-        tokenizer,
-        cache=cache,
-        validation_fraction=config.validation_fraction,
-        seed=SPLIT_SEED,
-        column=column,
-    )
-    for note in [*notes, *corpus.summary.get("notes", [])]:
+def prepare(config: TrainConfig) -> tuple[TrainConfig, Task]:
+    """The data of the task, and the configuration with the steps that its epochs are."""
+    task = tasks.prepare(config)
+    for note in task.notes:
         print(f"Note: {note}", file=sys.stderr, flush=True)
-    return tokenizer, corpus
+    if config.epochs:
+        config = replace(config, steps=task.steps(config.epochs), epochs=0)
+    return config, task
 
 
-def _train_reference(
-    config: TrainConfig, folder: RunFolder, tokenizer: Any, corpus: data.Corpus, stop: StopRequest
-) -> int:
+def _train_reference(config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest) -> int:
     path = folder.compared(config.compare)
     reference = replace(
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
     )
     with RunFolder.claim(path, resume=True) as own:
         own.write_config(reference)
-        return _train_and_log(reference, own, tokenizer, corpus, stop)
+        return _train_and_log(reference, own, task, stop)
 
 
-def _train_and_log(
-    config: TrainConfig, folder: RunFolder, tokenizer: Any, corpus: data.Corpus, stop: StopRequest
-) -> int:
+def _train_and_log(config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest) -> int:
     """One run from its newest checkpoint, or from the start, to its end."""
     with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
-        trainer = Trainer.start(config, folder, tokenizer, corpus, log)
+        trainer = Trainer.start(config, folder, task, log)
         with console(config.steps, config.log_every, trainer.step) as show:
             folder.write_run(trainer.facts())
             trainer.announce(show)

@@ -17,7 +17,10 @@ from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import storage
 
-CURVES = {"step": ("loss", "grad_norm", "lr", "tokens_per_s", "peak_bytes"), "eval": ("loss",)}
+CURVES = {
+    "step": ("loss", "grad_norm", "lr", "tokens_per_s", "peak_bytes"),
+    "eval": ("loss", "perplexity", "accuracy", "mcc", "f1", "f1_binary"),
+}
 
 
 class MetricsLog:

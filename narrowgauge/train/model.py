@@ -1,4 +1,4 @@
-"""The model of a run: a Llama of the configured sizes, or a causal language model from a folder or the Hub, converted.
+"""The model of a run: a Llama of the configured sizes, or one of transformers from a folder or the Hub, converted.
 
 Remote code is never run. On a CPU without bfloat16 instructions, Linears that the recipe leaves alone get the recipe `bf16`,
 which rounds the operands and multiplies in float32, and attention computes in float32: the same step, many times faster.
@@ -6,42 +6,68 @@ which rounds the operands and multiplies in float32, and attention computes in f
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
 
 from narrowgauge import recipes
-from narrowgauge.conversion import convert, describe
+from narrowgauge.conversion import SMALLEST, convert, describe
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim.precision import Precision
+from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.state import seed_all
 
+# What transformers raises for a folder or name that it cannot make a model of.
+UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
-def build(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device, rung: Precision) -> Any:
-    """The converted model on `device`, in the dtype of its rung, in training mode. Random weights come from config.seed."""
+
+def build(config: TrainConfig, make: Callable[[], Any], device: torch.device, rung: Precision) -> Any:
+    """The converted model on `device`, in the dtype of its rung, in training mode. Random weights come from config.seed.
+
+    make  gives the float32 model: `language_model`, or `pretrained` for another task
+    """
     seed_all(config.seed)
-    model = _pretrained(config) if config.model else _llama(config, tokenizer)
-    _check_sizes(config, model, tokenizer)
-    model = model.to(device).train()
+    model = make().to(device).train()
     for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
         parameter.data = parameter.data.to(rung.weights)
     convert(model, _patterns(config))
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        kept = {row.name: "bf16" for row in describe(model) if row.recipe == "none" and row.name in linears}
+        kept = {
+            row.name: "bf16"
+            for row in describe(model)
+            if row.recipe == "none" and row.name in linears and _is_wide(model, row.name)
+        }
         if kept:
             convert(model, kept)
     return model
+
+
+def _is_wide(model: nn.Module, name: str) -> bool:
+    """Whether a Linear is one that recipes are for; the head of a classifier is narrow, and fast in any case."""
+    layer = model.get_submodule(name)
+    return type(layer) in (nn.Linear, QLinear) and min(layer.weight.shape) >= SMALLEST  # type: ignore[arg-type]
 
 
 def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
@@ -86,25 +112,68 @@ def _llama(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
     )
 
 
-def _pretrained(config: TrainConfig) -> Any:
+def language_model(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Of the configured sizes, or a causal language model from a folder or the Hub, which knows the tokenizer's ids."""
+    model = _llama(config, tokenizer) if not config.model else pretrained(config, CAUSAL_LM)
+    check_sizes(model, tokenizer, "sequence_length", config.sequence_length)
+    return model
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of models of transformers.
+
+    auto     its Auto class
+    words    for messages
+    options  that override the model's own configuration
+    new      whether a head that the folder has no weights for may start at random
+    """
+
+    auto: Any
+    words: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    new: bool = False
+
+
+CAUSAL_LM = Kind(AutoModelForCausalLM, "causal language model")
+SEQ2SEQ = Kind(AutoModelForSeq2SeqLM, "sequence-to-sequence model")
+
+
+def own_configuration(config: TrainConfig, kind: Kind) -> Any:
+    """The configuration in the model's folder, with the options of its kind. Raises ConfigError if there is none."""
     where = config.model
     if where.startswith((".", "/", "~")) and not Path(where).expanduser().is_dir():
         raise ConfigError(
             f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub."
         )
     try:
-        sizes = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        return AutoConfig.from_pretrained(where, trust_remote_code=False, **kind.options)
+    except UNUSABLE as error:
+        raise _cannot_load(where, kind, error) from error
+
+
+def pretrained(config: TrainConfig, kind: Kind) -> Any:
+    """The model that the configuration names, in float32. Raises ConfigError if it is none of this kind, or not whole."""
+    where, sizes = config.model, own_configuration(config, kind)
+    try:
         if config.from_scratch:
-            return AutoModelForCausalLM.from_config(sizes, trust_remote_code=False).to(torch.float32)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            where, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            f"model = {where!r}: transformers cannot load it as a causal language model: {str(error).rstrip('. ')}. "
-            "Pass a folder or hub name of one with safetensors whose code is part of transformers."
-        ) from error
-    if missing := sorted(found["missing_keys"]):
+            return kind.auto.from_config(sizes, trust_remote_code=False).to(torch.float32)
+        with _quiet():
+            model, found = kind.auto.from_pretrained(
+                where,
+                config=sizes,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except UNUSABLE as error:
+        raise _cannot_load(where, kind, error) from error
+    fresh = sorted(name for name in found["missing_keys"] if kind.new and _is_of_the_head(model, name))
+    if fresh:
+        print(f"Note: not in {where}, so at random to begin with: {', '.join(fresh)}.", file=sys.stderr, flush=True)
+    missing = sorted(set(found["missing_keys"]) - set(fresh))
+    if missing:
         raise ConfigError(
             f"model = {where!r}: holds no weights for {missing[0]!r}"
             + f" and {len(missing) - 1} more" * (len(missing) > 1)
@@ -113,12 +182,38 @@ def _pretrained(config: TrainConfig) -> Any:
     return model
 
 
-def _check_sizes(config: TrainConfig, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own bar and table of what it did not find: what matters of it is said here."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _is_of_the_head(model: Any, name: str) -> bool:
+    """Whether a weight lies above what was pretrained. Encoders keep their pooler below, and not all were saved with one."""
+    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+
+
+def _cannot_load(where: str, kind: Kind, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model = {where!r}: transformers cannot load it as a {kind.words}: {str(error).rstrip('. ')}. "
+        "Pass a folder or hub name of one with safetensors whose code is part of transformers."
+    )
+
+
+def check_sizes(model: Any, tokenizer: PreTrainedTokenizerFast, key: str, length: int) -> None:
+    """Raises if the model has too few positions for the setting `key`, or embeds fewer ids than the tokenizer has."""
     longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and config.sequence_length > longest:
+    if longest is not None and length > longest:
         raise ConfigError(
-            f"sequence_length = {config.sequence_length}: {type(model).__name__} knows positions up to {longest}. "
-            f"Set sequence_length to {longest} or less."
+            f"{key} = {length}: {type(model).__name__} knows positions up to {longest}. Set {key} to {longest} or less."
         )
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:

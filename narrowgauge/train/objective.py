@@ -5,12 +5,12 @@
 Each micro-batch divides by the step's count, not by its own, so the gradient does not depend on how a batch is cut.
 
 The output head and the loss are computed together, over chunks of tokens (`memory.chunked_cross_entropy`), wherever the head is an
-ordinary Linear and the model's logits are its product; `LanguageLoss.of` finds that out by trying, and says why where not.
+ordinary Linear and the model's logits are its product; `Objective.of` finds that out by trying, and says why where not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Gemm
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor]  # labels are aligned with the logits: labels[t] is what logits[t] are compared with
+NO_CACHE = {"use_cache": False}
 
 
 def count_targets(batches: list[Batch], step: int) -> int:
@@ -34,45 +35,67 @@ def count_targets(batches: list[Batch], step: int) -> int:
     return total
 
 
-def summed_loss(model: Any, batch: Batch, device: torch.device) -> Tensor:
+def inputs_of(batch: Batch, device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is called with: all of a batch but its labels, so that it computes no loss of its own."""
+    moved = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+    return moved | dict(options)
+
+
+def summed_loss(model: Any, batch: Batch, device: torch.device, options: Mapping[str, Any] = NO_CACHE) -> Tensor:
     """Sum of -log p over the valid targets of one micro-batch, float32 scalar. Holds the logits once more in float32."""
-    ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)
-    logits = model(input_ids=ids, use_cache=False).logits
+    logits = model(**inputs_of(batch, device, options)).logits
+    return _cross_entropy(logits, batch["labels"].to(device))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
 @dataclass(frozen=True)
-class LanguageLoss:
+class Objective:
     """summed_loss of one model; called with a micro-batch.
 
     forward  the model below its head, or the whole model where head is None; compiled if the run is
     head     the Linear whose product and loss are taken in chunks
     softcap  of the logits, or None
     words    how the loss is computed, and why not in chunks
+    options  that the model is called with besides the batch
     """
 
     forward: Callable[..., Any]
     head: nn.Linear | None
     softcap: float | None
     words: str
+    options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> LanguageLoss:
-        """Tries the model on a few tokens, without a trace in its generators, and decides."""
+    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Objective:
+        """Of a language model: tries it on a few tokens, without a trace in its generators, and decides."""
         reason, softcap = _refuse_chunks(model, computes_in)
         part = model if reason else model.base_model
         forward = torch.compile(part) if compiled else part
         if reason:
-            return cls(forward, None, None, f"whole logits: {reason}")
-        return cls(forward, model.get_output_embeddings(), softcap, "in chunks of tokens, never the whole logits")
+            return cls(forward, None, None, f"whole logits: {reason}", NO_CACHE)
+        words = "in chunks of tokens, never the whole logits"
+        return cls(forward, model.get_output_embeddings(), softcap, words, NO_CACHE)
+
+    @classmethod
+    def of_classes(cls, model: Any, *, compiled: bool) -> Objective:
+        """Of a classifier: one row of logits for each example."""
+        return cls(torch.compile(model) if compiled else model, None, None, "of one class for each example", {})
+
+    def scored(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """summed_loss, and the whole logits that it was taken of; for models without a chunked head."""
+        logits = self.forward(**inputs_of(batch, device, self.options)).logits
+        return _cross_entropy(logits, batch["labels"].to(device)), logits
 
     def __call__(self, batch: Batch, device: torch.device) -> Tensor:
         """Sum of -log p over the valid targets of a micro-batch, float32 scalar."""
         if self.head is None:
-            return summed_loss(self.forward, batch, device)
-        hidden = self.forward(input_ids=batch["input_ids"].to(device), use_cache=False).last_hidden_state
+            return summed_loss(self.forward, batch, device, self.options)
+        hidden = self.forward(**inputs_of(batch, device, self.options)).last_hidden_state
         loss, _ = chunked_cross_entropy(
             hidden, self.head.weight, batch["labels"].to(device),
             bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap,
@@ -94,18 +117,22 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
         return f"{type(model).__name__} has no part below its output head", None
     modes = [(module, module.training) for module in model.modules()]
     ids = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
+    inputs = {"input_ids": ids, **NO_CACHE}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
     devices = [head.weight.device] if head.weight.is_cuda else []
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            logits = model(input_ids=ids, use_cache=False).logits
-            product = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+            logits = model(**inputs).logits
+            product = head(model.base_model(**inputs).last_hidden_state)
     except (TypeError, AttributeError) as error:
         return f"{type(model).__name__} cannot be called below its output head ({error})", None
     finally:
         for module, mode in modes:
             module.training = mode
     softcap = getattr(model.config, "final_logit_softcapping", None)
+    product = product.to(logits.dtype)  # a float32 buffer added to 16-bit logits, as Marian has, widens them
     for cap in {None, softcap}:
         if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
             return "", cap

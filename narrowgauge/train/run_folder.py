@@ -24,7 +24,7 @@ from narrowgauge.train.config import TrainConfig, key_of, shown
 from narrowgauge.train.manifest import STEP
 
 # What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
-MAY_CHANGE = frozenset({"steps", "device", "threads", "compile", "micro_batches", "cache", "checkpointing"})
+MAY_CHANGE = frozenset({"steps", "device", "threads", "compile", "micro_batches", "cache", "checkpointing", "epochs"})
 
 
 class RunFolder:
@@ -36,6 +36,7 @@ class RunFolder:
         self.run = path / "run.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.best = path / "best"
         self.final = path / "final"
         self.report = path / "report.html"
         self.lock = path / "lock"
@@ -69,6 +70,7 @@ class RunFolder:
             )
         storage.probe(self.path)
         checkpoint.recover(self.checkpoints)
+        checkpoint.recover(self.best)
 
     def has_run(self) -> bool:
         """Whether something was trained here. A configuration alone, of a start that failed, does not count."""

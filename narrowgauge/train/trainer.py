@@ -4,8 +4,9 @@
     stop here if loss or gradient norm is not finite: nothing has been changed yet
     clip, optimizer.step(), advance(model)
 
-A step synchronises with the host once, to read its loss and gradient norm. The position in the data is the step number, so a
-checkpoint of step k continues with batch k + 1 of the same sequence.
+A step synchronises with the host once, to read its loss and gradient norm. A run that goes on
+from the checkpoint of step k continues with batch k + 1 of the same sequence.
+What is learnt, from which batches and by which metrics, is the task's business (`tasks.task`).
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ import torch
 from torch import Tensor
 
 import narrowgauge
-from narrowgauge import data
 from narrowgauge.conversion import advance, describe, nonfinite_amax
 from narrowgauge.diagnose import words
 from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, state
+from narrowgauge.train.best import Best
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.economy import economize
-from narrowgauge.train.generate import sample
 from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
-from narrowgauge.train.objective import Batch, LanguageLoss, count_targets, learning_rate, summed_loss
+from narrowgauge.train.objective import Batch, Objective, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.schedule import Schedule
 from narrowgauge.train.signals import StopRequest
+from narrowgauge.train.tasks.task import Feed, Scorer, Task, describe_metrics
 from narrowgauge.train.tensors import watched
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
@@ -53,58 +54,50 @@ class Trainer:
 
     config: TrainConfig
     folder: RunFolder
-    tokenizer: Any
-    corpus: data.Corpus
+    task: Task
     log: MetricsLog
     device: torch.device
     rung: precision.Precision
     model: Any
-    objective: LanguageLoss
+    objective: Objective
     optimizer: Any
     scaler: torch.amp.GradScaler | None
-    batches: data.CausalBatches
-    evaluation: data.CausalBatches
+    feed: Feed
+    best: Best
     saving: list[str]
     step: int = 0
     saved_step: int = 0
     trained_s: float = 0.0  # over all resumptions
     skipped_steps: int = 0
     schedule: Schedule = field(default_factory=lambda: Schedule(()))
-    fingerprint: str = ""
     resumed_from: str = ""
     poisoned: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @classmethod
-    def start(
-        cls, config: TrainConfig, folder: RunFolder, tokenizer: Any, corpus: data.Corpus, log: MetricsLog
-    ) -> Trainer:
+    def start(cls, config: TrainConfig, folder: RunFolder, task: Task, log: MetricsLog) -> Trainer:
         """Builds everything, and takes up the newest valid checkpoint of the folder if it has one."""
         device = chosen_device(config.device)
         rung = precision.get(config.precision)
-        model = build(config, tokenizer, device, rung)
-        data.check_vocabulary(corpus, model.get_input_embeddings().weight.shape[0])
-        batches = data.CausalBatches(corpus.train, config.sequence_length, config.batch_size, config.seed)
-        saving = economize(config, model, rung, device, batches)  # before the optimizer: it holds what trains, no more
+        model = build(config, task.model, device, rung)
+        feed = task.feed(model)
+        # before the optimizer: it holds what trains, no more
+        saving = economize(config, model, rung, device, feed.probe, task.options)
         trainer = cls(
             config=config,
             folder=folder,
-            tokenizer=tokenizer,
-            corpus=corpus,
+            task=task,
             log=log,
             device=device,
             rung=rung,
             model=model,
-            objective=LanguageLoss.of(model, rung.computes_in, compiled=config.compile),
+            objective=task.objective(model, rung.computes_in),
             optimizer=build_optimizer(config, model, rung),
             scaler=torch.amp.GradScaler(device.type) if rung.scales_loss else None,
-            batches=batches,
+            feed=feed,
+            best=Best(folder.best, task.best),
             saving=saving,
-            evaluation=data.CausalBatches(
-                corpus.validation, min(config.sequence_length, len(corpus.validation) - 1), config.batch_size, config.seed
-            ),
             schedule=Schedule.of(config, model),
-            fingerprint=data.fingerprint(tokenizer),
-        )  # fmt: skip
+        )
         trainer._resume()
         return trainer
 
@@ -127,7 +120,7 @@ class Trainer:
                     f"{found.path}: was written with {key} = {found.facts[key]!r}, this run has {own!r}. "
                     "Resume with the settings that wrote it, or start anew in another --output."
                 )
-        for key, own in (("tokenizer", self.fingerprint), ("content_hash", self.corpus.summary["content_hash"])):
+        for key, own in self.task.identity.items():
             if found.facts[key] != own:
                 raise DataError(
                     f"{found.path}: trained with another {key.replace('content_hash', 'data content')} than "
@@ -136,6 +129,9 @@ class Trainer:
         self._refuse_moved_switches(found)
         self.schedule.take_up(self.model, found.step)
         state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
+        self.feed.restore(found.facts.get("position", {}))
+        if lost := self.best.restore(found.facts.get("best")):
+            print(f"WARNING: {lost}", file=sys.stderr, flush=True)
         self.step = self.saved_step = found.step
         self.trained_s = found.facts["trained_s"]
         self.skipped_steps = found.facts["skipped_steps"]
@@ -167,12 +163,10 @@ class Trainer:
         } | optimizer
 
     def announce(self, show: Console) -> None:
-        summary = self.corpus.summary
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         show.say(
             f"{self.config.recipe}{words.elsewhere(self.config.layers_recipe)} ({self.config.precision}) on "
-            f"{device_words(self.device)}: {parameters:,} parameters, {summary['train_tokens']:,} training tokens, "
-            f"{summary['validation_tokens']:,} held out of {summary['documents']:,} documents"
+            f"{device_words(self.device)}: {parameters:,} parameters, {self.task.words()}"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
         if self.config.compile:
@@ -181,6 +175,8 @@ class Trainer:
             if stage.step > self.step:
                 show.say(f"To come at {stage}")
         show.say("\n".join([f"Loss: {self.objective.words}.", *self.saving]))
+        for part in self.task.preview():
+            show.say(part)
         if self.config.compile and self.config.tensor_every:
             show.say("Compiled code cannot be observed: no tensor statistics in this run.")
 
@@ -195,14 +191,14 @@ class Trainer:
                 show.say(str(stage))
             if looks:
                 with watched(self.model) as events:
-                    numbers = self._optimizer_step()
+                    numbers, inputs = self._optimizer_step()
                 for event in events:
                     self.log.write("tensor", self.step, **event)
             else:
-                numbers = self._optimizer_step()
+                numbers, inputs = self._optimizer_step()
             spent_s = time.monotonic() - started_at_s
             self.trained_s += spent_s
-            speed = numbers["tokens"] / spent_s
+            speed = inputs / spent_s
             peak = peak_bytes(self.device)
             self.log.write(
                 "step", self.step, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s, peak_bytes=peak
@@ -218,12 +214,14 @@ class Trainer:
             self._save()
         return stop.requested if self.step < config.steps else "finished"
 
-    def _optimizer_step(self) -> dict[str, Any]:
-        """One step, all micro-batches; returns what the log says of it. Raises NumericsError before anything changes."""
+    def _optimizer_step(self) -> tuple[dict[str, Any], int]:
+        """One step, all micro-batches; returns what the log says of it, and how many tokens the model read.
+
+        Raises NumericsError before anything changes.
+        """
         config, number = self.config, self.step + 1
-        micro_batches = [
-            self.batches.batch(self.step, part, config.micro_batches) for part in range(config.micro_batches)
-        ]
+        drawn = self.feed.draw(self.step)
+        micro_batches = drawn.batches
         targets = count_targets(micro_batches, number)
         lr = learning_rate(
             number, steps=config.steps, warmup_steps=config.warmup_steps,
@@ -247,7 +245,7 @@ class Trainer:
         advance(self.model)
         self.optimizer.zero_grad()
         self.step = number
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
+        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets, **drawn.facts}, drawn.inputs
 
     def _backward(self, objective: Callable[[Batch, torch.device], Tensor], batch: Batch, targets: int) -> Tensor:
         with self.rung.context(self.device.type):
@@ -268,7 +266,8 @@ class Trainer:
 
         def repeat() -> None:
             for batch in micro_batches:
-                self._backward(partial(summed_loss, self.model), batch, targets)  # uncompiled and whole: all hooks run
+                whole = partial(summed_loss, self.model, options=self.task.options)  # and uncompiled: all hooks run
+                self._backward(whole, batch, targets)
 
         where = first_nonfinite(self.model, repeat)
         self.optimizer.zero_grad()
@@ -295,30 +294,20 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, show: Console) -> None:
-        """Validation loss, and a sample of text."""
-        config = self.config
+        """The task's metrics, the best weights by one of them, and a sample of text."""
         self.model.eval()
-        total, tokens = 0.0, 0
-        for batch in self.evaluation.evaluation(config.eval_tokens):
-            with self.rung.context(self.device.type):
-                total += float(self.objective(batch, self.device))
-            tokens += data.valid_targets(batch)
+        scorer = Scorer(self.objective, self.device, partial(self.rung.context, self.device.type))
+        found = self.task.evaluate(self.model, scorer)
         self.model.train()
-        self.log.write("eval", self.step, loss=total / tokens, tokens=tokens, elapsed_s=self.trained_s)
-        show.say(f"step {self.step}: validation loss {total / tokens:.4f}")
-        if config.sample_tokens:
-            prompt = config.prompt or self._default_prompt()
+        self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
+        weights, _ = state.split_scaling(self.model.state_dict())
+        is_best = self.best.take(self.step, found, weights)
+        show.say(f"step {self.step}: {describe_metrics(found)}{', the best so far' if is_best else ''}")
+        if self.config.sample_tokens:
             with self.rung.context(self.device.type):
-                text = sample(
-                    self.model, self.tokenizer, prompt, config.sample_tokens,
-                    longest=config.sequence_length, seed=config.seed,
-                )  # fmt: skip
-            self.log.write("sample", self.step, prompt=prompt, text=text)
-
-    def _default_prompt(self) -> str:
-        if self.config.data == "stdlib":
-            return "def "
-        return self.tokenizer.decode(self.corpus.validation.tokens[:12].tolist(), skip_special_tokens=True)
+                written = self.task.sample(self.model)
+            if written:
+                self.log.write("sample", self.step, **written)
 
     def _save(self) -> None:
         started_at_s = time.monotonic()
@@ -329,12 +318,14 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             **self._numbers(),
             "switched": self._happened(self.step),
-            "tokenizer": self.fingerprint,
-            "content_hash": self.corpus.summary["content_hash"],
+            **self.task.identity,
+            "position": self.feed.state(),
+            "best": self.best.facts(),
         }
         path = checkpoint.save(self.folder.checkpoints, self.step, tensors, facts)
         self.saved_step = self.step
         checkpoint.prune(self.folder.checkpoints, self.config.keep)
+        self.best.clear()
         save_s = time.monotonic() - started_at_s
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 
@@ -346,6 +337,7 @@ class Trainer:
             first = self.folder.read_run()
             resumed = [*first.get("resumed", []), command]
             started_at, command = first.get("started_at", started_at), first.get("command", command)
+        known = self.task.facts()
         return {
             "narrowgauge": narrowgauge.__version__,
             "torch": torch.__version__,
@@ -363,9 +355,11 @@ class Trainer:
             "loss": self.objective.words,
             "memory": self.saving,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "model": describe_model(self.model) | {"sequence_length": config.sequence_length},
-            "data": self.corpus.summary,
-            "tokens_per_step": config.batch_size * config.sequence_length,
+            "model": describe_model(self.model) | known["model"],
+            "task": self.task.name,
+            "best": self.best.metric,
+            "data": known["data"],
+            "tokens_per_step": known["tokens_per_step"],
             "steps": config.steps,
             "describe": [asdict(row) for row in describe(self.model)],
         }

@@ -14,7 +14,8 @@ from narrowgauge import cli
 from narrowgauge.cli import train
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
 from narrowgauge.train import config_file
-from narrowgauge.train.config import TABLE, TrainConfig, by_key, key_of, resolved
+from narrowgauge.train.between import BELONGS, TASKS
+from narrowgauge.train.config import TABLE, OneOf, TrainConfig, by_key, key_of, resolved
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import ROOT
 
@@ -216,12 +217,34 @@ def other_value(each) -> tuple[str, object]:
         "hidden_size": 512, "heads": 4, "recipe": "bf16", "compare": "bf16", "beta1": 0.5, "beta2": 0.5, "validation_fraction": 0.25,
     }  # fmt: skip
     value = special.get(each.name, {int: 300, float: 0.0003, str: "x y=z é"}.get(each.type))
+    if isinstance(each.metadata["rule"], OneOf) and each.name not in special:
+        value = next(name for name in each.metadata["rule"].names if name and name != each.default)
     return str(value), value
+
+
+TASK = {"task": "causal-lm", "model": "m", "data": "a.csv"}
+NEEDED = {"train_on": {"messages_column": "m"}}
+
+
+@pytest.mark.parametrize("each", [each for each in by_key().values() if each.metadata["group"] == "task"], ids=key_of)
+def test_every_flag_of_a_task_reaches_its_setting(loop, each):
+    """Each with a task in which it means something."""
+    task = next((task for task in TASKS[1:] if task in BELONGS.get(each.name, TASKS)), "")
+    text, value = ("48", 48) if each.name == "packing" else other_value(each)
+    settings = {**TASK, "task": task, **NEEDED.get(each.name, {}), each.name: value}
+    flags = [part for name, given in settings.items() if name != each.name for part in (train.flag(name), str(given))]
+    assert cli.main(["train", *flags, train.flag(key_of(each)), text]) == 0
+    settings["packing"] = int(settings.get("packing", 0))
+    assert loop == [resolved(TrainConfig(**settings))]
 
 
 def test_every_flag_reaches_its_setting(loop):
     plain = [
-        each for each in by_key().values() if each.type not in (bool, TABLE) and each.name not in ("model", "tokenizer")
+        each
+        for each in by_key().values()
+        if each.type not in (bool, TABLE)
+        and each.name not in ("model", "tokenizer")
+        and each.metadata["group"] != "task"
     ]
     expected = {each.name: other_value(each)[1] for each in plain}
     arguments = [text for each in plain for text in (train.flag(key_of(each)), other_value(each)[0])]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import config_file
+from narrowgauge.train.between import BELONGS, SCORES
 from narrowgauge.train.config import TABLE, OneOf, Range, TrainConfig, by_key, key_of, resolved
 
 FIELDS = dataclasses.fields(TrainConfig)
@@ -32,7 +33,7 @@ def test_defaults_are_valid_and_frozen():
 
 def test_every_setting_has_a_group_and_a_sentence():
     for each in FIELDS:
-        assert each.metadata["group"] in ("model", "data", "precision", "training", "run")
+        assert each.metadata["group"] in ("model", "data", "task", "precision", "training", "run")
         assert each.metadata["help"].endswith("."), each.name
 
 
@@ -57,6 +58,8 @@ def just_outside(each: dataclasses.Field) -> list:
     """The nearest values beyond each end of a range; words that are close to allowed ones."""
     rule = each.metadata["rule"]
     if not isinstance(rule, Range):
+        if each.type is int:
+            return [0, 3]
         candidates = ["", "FP32", "nonsense", "gpu", "cuda:", "cuda:x"] if rule else []
         return [value for value in candidates if rule.refuse(value)]
     if each.type is int:
@@ -204,12 +207,36 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
     return printable().filter(bool) if rule else printable()
 
 
+def settle_the_task(drawn: dict) -> None:
+    """Leaves out what has no effect with the task that was drawn, and with the other settings of it."""
+    for key, tasks in BELONGS.items():
+        if drawn["task"] not in tasks:
+            del drawn[key]
+    drawn["best"] = drawn["best"] if drawn["best"] not in SCORES or drawn["task"] == "classification" else "loss"
+    left_out = {
+        "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
+        "prompt_column": drawn.get("messages_column"), "completion_column": drawn.get("messages_column"),
+        "train_on": not drawn.get("messages_column"), "length_buckets": drawn.get("packing"), "pad_multiple": drawn.get("packing"),
+    }  # fmt: skip
+    for key, because in left_out.items():
+        if because:
+            drawn.pop(key, None)
+    if drawn.get("packing"):
+        drawn["packing"] = 16
+        drawn["token_budget"] = drawn["token_budget"] and max(16, drawn["token_budget"])
+    if drawn["task"] != "text":
+        drawn |= {"model": drawn["model"] or "m", "data": drawn["data"] + ".csv"}
+        drawn["max_length"] = max(2, drawn["max_length"])
+
+
 @st.composite
 def configurations(draw) -> TrainConfig:
     """Any valid configuration: values drawn at large, and those that depend on each other made to agree."""
     drawn = {each.name: draw(values(each)) for each in FIELDS}
+    settle_the_task(drawn)
+    drawn.setdefault("batch_size", 16)
     drawn["micro_batches"] = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0]))
-    drawn["switch"] = drawn["switch"] if drawn["steps"] > 1 else ""
+    drawn["switch"] = drawn["switch"] if drawn.get("steps", 2) > 1 else ""
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
@@ -218,7 +245,7 @@ def configurations(draw) -> TrainConfig:
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"
     if drawn["tokenizer"]:
-        del drawn["vocab_size"]
+        drawn.pop("vocab_size", None)
     if drawn["model"]:
         for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size"):
             drawn.pop(size, None)

@@ -14,7 +14,7 @@ from narrowgauge.conversion import convert
 from narrowgauge.data import IGNORED
 from narrowgauge.errors import DataError
 from narrowgauge.train import loop
-from narrowgauge.train.objective import LanguageLoss, count_targets, learning_rate, summed_loss
+from narrowgauge.train.objective import Objective, count_targets, learning_rate, summed_loss
 from tests.compare import assert_same
 from tests.train import tiny
 
@@ -34,7 +34,7 @@ def batch_of(rows, uneven):
 
 def gradients(model, batches, chunked=True):
     model = copy.deepcopy(model)
-    objective = LanguageLoss.of(model, torch.float32, compiled=False) if chunked else partial(summed_loss, model)
+    objective = Objective.of(model, torch.float32, compiled=False) if chunked else partial(summed_loss, model)
     targets = count_targets(batches, 1)
     total = 0.0
     for batch in batches:
@@ -82,7 +82,7 @@ def test_in_chunks_as_with_the_whole_logits(model):
     for name, gradient in reference.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) <= SAME, name
     with torch.no_grad():
-        evaluated = LanguageLoss.of(model, torch.float32, compiled=False)(batch, CPU)
+        evaluated = Objective.of(model, torch.float32, compiled=False)(batch, CPU)
         assert float(evaluated) == pytest.approx(float(summed_loss(model, batch, CPU)), rel=SAME)
 
 
@@ -90,7 +90,7 @@ def test_a_head_in_the_recipe_bf16_is_ordinary(model):
     """The operands and roundings are those of QLinear, so the losses agree as sums in another order do."""
     model = copy.deepcopy(model)
     convert(model, {"lm_head": "bf16"})
-    objective = LanguageLoss.of(model, torch.bfloat16, compiled=False)
+    objective = Objective.of(model, torch.bfloat16, compiled=False)
     assert objective.head is model.lm_head
     batch = batch_of(4, uneven=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -109,7 +109,7 @@ class Scaled(LlamaForCausalLM):
 
 def test_other_heads_fall_back_and_say_why(model):
     def words(changed, computes_in=torch.bfloat16):
-        objective = LanguageLoss.of(changed, computes_in, compiled=False)
+        objective = Objective.of(changed, computes_in, compiled=False)
         assert objective.head is None and objective.forward is changed
         batch = batch_of(2, uneven=False)
         with torch.no_grad():
@@ -131,7 +131,7 @@ def test_finding_out_leaves_no_trace(model):
     model.model.norm.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    LanguageLoss.of(model, torch.float32, compiled=False)
+    Objective.of(model, torch.float32, compiled=False)
     assert_same(torch.get_rng_state(), state)
     assert_same(dict(model.state_dict()), before)
     assert model.training and model.lm_head.training and not model.model.norm.training

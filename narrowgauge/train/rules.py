@@ -1,0 +1,152 @@
+"""What one setting may be: its type, its rule, and the words that refuse a value; without torch, for a quick --help."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field
+from typing import Any
+
+from narrowgauge.errors import closest
+
+TABLE = Mapping[str, str]  # the one type of setting besides bool, int, float and str
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; an open end excludes its bound."""
+
+    low: float
+    high: float
+    open_low: bool = False
+    open_high: bool = False
+
+    def refuse(self, value: float) -> str:
+        """The rule in words if `value` breaks it, else ''."""
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return "" if above and below else str(self)
+
+    def __str__(self) -> str:
+        if not (self.open_low or self.open_high):
+            return f"from {self.low} to {self.high}"
+        low = f"above {self.low}" if self.open_low else f"at least {self.low}"
+        return f"{low} and {'below' if self.open_high else 'at most'} {self.high}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A few names, or numbers."""
+
+    names: tuple[str, ...] | tuple[int, ...]
+
+    def refuse(self, value: str | int) -> str:
+        if value in self.names:
+            return ""
+        near = closest(str(value), map(str, self.names), limit=1) if isinstance(value, str) else ""
+        return f"{self}{f'. Closest: {near}' if near else ''}"
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(repr(name) for name in self.names)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Text of a form that `words` describe."""
+
+    pattern: str
+    words: str
+
+    def refuse(self, value: str) -> str:
+        return "" if re.fullmatch(self.pattern, value) else str(self)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+NOT_EMPTY = Matching(r"(?s).+", "not empty")
+COUNT = Range(1, 2**31 - 1)
+COUNT_OR_ZERO = Range(0, 2**31 - 1)
+
+
+def setting(group: str, default: Any, help: str, rule: Range | OneOf | Matching | None = None, key: str = "") -> Any:
+    """One entry of the table. A mutable default is a type such as `dict`, called for each configuration."""
+    metadata = {"group": group, "help": help, "rule": rule, "key": key}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata, hash=False)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A broken rule, and the keys whose values break it."""
+
+    keys: tuple[str, ...]
+    words: str
+
+
+def key_of(each: Field[Any]) -> str:
+    """The key of a setting in a file; with dashes, its flag."""
+    return str(each.metadata["key"] or each.name)
+
+
+def refuse(each: Field[Any], value: Any) -> Problem | None:
+    key, rule = key_of(each), each.metadata["rule"]
+    words = _refuse_type(each.type, value)
+    if not words and rule:
+        broken = rule.refuse(value)
+        words = f"must be {broken}" if broken else ""
+    return Problem((key,), f"{key} = {shown(value)}: {words}.") if words else None
+
+
+def _refuse_type(kind: Any, value: Any) -> str:
+    """Why `value` is not of type `kind`, or ''. A bool is no number, and a float is no whole number."""
+    if kind is bool:
+        return "" if isinstance(value, bool) else "must be true or false"
+    if kind is int:
+        return "" if isinstance(value, int) and not isinstance(value, bool) else "must be a whole number"
+    if kind is float:
+        return "" if _is_finite_number(value) else "must be a finite number"
+    if kind is str:
+        return _refuse_text(value)
+    return _refuse_table(value)
+
+
+def _is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
+
+
+def _refuse_text(value: Any) -> str:
+    if not isinstance(value, str):
+        return "must be text"
+    if "\0" in value:
+        return "must not contain a zero byte"
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        return "must be valid Unicode"  # a flag whose bytes were not UTF-8
+    return ""
+
+
+def _refuse_table(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return "must be a table of pattern = recipe"
+    for pattern, recipe in value.items():
+        words = _refuse_text(pattern) or _refuse_text(recipe)
+        if isinstance(recipe, Mapping):
+            words = f'must hold recipes as text; write a pattern with dots in quotes: "{pattern}..." = "bf16"'
+        if words or not pattern or not recipe:
+            return words or "must have no empty pattern or recipe"
+    return ""
+
+
+def shown(value: Any) -> str:
+    """A value as the user wrote it in the file, shortened."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f"{'-' if value < 0 else ''}a number of {int(math.log10(abs(value))) + 1} digits"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

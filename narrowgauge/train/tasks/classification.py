@@ -1,0 +1,133 @@
+"""Encoders, or decoders, that name the class of a text or of a pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from narrowgauge import data
+from narrowgauge.errors import DataError
+from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.model import Kind, own_configuration
+from narrowgauge.train.objective import Batch, Objective
+from narrowgauge.train.tasks import tables
+from narrowgauge.train.tasks.scores import Confusion
+from narrowgauge.train.tasks.table_task import TableTask
+from narrowgauge.train.tasks.task import Scorer
+
+MOST_CLASSES = 1000  # more distinct labels than that are hardly classes, but texts or numbers
+CLASSIFIER = Kind(AutoModelForSequenceClassification, "model that classifies texts", new=True)
+
+
+@dataclass
+class ClassificationTask(TableTask):
+    """classes: their names, in the order of the logits."""
+
+    classes: tuple[str, ...] = field(default=())
+
+    name: ClassVar[str] = "classification"
+    options: ClassVar[Mapping[str, Any]] = {}
+    default_metric: ClassVar[str] = "mcc"
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> ClassificationTask:
+        tokenizer = data.load(config.tokenizer or config.model)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        if pad_id is None:
+            raise DataError(
+                f"{config.tokenizer or config.model}: the tokenizer has neither a padding nor an end-of-text token, and a decoder "
+                "finds the end of a text by it. Set pad_token in its tokenizer_config.json."
+            )
+        classes = chosen_classes(config)
+        names = classes if isinstance(classes, tuple) else tuple(map(str, range(classes)))
+        columns = data.Classification(
+            classes=classes, text=config.text_column, pair=config.pair_column or None, label=config.label_column
+        )
+        kind = with_classes(names, pad_id)
+        longest = tables.longest_example(config, kind, tokenizer)
+        found = tables.read(config, columns, tokenizer, longest)
+        found.summary["classes"] = [str(name) for name in names]
+        return cls(config, tokenizer, kind, found, tuple(map(str, names)))
+
+    def align(self, batch: Batch, model: Any) -> Batch:
+        return batch
+
+    def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
+        return Objective.of_classes(model, compiled=self.config.compile)
+
+    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+        text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
+        text.append(f"  -> {self.classes[example['labels']]}", "bold green")
+        return [text]
+
+    def evaluate(self, model: Any, scorer: Scorer) -> dict[str, Any]:
+        confusion, total, examples = Confusion(len(self.classes)), 0.0, 0
+        for batch in self.evaluation(model):
+            with scorer.context():
+                loss, logits = scorer.objective.scored(batch, scorer.device)
+            total += float(loss)
+            examples += len(batch["labels"])
+            confusion.add(logits, batch["labels"])
+        return {"loss": total / examples, "tokens": examples, **confusion.metrics()}
+
+    def sample(self, model: Any) -> None:
+        return None
+
+
+def with_classes(names: tuple[Any, ...], pad_id: int) -> Kind:
+    """The kind of model that has these classes, and pads with this token."""
+    options = {
+        "num_labels": len(names),
+        "id2label": {place: str(name) for place, name in enumerate(names)},
+        "label2id": {str(name): place for place, name in enumerate(names)},
+        "pad_token_id": pad_id,
+        "problem_type": "single_label_classification",
+    }
+    return Kind(CLASSIFIER.auto, CLASSIFIER.words, options, new=True)
+
+
+def chosen_classes(config: TrainConfig) -> tuple[str, ...] | int:
+    """The classes as configured; else those of the training data, in the model's own order if it has the same."""
+    given = config.classes.strip()
+    if given.isdecimal():
+        return int(given)
+    if given:
+        return tuple(name.strip() for name in given.split(","))
+    return _model_order(config, classes_of(config.data, config.label_column, tables.header(config)))
+
+
+def classes_of(source: str, column: str, header: list[str] | None) -> tuple[str, ...] | int:
+    """The distinct labels of a table: sorted names, or how many where they are the numbers 0, 1, ... without a gap."""
+    labels: set[Any] = set()
+    for row in data.records(source, [column], header=header):
+        label = row.values[column]
+        if isinstance(label, bool) or not isinstance(label, str | int):
+            raise DataError(
+                f"{row.origin}: label {label!r} in column {column!r} is neither text nor a whole number. Correct the row, or name "
+                "another label_column."
+            )
+        labels.add(label)
+        if len(labels) > MOST_CLASSES:
+            raise DataError(
+                f"{source}: column {column!r} has more than {MOST_CLASSES:,} different labels up to {row.origin}. Name another "
+                "label_column, or list the classes."
+            )
+    if len(labels) < 2:
+        raise DataError(f"{source}: column {column!r} has {len(labels)} different labels. Pass data with two at least.")
+    numbers = {str(label) for label in labels}
+    if numbers == set(map(str, range(len(numbers)))):
+        return len(numbers)
+    return tuple(sorted(labels, key=lambda label: (not isinstance(label, int), label)))
+
+
+def _model_order(config: TrainConfig, found: tuple[str, ...] | int) -> tuple[str, ...] | int:
+    """A model that was trained on these classes keeps the order of its logits."""
+    own = getattr(own_configuration(config, CLASSIFIER), "id2label", None) or {}
+    names = tuple(str(own[place]) for place in sorted(own))
+    if isinstance(found, tuple) and all(isinstance(name, str) for name in found) and set(names) == set(found):
+        return names
+    return found

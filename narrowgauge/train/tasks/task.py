@@ -1,0 +1,117 @@
+"""What a run needs of the thing that it learns: a model, batches with a place in them, a loss, an evaluation.
+
+A `Task` is the data and what is known of them, shared by a run and its reference; nothing in it changes. A `Feed` is the batches
+of one run, and where it stands. The trainer knows these two and no kind of task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from narrowgauge.train.objective import Batch, Objective
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The micro-batches of one optimizer step.
+
+    batches  labels are aligned with the logits, as `objective` has them
+    inputs   tokens that the model reads, padding not counted; of a pair of texts the longer one's
+    facts    further keys of the step's event
+    """
+
+    batches: list[Batch]
+    inputs: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Feed(Protocol):
+    """Batches in the order of training. Deterministic: a restored feed goes on as if it had never stopped."""
+
+    def draw(self, step: int) -> Drawn:
+        """What follows `step` finished steps; asked for once, in order."""
+
+    def probe(self) -> Batch:
+        """A micro-batch of the first step, whose shape is the largest. The place stays what it is."""
+
+    def state(self) -> dict[str, Any]:
+        """The place, as JSON."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What an evaluation computes with: the run's loss, on its device, in its precision."""
+
+    objective: Objective
+    device: torch.device
+    context: Callable[[], AbstractContextManager[Any]]
+
+
+class Task(Protocol):
+    """Examples to learn from, and how."""
+
+    @property
+    def name(self) -> str:
+        """As the configuration has it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """That the export saves beside the model."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about the data, in sentences."""
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What must be the same for a checkpoint to go on with: name -> fingerprint."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """That the model is called with besides a batch."""
+
+    @property
+    def best(self) -> str:
+        """Metric by which the best weights are chosen; '' keeps none."""
+
+    def steps(self, epochs: int) -> int:
+        """Optimizer steps of so many passes over the data."""
+
+    def words(self) -> str:
+        """The data, for the first line of the console."""
+
+    def preview(self) -> list[str | Text]:
+        """An example as the model sees it, and what batching does, for the console."""
+
+    def model(self) -> Any:
+        """A float32 model on the CPU, before its Linears are converted. Random weights come from the generators as they are."""
+
+    def objective(self, model: Any, computes_in: torch.dtype) -> Objective: ...
+
+    def feed(self, model: Any) -> Feed:
+        """The batches from the first on. Raises if this model cannot be trained on them."""
+
+    def evaluate(self, model: Any, scorer: Scorer) -> dict[str, Any]:
+        """Metrics on the validation data, streamed: `loss` first, and `tokens`, the targets that it is a mean of."""
+
+    def sample(self, model: Any) -> dict[str, str] | None:
+        """`prompt` and the model's `text`; None if nothing is to be written. Leaves generators alone."""
+
+    def facts(self) -> dict[str, Any]:
+        """`data`, `tokens_per_step` and additions to `model`, for run.json."""
+
+
+def describe_metrics(found: Mapping[str, Any]) -> str:
+    """'validation loss 0.4312, accuracy 0.8101' of an evaluation, without what is no metric."""
+    shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
+    return "validation " + ", ".join(shown)

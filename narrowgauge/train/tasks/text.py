@@ -1,0 +1,141 @@
+"""Language models on running text: windows of a stream of tokens, as a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from narrowgauge import data
+from narrowgauge.train.config import TrainConfig, resolved
+from narrowgauge.train.generate import sample
+from narrowgauge.train.model import language_model
+from narrowgauge.train.objective import NO_CACHE, Batch, Objective
+from narrowgauge.train.tasks.task import Drawn, Scorer
+
+SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents
+
+
+@dataclass
+class TextFeed:
+    """The place in the stream is the step number; nothing else is kept."""
+
+    batches: data.CausalBatches
+    parts: int
+
+    def draw(self, step: int) -> Drawn:
+        batches = [self.batches.batch(step, part, self.parts) for part in range(self.parts)]
+        return Drawn(batches, sum(batch["input_ids"].numel() for batch in batches))
+
+    def probe(self) -> Batch:
+        return self.batches.batch(0, 0, self.parts)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+@dataclass
+class TextTask:
+    """See `task.Task`."""
+
+    config: TrainConfig
+    tokenizer: Any
+    corpus: data.Corpus
+    notes: Sequence[str]
+
+    name: ClassVar[str] = "text"
+    options: ClassVar[Mapping[str, Any]] = NO_CACHE
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> TextTask:
+        """The tokenizer, given or trained on the data, and the tokenized corpus; both cached by their content."""
+        cache, column, notes = Path(resolved(config).cache), config.column or None, list[str]()
+        if config.tokenizer or config.model:
+            tokenizer = data.load(config.tokenizer or config.model)
+        else:
+            texts = (document.text for document in data.documents(config.data, column=column))
+            trained = data.train_bpe(texts, config.vocab_size, cache)
+            tokenizer, notes = trained.tokenizer, trained.notes
+        corpus = data.prepare(
+            config.data,
+            tokenizer,
+            cache=cache,
+            validation_fraction=config.validation_fraction,
+            seed=SPLIT_SEED,
+            column=column,
+        )
+        return cls(config, tokenizer, corpus, [*notes, *corpus.summary.get("notes", [])])
+
+    @property
+    def best(self) -> str:
+        return "" if self.config.best == "none" else self.config.best
+
+    @property
+    def identity(self) -> dict[str, str]:
+        content = self.corpus.summary["content_hash"]
+        return {"tokenizer": data.fingerprint(self.tokenizer), "content_hash": content}
+
+    def steps(self, epochs: int) -> int:
+        return math.ceil(epochs * self._batches().windows / self.config.batch_size)
+
+    def words(self) -> str:
+        summary = self.corpus.summary
+        return (
+            f"{summary['train_tokens']:,} training tokens, {summary['validation_tokens']:,} held out of "
+            f"{summary['documents']:,} documents"
+        )
+
+    def preview(self) -> list[Any]:
+        return []
+
+    def model(self) -> Any:
+        return language_model(self.config, self.tokenizer)
+
+    def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
+        return Objective.of(model, computes_in, compiled=self.config.compile)
+
+    def feed(self, model: Any) -> TextFeed:
+        data.check_vocabulary(self.corpus, model.get_input_embeddings().weight.shape[0])
+        return TextFeed(self._batches(), self.config.micro_batches)
+
+    def _batches(self) -> data.CausalBatches:
+        config = self.config
+        return data.CausalBatches(self.corpus.train, config.sequence_length, config.batch_size, config.seed)
+
+    def evaluate(self, model: Any, scorer: Scorer) -> dict[str, Any]:
+        config, stream = self.config, self.corpus.validation
+        length = min(config.sequence_length, len(stream) - 1)
+        batches = data.CausalBatches(stream, length, config.batch_size, config.seed)
+        total, tokens = 0.0, 0
+        for batch in batches.evaluation(config.eval_tokens):
+            with scorer.context():
+                total += float(scorer.objective(batch, scorer.device))
+            tokens += data.valid_targets(batch)
+        return {"loss": total / tokens, "tokens": tokens}
+
+    def sample(self, model: Any) -> dict[str, str]:
+        config = self.config
+        prompt = config.prompt or self._default_prompt()
+        longest, seed = config.sequence_length, config.seed
+        text = sample(model, self.tokenizer, prompt, config.sample_tokens, longest=longest, seed=seed)
+        return {"prompt": prompt, "text": text}
+
+    def _default_prompt(self) -> str:
+        if self.config.data == "stdlib":
+            return "def "
+        return str(self.tokenizer.decode(self.corpus.validation.tokens[:12].tolist(), skip_special_tokens=True))
+
+    def facts(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "model": {"sequence_length": config.sequence_length},
+            "data": self.corpus.summary,
+            "tokens_per_step": config.batch_size * config.sequence_length,
+        }

@@ -1,0 +1,67 @@
+"""One model of each kind and one table for each task, for all runs of these tests; and no way to the network."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.train.tasks import folders
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """A folder with models and tables."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for build in (folders.bert, folders.llama, folders.t5, folders.marian):
+        build(folder / build.__name__)
+    folders.classes_csv(folder / "classes.csv")
+    folders.prompts(folder / "prompts.jsonl")
+    folders.chats(folder / "chats.jsonl")
+    folders.pairs(folder / "pairs.jsonl")
+    folders.two_texts(folder / "two-texts.jsonl")
+    return folder
+
+
+@pytest.fixture
+def jobs(place):
+    """Settings by the name of a job; one for each kind of model, one more for chats, packed rows and a token budget."""
+    return {
+        "classification": {"task": "classification", "model": place / "bert", "data": place / "classes.csv"},
+        "pairs of a decoder": {
+            "task": "classification", "model": place / "llama", "data": place / "two-texts.jsonl", "pair_column": "other",
+        },
+        "completion": {"task": "causal-lm", "model": place / "llama", "data": place / "prompts.jsonl"},
+        "packed": {
+            "task": "causal-lm", "model": place / "llama", "data": place / "prompts.jsonl", "packing": 64, "batch_size": 2,
+        },
+        "chat": {
+            "task": "causal-lm", "model": place / "llama", "data": place / "chats.jsonl", "messages_column": "messages",
+            "token_budget": 256,
+        },
+        "t5": {"task": "seq2seq", "model": place / "t5", "data": place / "pairs.jsonl"},
+        "marian": {"task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def make(jobs, place, tmp_path):
+    """make("chat", steps=3): the configuration of a tiny run; all share one cache of examples."""
+
+    def settings(job, name="run", **changes):
+        return folders.settings(tmp_path / name, **{"cache": place / "cache", **jobs[job], **changes})
+
+    return settings
+
+
+@pytest.fixture
+def copy_of(place, tmp_path):
+    """copy_of("llama"): a model's folder that a test may spoil."""
+    return lambda name: shutil.copytree(place / name, tmp_path / f"own-{name}")

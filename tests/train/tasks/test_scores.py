@@ -1,0 +1,65 @@
+"""Metrics of a streamed confusion matrix (exact counts; floats against scikit-learn within rounding)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from narrowgauge.train.tasks.scores import Confusion, perplexity
+
+
+def streamed(truth, predicted, classes, rows):
+    confusion = Confusion(classes)
+    for start in range(0, len(truth), rows):
+        logits = torch.nn.functional.one_hot(predicted[start : start + rows], classes).bfloat16()
+        confusion.add(logits, truth[start : start + rows])
+    return confusion
+
+
+@pytest.mark.parametrize("classes", [2, 3, 7])
+def test_metrics_are_those_of_scikit_learn(classes):
+    metrics = pytest.importorskip("sklearn.metrics")
+    draw = torch.Generator().manual_seed(classes)
+    truth = torch.randint(classes, (101,), generator=draw)
+    predicted = torch.where(
+        torch.rand(101, generator=draw) < 0.6, truth, torch.randint(classes, (101,), generator=draw)
+    )
+    found = streamed(truth, predicted, classes, rows=8).metrics()
+    expected = {
+        "accuracy": metrics.accuracy_score(truth, predicted),
+        "mcc": metrics.matthews_corrcoef(truth, predicted),
+        "f1": metrics.f1_score(truth, predicted, average="macro"),
+    }
+    if classes == 2:
+        expected["f1_binary"] = metrics.f1_score(truth, predicted)
+    assert found == pytest.approx(expected, rel=1e-12)  # float64 on both sides, a few roundings each
+
+
+def test_batches_do_not_matter():
+    truth, predicted = torch.tensor([0, 1, 2, 2, 1, 0, 2]), torch.tensor([0, 2, 2, 2, 1, 1, 0])
+    assert torch.equal(streamed(truth, predicted, 3, 1).counts, streamed(truth, predicted, 3, 7).counts)
+    assert streamed(truth, predicted, 3, 2).counts.tolist() == [[1, 1, 0], [0, 1, 1], [1, 0, 2]]
+
+
+def test_degenerate_evaluations_give_numbers():
+    one_class = streamed(torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long), 2, 5).metrics()
+    assert one_class == {
+        "accuracy": 1.0,
+        "mcc": 0.0,
+        "f1": 1.0,
+        "f1_binary": 0.0,
+    }  # the class that never occurs is left out
+    assert set(Confusion(2).metrics().values()) == {0.0}
+
+
+def test_squares_of_large_counts_do_not_overflow():
+    confusion = Confusion(2)
+    confusion.counts = torch.tensor([[3 * 10**9, 0], [0, 10**9]])
+    assert confusion.metrics()["mcc"] == 1.0
+
+
+def test_perplexity_of_any_loss():
+    assert perplexity(0.0) == 1.0 and perplexity(1e4) == math.inf
+    assert math.isnan(perplexity(math.nan)) and perplexity(math.inf) == math.inf
