@@ -100,7 +100,6 @@ def named(model):
         ({"*": replace(ng.recipes.NVFP4, wide_blocks=None)}, set()),
         ({"*": replace(ng.recipes.NVFP4, wide_blocks=WideBlocks(share=0.5))}, {"3", "4", "5", "6"}),
     ],
-    ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_a_pattern_that_spells_out_the_block_overrides_the_rule(patterns, wide):
     model = ng.convert(Model(), patterns)
