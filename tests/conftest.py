@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,12 @@ hypothesis.settings.register_profile("narrowgauge", derandomize=True, deadline=N
 
 
 def pytest_configure() -> None:
-    """One thread, so that the order of a sum does not depend on the machine."""
+    """One thread, so that the order of a sum does not depend on the machine; Ctrl-C as on a terminal.
+
+    A shell starts what runs in its background with SIGINT ignored, and so would be the processes that tests interrupt.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("narrowgauge")
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
