@@ -92,7 +92,9 @@ def chunked_cross_entropy(
         z_loss=z_loss,
         needs_gradients=torch.is_grad_enabled(),
     )
-    loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, settings)
+    # Autocast would round the operands of these products again, and multiply in bfloat16 where float32 was chosen for speed.
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, settings)
     return loss, count
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 from narrowgauge.errors import ConfigError, DataError, ShapeError
 from narrowgauge.memory import chunked_cross_entropy
+from narrowgauge.ops.registry import Device
 from tests.compare import assert_same, assert_sqnr
 
 SAME = 1e-6  # relative in the norm, float32: sums of a few hundred terms in another order, 2**-24 each
@@ -206,3 +209,24 @@ def test_it_compiles_without_a_break():
         gradients(loss, (x, weight, bias)), gradients(expected, (x, weight, bias)), strict=True
     ):
         assert distance(found, reference) <= SAME
+
+
+def test_autocast_does_not_choose_the_type_of_the_products(monkeypatch):
+    """On a CPU without bfloat16 instructions all products are in float32; autocast made them bfloat16, many times slower."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from narrowgauge.memory import loss
+
+    class Products(TorchDispatchMode):
+        dtypes: ClassVar[set[torch.dtype]] = set()
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            if "mm" in function.__name__:
+                self.dtypes |= {each.dtype for each in arguments if isinstance(each, torch.Tensor)}
+            return function(*arguments, **(options or {}))
+
+    monkeypatch.setattr(loss, "device_facts", lambda *_: Device("cpu", bf16_gemm=False))
+    x, weight, _, targets = made(dtype=torch.float32, bias=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Products():
+        chunked_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)[0].backward()
+    assert Products.dtypes == {torch.float32}
