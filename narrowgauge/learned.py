@@ -1,7 +1,12 @@
 """State of the layers that 4-bit recipes add: learned steps (parameters), and whether rows are sampled (a reading per product).
 
-`advance` ends a step for both: it counts the cold start down, keeps steps positive, and lets each product sample its rows or
-keep all of them by the variance that was predicted in the step. All of it is in state_dict.
+The parameter is not the step s but p = log(s) / RATE. Adam moves every number by about its learning rate: a weight's step of
+0.007 by a third of itself, an activation's of 0.5 by a 250th, so that one jitters and the other lags behind. With logarithms all
+move by the same ratio, RATE times the learning rate; positive they are by themselves. The gradient that p is given is LSQ's
+gradient of s over s * RATE, which moves s under plain SGD as LSQ would.
+
+`advance` ends a step for both: it counts the cold start down, keeps steps within their bounds, and lets each product sample
+its rows or keep all of them by the variance that was predicted in the step. All of it is in state_dict.
 """
 
 from __future__ import annotations
@@ -14,13 +19,13 @@ from torch import Tensor, nn
 
 from narrowgauge.recipe import LearnedStep, LeverageScore
 
-SMALLEST_STEP = (
-    2.0**-20
-)  # a step driven to zero or below is this instead; it then clips everything, which pushes it up again
+RATE = 64.0  # of 1, 4, 16, 64, 256 and 1024 the best in a language model (docs/log.md)
+SMALLEST_STEP = 2.0**-20  # clips everything, which pushes a step up again
+LARGEST_STEP = 2.0**20  # rounds everything to zero
 
 
 class LearnedSteps(nn.Module):
-    """The learned steps of a layer: parameters `x` and `w`, [1] float32 each, those that its recipe has.
+    """The learned steps of a layer: parameters `x` and `w`, log(step) / RATE, [1] float32 each, those that its recipe has.
 
     cold_left  [1] int64, the steps of the cold start that are left; in them the steps are set from the data
     """
@@ -31,19 +36,37 @@ class LearnedSteps(nn.Module):
         super().__init__()
         self.settings = settings
         for role in settings:
-            self.register_parameter(role, nn.Parameter(torch.ones(1, dtype=torch.float32, device=device)))
+            self.register_parameter(role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device)))
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
         self.is_cold = True
 
     def get(self, role: str) -> Tensor | None:
-        return getattr(self, role) if role in self.settings else None
+        """The step of "x" or "w", [1] float32, whose gradient reaches the parameter as LSQ's would; None if not learned."""
+        if role not in self.settings:
+            return None
+        log = getattr(self, role)
+        step = _step(log.detach())
+        return step + (log - log.detach()) / (step * RATE)
+
+    def version(self) -> tuple[int, ...]:
+        """Differs from an earlier one if the parameters were replaced or written since."""
+        steps = [getattr(self, role) for role in self.settings]
+        return tuple(part for step in steps if not step.is_inference() for part in (step._version, step.data_ptr()))
+
+    @torch.no_grad()
+    def put(self, role: str, step: Tensor, writes: bool = True) -> Tensor:
+        """Sets a step, [1], positive, if `writes`; returns it as `get` would give it, a rounding error away."""
+        log = step.log() / RATE
+        if writes:
+            getattr(self, role).copy_(log)
+        return _step(log)
 
     @torch.no_grad()
     def advance(self) -> None:
         """Ends an optimizer step."""
         for role in self.settings:
-            getattr(self, role).clamp_(min=SMALLEST_STEP)
+            getattr(self, role).clamp_(min=math.log(SMALLEST_STEP) / RATE, max=math.log(LARGEST_STEP) / RATE)
         if self.is_cold:
             self.cold_left -= 1
             self.is_cold = int(self.cold_left) > 0
@@ -52,7 +75,7 @@ class LearnedSteps(nn.Module):
     def reset_parameters(self) -> None:
         """Begins anew; the name is the one by which frameworks initialize modules that were made on meta."""
         for role in self.settings:
-            getattr(self, role).fill_(1.0)
+            getattr(self, role).fill_(0.0)
         self.cold_left.fill_(self._cold_steps)
         self.is_cold = True
 
@@ -78,6 +101,10 @@ class LearnedSteps(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(self.settings)
+
+
+def _step(log: Tensor) -> Tensor:
+    return (log * RATE).exp().clamp(SMALLEST_STEP, LARGEST_STEP)
 
 
 class RowSampling(nn.Module):

@@ -55,14 +55,12 @@ class WeightCache:
         weight: Tensor,
         settings: Settings,
         build: Callable[[], QTensor | Tensor],
-        step: Tensor | None = None,
     ) -> QTensor | Tensor:
-        """The weight as an operand of `gemm`, built at most once per step. step: its learned step, if it has one."""
+        """The weight as an operand of `gemm`, built at most once per step."""
         if weight.is_inference():  # has no version counter
             return build()
         address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
-        learned = None if step is None or step.is_inference() else (step._version, step.data_ptr())
-        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe), learned)
+        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe), settings.steps_version)
         if key != self.key:
             self.key, self.held, self.casts = key, weight.detach(), {}
         casts = self.casts  # of this key, should another thread bring another one meanwhile
@@ -112,6 +110,7 @@ class Settings:
     is_cold  whether learned steps are in their cold start
     sampled  the products whose rows are sampled in this step
     share    the casts of x that other layers made or will use, open during forward
+    steps_version  changes whenever the learned steps do
     """
 
     recipe: Recipe
@@ -123,6 +122,7 @@ class Settings:
     is_cold: bool = False
     sampled: tuple[str, ...] = ()
     share: Share | None = None
+    steps_version: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -166,16 +166,18 @@ class QLinear(nn.Linear):
         settings = replace(
             settings,
             is_cold=steps is not None and steps.is_cold,
+            steps_version=() if steps is None or settings.cache is None else steps.version(),
             sampled=() if sampling is None else sampling.active,
         )
         if steps is None:
             return (None, None, variance), settings
-        found = {role: steps.get(role) for role in ("x", "w")}
+        fresh = {}
         if steps.is_cold:
             fresh = steps_from_data(steps, x.reshape(-1, x.shape[-1]), weight, settings.recipe, writes=self.training)
-            if not self.training:
-                found.update(fresh)
-        return (found["x"], found["w"], variance), settings
+        x_step, w_step = (
+            fresh[role] if role in fresh and not self.training else steps.get(role) for role in ("x", "w")
+        )
+        return (x_step, w_step, variance), settings
 
     def train(self, mode: bool = True) -> QLinear:
         """As ever; and a change of mode forgets the quantized weight, since averaged weights are swapped in around it."""

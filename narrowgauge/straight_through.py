@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge import sampling
 from narrowgauge.formats import INT8
-from narrowgauge.learned import SMALLEST_STEP, LearnedSteps
+from narrowgauge.learned import LearnedSteps
 from narrowgauge.ops.codes import decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.mm import Plan
 from narrowgauge.ops.quantize import calibrated_amax
@@ -188,13 +188,13 @@ class StraightThrough(torch.autograd.Function):
 
 
 def _coded(rotated: Tensor, cast: Cast, step: Tensor | None, packed: bool = False, bits: bool = False) -> Coded:
-    """x H [outer, K] -> its codes. A learned step is used as it is, but for its smallest value; see `learned`."""
+    """x H [outer, K] -> its codes. A learned step is used as it is."""
     rotated = rotated.to(torch.float32)
     if step is None or 0 in rotated.shape:
         scale = cast.scale(calibrated_amax(rotated, cast), cast.format)
     else:
         # 0 * sum: NaN and infinity in x show themselves through the scale, as they do through an amax.
-        scale = step.detach().clamp(min=SMALLEST_STEP).reshape(1, 1) + rotated.sum() * 0.0
+        scale = step.detach().reshape(1, 1) + rotated.sum() * 0.0
     found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
     return Coded(cast, found.codes, scale, found.bits, packed=found.packed)
 
@@ -210,7 +210,7 @@ def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings
 
     if settings.cache is None or turn.is_random:
         return build()
-    return settings.cache.get("output", weight, settings, build, step)
+    return settings.cache.get("output", weight, settings, build)
 
 
 def _input(x: Tensor, turn: Turn, step: Tensor | None, settings: Settings, masks: bool, reads: bool) -> Coded | None:
@@ -348,7 +348,5 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
         amax = calibrated_amax(Turn.of(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast).reshape(1)
         step = steps.get(role)
         assert step is not None
-        found[role] = torch.where(amax.isfinite() & (amax > 0), amax / cast.format.max, step)
-        if writes:
-            step.copy_(found[role])
+        found[role] = steps.put(role, torch.where(amax.isfinite() & (amax > 0), amax / cast.format.max, step), writes)
     return found

@@ -14,7 +14,7 @@ import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import INT4, INT4X2, INT8
-from narrowgauge.learned import SMALLEST_STEP
+from narrowgauge.learned import LARGEST_STEP, RATE, SMALLEST_STEP
 from narrowgauge.qlinear import QLinear, linear
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
 from tests.compare import assert_same, sqnr_db
@@ -78,7 +78,7 @@ def by_the_equations(layer: QLinear, x: torch.Tensor, gy: torch.Tensor, block: i
     if layer.steps is None:
         s_x, s_w = (2.475 * t.square().mean().sqrt() / 7 for t in (xh, wh))
     else:
-        s_x, s_w = layer.steps.x.detach().double(), layer.steps.w.detach().double()
+        s_x, s_w = (layer.steps.get(role).detach().double() for role in ("x", "w"))
     q_x, q_w = (torch.round(torch.clamp(t / s, -7, 7)) for t, s in ((xh, s_x), (wh, s_w)))
     i_x, i_w = ((t / s).abs() <= 7 for t, s in ((xh, s_x), (wh, s_w)))
     s_g = gy.abs().max().double() / 127
@@ -91,9 +91,9 @@ def by_the_equations(layer: QLinear, x: torch.Tensor, gy: torch.Tensor, block: i
         "x": ((d_x * i_x) @ h.T)[:, :k],
         "weight": ((d_w * i_w) @ h.T)[:, :k],
         "bias": gy.double().sum(dim=0),
-        "steps.x": (d_x * delta_x).sum().reshape(1) / math.sqrt(xh.numel() * 7),
-        "steps.w": (d_w * delta_w).sum().reshape(1) / math.sqrt(wh.numel() * 7),
-        "terms of steps.x": (d_x * delta_x).abs().sum() / math.sqrt(xh.numel() * 7),
+        "steps.x": (d_x * delta_x).sum().reshape(1) / math.sqrt(xh.numel() * 7) / (s_x * RATE),
+        "steps.w": (d_w * delta_w).sum().reshape(1) / math.sqrt(wh.numel() * 7) / (s_w * RATE),
+        "terms of steps.x": (d_x * delta_x).abs().sum() / math.sqrt(xh.numel() * 7) / (s_x * RATE),
         "clipped": torch.tensor([(~i_x).sum(), (~i_w).sum()]),
     }
 
@@ -205,8 +205,10 @@ def test_five_eighths_of_a_byte_per_element_are_kept() -> None:
     """Codes at half a byte, one bit of mask; two scales of 4 bytes, the one of the weight included."""
     elements = 128 * 64
     assert kept_bytes(recipes.get("int4-hq-bs")) == elements * 5 // 8 + 8
-    rows = 128 // 64  # learned steps: float16 rounding errors of 1 row in 64, and which rows they are
-    assert kept_bytes(recipes.get("int4-hq-lss")) == elements * 5 // 8 + 8 + rows * (64 * 2 + 8)
+    rows = (
+        128 // 64
+    )  # learned steps: float16 rounding errors of 1 row in 64, and which rows they are; and the two steps
+    assert kept_bytes(recipes.get("int4-hq-lss")) == elements * 5 // 8 + 8 + rows * (64 * 2 + 8) + 8
 
 
 def test_a_frozen_weight_keeps_one_bit_per_element() -> None:
@@ -231,7 +233,7 @@ def test_cold_start_takes_the_step_from_the_data_and_then_learns() -> None:
         x = torch.randn(40, 64) * scale
         found = run(layer, x, torch.randn(40, 48))
         expected = 2 * x.abs().mean() / math.sqrt(7)
-        torch.testing.assert_close(layer.steps.x.detach(), expected.reshape(1))
+        torch.testing.assert_close(layer.steps.get("x").detach(), expected.reshape(1), rtol=1e-5, atol=0)
         assert found["steps.x"] == found["steps.w"] == 0, "not learned yet"
         ng.advance(layer)
     before = layer.steps.x.detach().clone()
@@ -248,26 +250,46 @@ def test_evaluation_before_training_uses_the_data_and_writes_nothing() -> None:
     expected = trained(x)
     layer.eval()
     assert_same(layer(x), expected)
-    assert layer.steps.x == 1
+    assert layer.steps.get("x") == 1
 
 
-@pytest.mark.parametrize("driven", [0.0, -3.0, 1e-30])
-def test_a_step_driven_to_zero_or_below_becomes_the_smallest_step(driven: float) -> None:
-    """Everything is clipped then; results stay finite, and the gradient pushes the step up again."""
+@pytest.mark.parametrize(("driven", "bound"), [(-30.0, SMALLEST_STEP), (-1e30, SMALLEST_STEP), (30.0, LARGEST_STEP)])
+def test_a_step_driven_away_stays_at_its_bound(driven: float, bound: float) -> None:
+    """At the smallest everything is clipped, and the gradient pushes the step up; at the largest everything is zero."""
     layer, x, gy = layer_of(recipe_of(LSQ, 16))
     with torch.no_grad():
         layer.steps.x.fill_(driven)
     found = run(layer, x, gy)
-    assert all(value.isfinite().all() for value in found.values())
-    assert not found["x"].any()
-    smallest = {"y": found["y"]}
-    with torch.no_grad():
-        layer.steps.x.fill_(SMALLEST_STEP)
-    assert_same(run(layer, x, gy)["y"], smallest["y"])
-    with torch.no_grad():
-        layer.steps.x.fill_(driven)
+    assert all(found[name].isfinite().all() for name in ("y", "x", "weight", "bias", "steps.w"))
+    assert not (found["x"] if bound == SMALLEST_STEP else found["weight"]).any()
     ng.advance(layer)
-    assert layer.steps.x == SMALLEST_STEP
+    torch.testing.assert_close(layer.steps.get("x").detach(), torch.tensor([bound]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(run(layer, x, gy)["y"], found["y"], rtol=1e-3, atol=1e-4)
+
+
+def test_an_update_by_adam_moves_every_step_by_the_same_ratio() -> None:
+    """A weight's step of 0.01 and an activation's of 10: without logarithms one would jump and the other stand still."""
+    layer, x, gy = layer_of(recipe_of(LSQ, 16))
+    layer.steps.put("x", torch.tensor([10.0]))
+    layer.steps.put("w", torch.tensor([0.01]))
+    before = [float(layer.steps.get(role).detach()) for role in ("x", "w")]
+    optimizer = torch.optim.Adam(layer.steps.parameters(), lr=1e-4)
+    layer(x).backward(gy)
+    optimizer.step()
+    moved = [
+        abs(math.log(float(layer.steps.get(role).detach()) / step))
+        for role, step in zip(("x", "w"), before, strict=True)
+    ]
+    assert moved == pytest.approx([1e-4 * RATE] * 2, rel=1e-2)
+
+
+def test_an_update_by_sgd_moves_a_step_as_lsq_does() -> None:
+    layer, x, gy = layer_of(recipe_of(LSQ, 16))
+    step = float(layer.steps.get("x").detach())
+    layer(x).backward(gy)
+    lsq = float(layer.steps.x.grad) * step * RATE  # the gradient of the step itself; see by_the_equations
+    torch.optim.SGD(layer.steps.parameters(), lr=1e-4 * step / abs(lsq)).step()
+    assert float(layer.steps.get("x").detach()) / step == pytest.approx(1 - 1e-4 * math.copysign(1, lsq), rel=1e-6)
 
 
 def test_a_poisoned_batch_of_the_cold_start_is_seen_and_forgotten() -> None:
@@ -404,7 +426,7 @@ def test_weights_are_coded_once_per_step_and_again_when_a_step_changes() -> None
         layer(x), layer(x)
         assert seen[0] == seen[1]
     with torch.no_grad():
-        layer.steps.w.mul_(2)
+        layer.steps.w.add_(math.log(2) / RATE)
     fresh = QLinear(64, 48, recipe=layer.recipe)
     fresh.load_state_dict(layer.state_dict())
     assert_same(layer(x), fresh(x))
