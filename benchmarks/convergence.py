@@ -2,6 +2,7 @@
 
     make convergence                                     the default corpus (Python's standard library), about half an hour on 2 cores
     make convergence ARGS="--data shakespeare.txt"       any other text
+    make convergence ARGS="--recipes bf16 int4-hq-bs int4-hq-bs,fp8-current@80%"     the last fifth in a wider recipe
     make convergence ARGS="--quick"                      50 steps, one seed: to see that it works
 
 A seed decides weights and data order, so a recipe and bf16 of one seed are a pair: same start, same batches. Reported for each
@@ -60,8 +61,9 @@ def train(data: str, recipe: str, seed: int, steps: int, output: Path) -> dict[s
         sizes = SIZES | {"warmup_steps": min(SIZES["warmup_steps"], steps)}
         if recipe == CONTROL:
             sizes = sizes | {"micro_batches": 2}
+        name, _, switch = ("bf16" if recipe == CONTROL else recipe).partition(",")
         config = TrainConfig(
-            data=data, recipe="bf16" if recipe == CONTROL else recipe, seed=seed, steps=steps, output=str(folder), resume=True,
+            data=data, recipe=name, switch=switch, seed=seed, steps=steps, output=str(folder), resume=True,
             cache=str(output / "cache" / f"{Path(data).stem}-{seed}"), **sizes,
         )  # fmt: skip
         if code := run(resolved(config)):

@@ -177,7 +177,8 @@ def _int4(
     `calibrate_blocks` chooses it per layer). BS: the gradient in two INT4 digits, 197 levels. LSS: leverage scores.
 
     Where we differ from the paper: levels -7 ... 7 as printed (its code has -8); no clipping of digits, which biases the code's
-    gradients by up to 8 %; rows are sampled before the split (`sampling` says why). "int4-hq-bs" takes its steps from the spread
+    gradients by up to 8 %; the split gradient has a scale per row of each product, which its epilogue multiplies by, instead of
+    one for all; rows are sampled before the split (`sampling` says why). "int4-hq-bs" takes its steps from the spread
     of the tensor, which has 2.4 times less error than LSQ's first step, needs no state, and is the better default for language
     models; sampling pays where gradients are heavy-tailed, as in fine-tuning, so "int4-hq-lss" decides per layer.
     """
@@ -193,7 +194,7 @@ def _int4(
 
 _RMS = Cast(format=INT4, calibrate=ClippedRms())
 _LSQ = Cast(format=INT4, calibrate=LearnedStep())
-_SPLIT = Cast(format=INT4X2, rounding="stochastic")
+_SPLIT = Cast(format=INT4X2, tile=(1, WHOLE), rounding="stochastic")
 # LUQ (arXiv 2112.10769) done right: stochastic rounding between powers of two is linear in the value, so it is that of a format
 # with three exponent bits and no mantissa; alpha is max / 2**6, and nothing clips.
 _LUQ = Cast(format=E3M0, rounding="stochastic")

@@ -15,7 +15,7 @@ from narrowgauge.recipe import CURRENT, GEMMS, WHOLE, ClippedRms, Gemm, Hadamard
 TENSOR, ROW, VECTOR, SQUARE, MX = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)
 NV_X, NV_W = ("e2m1", (1, 16), "e4m3-two-level"), ("e2m1", (16, 16), "e4m3-two-level")
 NV_GY = ("e2m1", (1, 16), "e4m3-two-level-ceil")
-INT4, SPLIT = ("int4", TENSOR, "fp32"), ("int4x2", TENSOR, "fp32")
+INT4, SPLIT = ("int4", TENSOR, "fp32"), ("int4x2", ROW, "fp32")
 FORWARD, BACKWARD = ("e4m3", TENSOR, "fp32"), ("e5m2", TENSOR, "fp32")
 CASTS = {
     "bf16": [None] * 6,

@@ -490,11 +490,20 @@ def test_functions_without_memory_refuse_learned_steps_and_sampling() -> None:
 
 
 def test_gradient_is_split_without_clipping() -> None:
-    """What backward multiplies by is the 197-level cast of gy (exact)."""
+    """What backward multiplies by is the 197-level cast of gy (exact), each row of a product to its own largest level."""
     layer, x, gy = layer_of(recipes.get("int4-hq-bs"))
     seen = {}
     layer.observer = lambda gemm, role, original, operand: seen.update({f"{gemm} {role}": operand})
     run(layer, x, gy)
-    codes = seen["grad_input gy"]
-    assert codes.cast.format == INT4X2 and codes.values().abs().max() == 98
-    assert_same(seen["grad_weight gy"].values(), codes.values().T)
+    for product, original in (("grad_input gy", gy), ("grad_weight gy", gy.T)):
+        codes = seen[product]
+        assert codes.cast.format == INT4X2 and (codes.values().abs().amax(dim=1) == 98).all()
+        assert ((codes.values() * codes.scale - original).abs() < codes.scale).all()
+
+
+def test_one_cast_of_the_gradient_serves_both_products_if_it_has_one_scale() -> None:
+    layer, x, gy = layer_of(recipe_of(RMS, 16, Cast(format=INT4X2, rounding="stochastic")))
+    seen = {}
+    layer.observer = lambda gemm, role, original, operand: seen.update({f"{gemm} {role}": operand})
+    run(layer, x, gy)
+    assert_same(seen["grad_weight gy"].values(), seen["grad_input gy"].values().T)

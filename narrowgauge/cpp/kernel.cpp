@@ -171,11 +171,13 @@ void narrowgauge_decode(const uint8_t* packed, int64_t first, int64_t last, int6
   }
 }
 
-// x [rows, columns of stride] -> floor(x / scale) or one more, the latter where the noise is below the fraction.
-void narrowgauge_round(const void* x, int32_t dtype, int64_t first, int64_t last, int64_t stride, int64_t columns, float scale,
-                       float max, uint32_t low, uint32_t high, int8_t* codes) {
+// x [rows, columns of stride] -> floor(x / scale) or one more, the latter where the noise is below the fraction. One scale, or
+// one for each row.
+void narrowgauge_round(const void* x, int32_t dtype, int64_t first, int64_t last, int64_t stride, int64_t columns,
+                       const float* scales, int32_t by_row, float max, uint32_t low, uint32_t high, int8_t* codes) {
   std::vector<float> wide(columns);
   for (int64_t r = first; r < last; r++) {
+    const float scale = scales[by_row ? r : 0];
     const float* source = widened(x, dtype, r * stride, columns, wide.data());
     int8_t* row = codes + r * columns;
     const uint32_t at = uint32_t(r * columns);

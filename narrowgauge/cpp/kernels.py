@@ -25,7 +25,7 @@ _SIGNATURES = {
     "turn": (_P, _I, _L, _L, _L, _L, _L, _P, _P, _I, _I, _P),
     "encode": (_P, _L, _L, _L, _F, _F, _P, _P, _P),
     "decode": (_P, _L, _L, _L, _P),
-    "round": (_P, _I, _L, _L, _L, _L, _F, _F, _U, _U, _P),
+    "round": (_P, _I, _L, _L, _L, _L, _P, _I, _F, _U, _U, _P),
     "uniform": (_U, _U, _L, _L, _P),
     "pack": (_P, _L, _L, _L, _L, _L, _L, _I, _I, _P),
     "gemm": (_P, _P, _L, _L, _L, _L, _L, _I, _I, _P, _I, _P, _I, _P),
@@ -110,16 +110,26 @@ def decode(packed: Tensor, columns: int) -> Tensor:
     return codes
 
 
-def round_stochastically(x: Tensor, scale: float, largest: float, key: tuple[int, int]) -> Tensor:
-    """x [rows, n] float32 or bfloat16 -> int8 codes of x / scale, rounded with the noise of `key`."""
-    x = _rows(x)
+def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[int, int]) -> Tensor:
+    """x [rows, n] float32 or bfloat16 -> int8 codes of x / scale [rows or 1, 1], rounded with the noise of `key`."""
+    x, scale = _rows(x), scale.to(torch.float32).contiguous()
     codes = torch.empty(x.shape, dtype=torch.int8)
     call, dtype = _library().narrowgauge_round, DTYPES[x.dtype]
     _in_rows(
         len(x),
         x.numel(),
         lambda first, last: call(
-            x.data_ptr(), dtype, first, last, x.stride(0), x.shape[1], scale, largest, *key, codes.data_ptr()
+            x.data_ptr(),
+            dtype,
+            first,
+            last,
+            x.stride(0),
+            x.shape[1],
+            scale.data_ptr(),
+            scale.numel() > 1,
+            largest,
+            *key,
+            codes.data_ptr(),
         ),
     )
     return codes

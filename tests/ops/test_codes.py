@@ -110,11 +110,12 @@ def test_noise_is_the_definition_uniform_and_from_torchs_generator():
 @needs_compiler
 @pytest.mark.parametrize("expand", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("format", [INT4, INT4X2, INT8], ids=str)
+@pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (1, WHOLE)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, "transposed"], ids=str)
-def test_stochastic_rounding_is_the_reference(shape, dtype, format, expand):
+def test_stochastic_rounding_is_the_reference(shape, dtype, tile, format, expand):
     x = torch.randn(31, 6).T if shape == "transposed" else torch.randn(shape) * 3
-    x, cast, key = x.to(dtype), Cast(format=format, rounding="stochastic"), Key(11, 13)
+    x, cast, key = x.to(dtype), Cast(format=format, tile=tile, rounding="stochastic"), Key(11, 13)
     found = quantize(x, cast, noise=key, expand=expand)
     expected = quantize(x, cast, noise=noise.reference(11, 13, tuple(x.shape)), expand=expand)
     assert_same(found.data, expected.data)

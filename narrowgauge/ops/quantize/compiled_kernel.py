@@ -1,4 +1,4 @@
-"""Integers with one scale per tensor, rounded stochastically in one pass of C++ that makes its noise itself; the reference's bits."""
+"""Integers with one scale per tensor or row, rounded stochastically in one pass of C++ that makes its noise itself; the reference's bits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def refuse(x: Tensor, cast: Cast) -> str | None:
     """Why this kernel does not quantize x by `cast`, or None."""
     if cast.rounding != "stochastic" or not isinstance(cast.format, IntFormat):
         return "rounds integers stochastically, nothing else"
-    if cast.tile != (WHOLE, WHOLE) or cast.has_global_scale:
-        return "takes one scale per tensor"
+    if cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or cast.has_global_scale:
+        return "takes one scale per tensor or row"
     if x.numel() == 0:
         return "there is nothing to round"
     return cpp.refuse(x.device.type)
@@ -28,7 +28,8 @@ def refuse(x: Tensor, cast: Cast) -> str | None:
 def quantize(x: Tensor, cast: Cast, noise: Key, expand: torch.dtype | None) -> QTensor:
     """See `ops.quantize`."""
     # x.T, as grad_weight may give it, has the noise of its own order: made contiguous, it is read in that.
+    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     scale = cast.scale(reference.calibrated_amax(x, cast), cast.format)
-    codes = cpp.round_stochastically(x, float(scale), cast.format.max, (noise.low, noise.high))
+    codes = cpp.round_stochastically(x, scale, cast.format.max, (noise.low, noise.high))
     data = cast.format.pack(codes) if expand is None and cast.format.codes_per_byte > 1 else codes
     return QTensor(data=data if expand is None else data.to(expand), scale=scale, cast=cast, inner=x.shape[1])
