@@ -46,9 +46,9 @@ def stochastically(y: Tensor, noise: Tensor) -> Tensor:
     return floor + (noise < y - floor)
 
 
-def bit_split(x: Tensor, noise: Tensor, limit: int = LEVELS) -> tuple[Tensor, Tensor, Tensor]:
+def bit_split(x: Tensor, noise: Tensor, limit: int = LEVELS, by_row: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """x ~ (14 high + low) * step: high to nearest, low stochastically, both within +-limit. Unbiased for limit 7 alone."""
-    step = x.abs().amax() / (RATIO * LEVELS)
+    step = (x.abs().amax(dim=1, keepdim=True) if by_row else x.abs().amax()) / (RATIO * LEVELS)
     y = x / torch.where(step == 0, 1.0, step)
     high = (y / RATIO).round().clamp(-limit, limit)
     low = stochastically(y - RATIO * high, noise).clamp(-limit, limit)
@@ -57,6 +57,12 @@ def bit_split(x: Tensor, noise: Tensor, limit: int = LEVELS) -> tuple[Tensor, Te
 
 def split(x: Tensor, noise: Tensor, limit: int = LEVELS) -> Tensor:
     high, low, step = bit_split(x, noise, limit)
+    return (RATIO * high + low) * step
+
+
+def split_by_row(x: Tensor, noise: Tensor) -> Tensor:
+    """A step for each row: what the recipes do, in both products."""
+    high, low, step = bit_split(x, noise, by_row=True)
     return (RATIO * high + low) * step
 
 
@@ -105,6 +111,11 @@ def unrounded(x: Tensor, noise: Tensor) -> Tensor:
 def whole(quantizer: Quantizer) -> Estimator:
     """All rows."""
     return lambda gy, other, generator: quantizer(gy, uniform(gy, generator)).T @ other
+
+
+def turned(quantizer: Quantizer) -> Quantizer:
+    """The quantizer of gy.T, whose rows are the outputs: grad_weight's operand as its GEMM reads it."""
+    return lambda x, noise: quantizer(x.T, noise.T).T
 
 
 def sampled(quantizer: Quantizer, keep: float = 0.5) -> Estimator:
@@ -177,9 +188,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "luq, natural log (defect)": whole(luq_natural),
     "per-token": whole(per_token),
     "bit split": whole(split),
+    "bit split, a step per output": whole(turned(split_by_row)),
     "bit split, clamp 6 (defect)": whole(split_clamped),
     "sampled, not rounded": sampled(unrounded),
     "sampled, split": sampled(split),
+    "sampled, split, a step per output": sampled(turned(split_by_row)),
     "split, parts sampled, floats": sampled_parts(requantize=False),
     "split, parts sampled, int8": sampled_parts(requantize=True),
     "split, sums sampled, floats": sampled_sums(requantize=False),

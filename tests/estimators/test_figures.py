@@ -29,6 +29,18 @@ def test_sampling_wins_where_rows_are_heavy_tailed(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_step_per_row_is_never_noisier(seed):
+    """In grad_weight, where a row is an output, a little; in grad_input, where it is a token, manifold."""
+    for sigma in estimators.SIGMAS:
+        by_output = variance(estimators.whole(estimators.turned(estimators.split_by_row)), sigma, seed)
+        assert by_output <= 1.05 * variance(estimators.whole(estimators.split), sigma, seed)
+    gy = estimators.operands(2.5, seed)[0]
+    noise = torch.rand(gy.shape, generator=torch.Generator().manual_seed(seed))
+    errors = [(rounded(gy, noise) - gy).square().sum() for rounded in (estimators.split, estimators.split_by_row)]
+    assert errors[0] > 10 * errors[1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sampling_loses_where_rows_are_alike(seed):
     """Then the bit split of all rows is far below LUQ (15 times in a published table of one gradient), and sampling above it."""
     luq = variance(estimators.whole(estimators.luq), 0.5, seed)

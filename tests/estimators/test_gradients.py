@@ -25,6 +25,7 @@ QUANTIZERS = {
     "per-token": estimators.per_token,
     "luq": estimators.luq,
     "bit split": estimators.split,
+    "bit split by row": estimators.split_by_row,
 }
 # Rounding in the log domain with the right logarithm errs less: near-uniform rows alone show it in 256 replicates.
 MISTAKES = [
@@ -37,6 +38,8 @@ MISTAKES = [
 GRAD_WEIGHT = {
     **{name: estimators.whole(quantizer) for name, quantizer in QUANTIZERS.items()},
     "sampled, split": estimators.sampled(estimators.split),
+    "bit split, a step per output": estimators.whole(estimators.turned(estimators.split_by_row)),
+    "sampled, split, a step per output": estimators.sampled(estimators.turned(estimators.split_by_row)),
     "sampled, min-max": estimators.sampled(estimators.integers),
     "sampled a tenth, split": estimators.sampled(estimators.split, keep=0.1),
     "parts sampled, floats": estimators.sampled_parts(requantize=False),
@@ -48,6 +51,7 @@ GRAD_INPUT = {
     "sampled, split": estimators.sampled_input(estimators.split, weigh_first=True),
     "split, sampled": estimators.sampled_input(estimators.split, weigh_first=False),
     "sampled a tenth, split": estimators.sampled_input(estimators.split, weigh_first=True, keep=0.1),
+    "sampled, split by row": estimators.sampled_input(estimators.split_by_row, weigh_first=True),
     "sampled, luq": estimators.sampled_input(estimators.luq, weigh_first=True),
 }
 by_tail = pytest.mark.parametrize("sigma", SIGMAS.values(), ids=SIGMAS)

@@ -1,4 +1,4 @@
-"""Integers with one scale per tensor or row, rounded stochastically in one pass of C++ that makes its noise itself; the reference's bits."""
+"""Integers with a scale per tensor or row, rounded stochastically in one pass of C++ that makes its noise itself; the reference's bits."""
 
 from __future__ import annotations
 
