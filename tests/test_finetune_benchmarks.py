@@ -1,0 +1,90 @@
+"""The fine-tuning benchmarks run from end to end on tiny models, keep what is finished, and refuse to mix settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from benchmarks import cola_speed, cola_variants, paired
+from tests.train.tasks import folders
+
+pytest.importorskip("accelerate")  # which transformers' Trainer needs
+pytest.importorskip("sklearn")
+pytestmark = pytest.mark.filterwarnings("ignore")  # the Trainer's own, of torch's and accelerate's versions
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny BERT, and sentences in CoLA's form."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    torch.manual_seed(0)
+    sizes = BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=128, pad_token_id=0,
+    )  # fmt: skip
+    folders.save(folder / "bert", BertForMaskedLM(sizes), folders.word_tokenizer())
+    lines = [f"x\t{int('red' in text)}\t\t{text}\n" for text in folders.texts(70)]
+    for name in ("in_domain_train.tsv", "in_domain_dev.tsv", "out_of_domain_dev.tsv"):
+        (folder / name).write_text("".join(lines[: 70 if "train" in name else 20]), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Runs in this process, which has torch and transformers already."""
+    monkeypatch.setattr(cola_speed, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(paired, "ProcessPoolExecutor", lambda jobs, context: ThreadPoolExecutor(1))
+
+
+def cola(monkeypatch, place, tmp_path, *more):
+    words = ["cola_speed", f"--data={place}", f"--encoder={place / 'bert'}", f"--output={tmp_path / 'runs'}"]
+    monkeypatch.setattr(sys, "argv", [*words, f"--results={tmp_path / 'results.jsonl'}", "--quick", *more])
+    cola_speed.main()
+
+
+def job(place, **changes):
+    sizes = {"epochs": 1, "batch_size": 8, "learning_rate": 1e-3, "threads": 1}
+    return cola_variants.Job(data=str(place), encoder=str(place / "bert"), **{**sizes, **changes})
+
+
+@pytest.mark.parametrize("name", [name for name in cola_variants.VARIANTS if "bf16" not in name])
+def test_every_variant_sees_every_example_once_in_an_epoch(place, name):
+    found = cola_variants.run(name, 0, job(place, examples=44), scored=name == "ours-run")
+    assert found["examples"] == 44 and found["steps"] == 6  # the last of 4
+    assert 0 < found["train_s"] and found["examples_per_s"] == 44 / found["train_s"]
+    assert ("in_domain_mcc" in found) == (name == "ours-run")
+
+
+def test_a_stretch_of_steps_counts_its_examples(place):
+    found = cola_variants.run("trainer-fixed128-fp32", 0, job(place, steps=2), scored=False)
+    assert found["steps"] == 2 and found["examples"] == 16
+
+
+def test_the_tables_of_cola_are_made_kept_and_not_mixed(monkeypatch, place, tmp_path, here, capsys):
+    variants = [
+        "--variants",
+        "trainer-dynamic-fp32",
+        "ours-run",
+        "--quality-variants",
+        "trainer-dynamic-fp32",
+        "ours-run",
+    ]
+    cola(monkeypatch, place, tmp_path, *variants)
+    printed = capsys.readouterr().out
+    assert "ours-run is" in printed and "times as fast as trainer-dynamic-fp32 (the fastest rival)" in printed
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()]
+    speed = [line for line in lines if line["benchmark"] == "cola_speed"]
+    assert {(line["case"], line["clock"]) for line in speed} == {
+        (case, clock) for case in ("trainer-dynamic-fp32", "ours-run") for clock in ("train_s", "cpu_s")
+    }
+    quality = [line for line in lines if line["benchmark"] == "cola_quality"]
+    assert [line["recipe"] for line in quality] == ["trainer-dynamic-fp32", "ours-run"]
+    monkeypatch.setattr(cola_speed, "run", None)  # nothing is run again
+    cola(monkeypatch, place, tmp_path, *variants)
+    with pytest.raises(SystemExit, match="holds runs with other batch_size"):
+        cola(monkeypatch, place, tmp_path, *variants, "--batch-size=4")
