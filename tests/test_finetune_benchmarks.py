@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from benchmarks import cola_speed, cola_variants, paired
+from benchmarks import cola_speed, cola_variants, cumulative, paired
+from narrowgauge.data import Document
 from tests.train.tasks import folders
 
 pytest.importorskip("accelerate")  # which transformers' Trainer needs
@@ -24,7 +25,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
     torch.manual_seed(0)
     sizes = BertConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
         max_position_embeddings=128, pad_token_id=0,
     )  # fmt: skip
     folders.save(folder / "bert", BertForMaskedLM(sizes), folders.word_tokenizer())
@@ -56,7 +57,7 @@ def job(place, **changes):
 def test_every_variant_sees_every_example_once_in_an_epoch(place, name):
     found = cola_variants.run(name, 0, job(place, examples=44), scored=name == "ours-run")
     assert found["examples"] == 44 and found["steps"] == 6  # the last of 4
-    assert 0 < found["train_s"] and found["examples_per_s"] == 44 / found["train_s"]
+    assert found["train_s"] > 0 and found["examples_per_s"] == 44 / found["train_s"]
     assert ("in_domain_mcc" in found) == (name == "ours-run")
 
 
@@ -88,3 +89,55 @@ def test_the_tables_of_cola_are_made_kept_and_not_mixed(monkeypatch, place, tmp_
     cola(monkeypatch, place, tmp_path, *variants)
     with pytest.raises(SystemExit, match="holds runs with other batch_size"):
         cola(monkeypatch, place, tmp_path, *variants, "--batch-size=4")
+
+
+def test_rows_add_up():
+    rows = cumulative.cumulated(cumulative.LANGUAGE_MODEL)
+    assert [row.padding for row in rows[:5]] == ["fixed", "longest", "longest", "buckets", "packed"]
+    assert rows[-2].accumulation == 2 and rows[-2].recipe and rows[-2].states == "8bit" and rows[-2].chunked
+    assert rows[-1] == cumulative.replace(rows[-2], name=rows[-1].name, in_backward=True, accumulation=1)
+
+
+def test_docstrings_are_records_of_prompt_and_completion(monkeypatch):
+    text = 'class A:\n    def f(self, x=1):\n        """Adds.\n\n        More."""\n    def g(self):\n        pass\n'
+    monkeypatch.setattr("narrowgauge.data.documents", lambda source: [Document(text, "a.py")])
+    assert list(cumulative.docstrings()) == [{"prompt": "def f(self, x=1):\n", "completion": "Adds."}]
+
+
+@pytest.mark.parametrize("kind", ["causal-lm", "classification"])
+def test_the_cumulative_table(monkeypatch, place, tmp_path, capsys, kind):
+    """Every row runs, and each technique shows where it must: in padding, kept bytes, states or trainables."""
+    monkeypatch.setattr(cumulative, "alone", lambda function, *arguments: function(*arguments))
+    texts = [{"prompt": f"{text}:", "completion": text.split()[1]} for text in folders.texts(120)]
+    monkeypatch.setattr(cumulative, "docstrings", lambda: iter(texts))
+    words = ["cumulative", f"--data={place}", f"--encoder={place / 'bert'}", f"--output={tmp_path / 'runs'}", "--quick"]
+    monkeypatch.setattr(sys, "argv", [*words, f"--only={kind}", f"--results={tmp_path / 'results.jsonl'}"])
+    cumulative.main()
+    lines = {
+        line["row"]: line for line in map(json.loads, (tmp_path / "results.jsonl").read_text("utf-8").splitlines())
+    }
+    names = [name for name, _ in (cumulative.LANGUAGE_MODEL if kind == "causal-lm" else cumulative.CLASSIFIER)]
+    assert list(lines) == names
+    printed = capsys.readouterr().out
+    assert all(f"| {name} |" in printed for name in names)
+
+    def values(column, *parts):
+        return [next(line[column] for name, line in lines.items() if part in name) for part in parts]
+
+    fixed, longest, buckets = values("padding", "fixed padding", "defaults", "by length")
+    assert fixed > longest > 0 and fixed > buckets
+    plain, frozen, narrow = values("optimizer_bytes", "accumulation 2", "frozen", "8-bit")
+    assert plain > frozen >= narrow > 0
+    whole, part = values("trainable", "accumulation 2", "frozen")
+    assert whole > part
+    before, checkpointed = values("saved_bytes", "8-bit", "checkpointing")
+    assert checkpointed < before
+    if kind == "causal-lm":
+        [packed] = values("padding", "packing")
+        assert packed < longest
+        whole, chunked = values("saved_bytes", "packing", "chunked")
+        assert chunked != whole
+    metric = "loss" if kind == "causal-lm" else "mcc"
+    assert all(metric in line for line in lines.values())
+    monkeypatch.setattr(cumulative, "measure_row", None)  # nothing is run again
+    cumulative.main()
