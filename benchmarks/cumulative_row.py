@@ -318,9 +318,9 @@ def _saved_bytes(row: Row, task: Task, model: Any, batch: Mapping[str, Any]) -> 
 def _metric(task: Task, model: Any, tokenizer: Any) -> dict[str, float]:
     """The validation loss per target of a language model, the Matthews correlation of a classifier; in the row's own forward."""
     import torch
-    from sklearn.metrics import matthews_corrcoef
 
     from narrowgauge.data import count_targets, step_loss
+    from narrowgauge.train.tasks.scores import Confusion
 
     plain = Row(name="")
     examples = _examples(plain, task, tokenizer, "validation")
@@ -331,8 +331,8 @@ def _metric(task: Task, model: Any, tokenizer: Any) -> dict[str, float]:
         if task.kind == "causal-lm":
             total = count_targets(batches, "causal-lm")
             return {"loss": sum(float(step_loss(model, batch, "causal-lm", total)) for batch in batches)}
-        found, labels = list[int](), list[int]()
+        confusion = Confusion(2)
         for batch in batches:
-            labels += batch.pop("labels").tolist()
-            found += model(**batch).logits.argmax(dim=-1).tolist()
-    return {"mcc": float(matthews_corrcoef(labels, found))}
+            labels = batch.pop("labels")
+            confusion.add(model(**batch).logits, labels)
+    return {"mcc": float(confusion.metrics()["mcc"])}

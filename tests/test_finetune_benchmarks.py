@@ -15,7 +15,6 @@ from narrowgauge.data import Document
 from tests.train.tasks import folders
 
 pytest.importorskip("accelerate")  # which transformers' Trainer needs
-pytest.importorskip("sklearn")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the Trainer's own, of torch's and accelerate's versions
 
 
