@@ -52,7 +52,7 @@ def job(place, **changes):
     return cola_variants.Job(data=str(place), encoder=str(place / "bert"), **{**sizes, **changes})
 
 
-@pytest.mark.parametrize("name", [name for name in cola_variants.VARIANTS if "bf16" not in name])
+@pytest.mark.parametrize("name", [name for name in cola_variants.VARIANTS if name != "trainer-dynamic-bf16"])
 def test_every_variant_sees_every_example_once_in_an_epoch(place, name):
     found = cola_variants.run(name, 0, job(place, examples=44), scored=name == "ours-run")
     assert found["examples"] == 44 and found["steps"] == 6  # the last of 4
