@@ -22,7 +22,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-emulation bench-memory bench-tokenize bench-optimizer bench-int4 estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train test check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-int4 estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -57,6 +57,12 @@ estimators: $(INSTALLED) ## variance, cosine and slope of the 4-bit estimates of
 
 bench-memory: $(PEERS) ## what each memory technique saves and costs
 	$(BIN)/python -m benchmarks.bench_memory $(ARGS)
+
+bench-cola: $(PEERS) ## fine-tuning on CoLA beside transformers.Trainer: speed and quality; ARGS="--data FOLDER"
+	$(BIN)/python -m benchmarks.cola_speed $(ARGS)
+
+bench-cumulative: $(PEERS) ## memory, speed and metric of a fine-tune, one technique more in each row
+	$(BIN)/python -m benchmarks.cumulative $(ARGS)
 
 bench-tokenize: $(INSTALLED) ## how fast text becomes ids: one row per call, and batched
 	$(BIN)/python -m benchmarks.bench_tokenize $(ARGS)

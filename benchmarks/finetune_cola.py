@@ -117,16 +117,17 @@ def collate(rows: list[tuple[list[int], int]], padding: int) -> tuple[dict[str, 
 def evaluate(model: Any, path: Path, tokenizer: Any) -> float:
     """Matthews correlation on one part."""
     import torch
-    from sklearn.metrics import matthews_corrcoef
+
+    from narrowgauge.train.tasks.scores import Confusion
 
     rows = sorted(read(path, tokenizer), key=lambda row: len(row[0]))
     model.eval()
-    found: list[int] = []
+    confusion = Confusion(2)
     with torch.no_grad():
         for start in range(0, len(rows), 64):
-            inputs, _ = collate(rows[start : start + 64], tokenizer.pad_token_id)
-            found += model(**inputs).logits.argmax(dim=-1).tolist()
-    return float(matthews_corrcoef([label for _, label in rows], found))
+            inputs, labels = collate(rows[start : start + 64], tokenizer.pad_token_id)
+            confusion.add(model(**inputs).logits, labels)
+    return float(confusion.metrics()["mcc"])
 
 
 def packaged_encoder() -> Path:

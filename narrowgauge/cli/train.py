@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter, Token
 
 from narrowgauge.cli import flags
 from narrowgauge.train import config_file, run_folder, switches
-from narrowgauge.train.config import TABLE, OneOf, TrainConfig, key_of, resolved, shown
+from narrowgauge.train.config import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
 from narrowgauge.train.config_file import Settings
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
@@ -62,7 +62,9 @@ def _refuse_unknown_recipes(config: TrainConfig) -> None:
     from narrowgauge import recipes
 
     switched = [entry.recipe for entry in switches.parse(config.switch)]
-    for name in {config.recipe, *config.layers_recipe.values(), *switched, config.compare or config.recipe}:
+    for name in {config.recipe, *config.layers_recipe.values(), config.compare or config.recipe} - {NO_RECIPE}:
+        recipes.get(name)
+    for name in switched:
         recipes.get(name)
 
 

@@ -30,6 +30,7 @@ from narrowgauge.train.rules import (
 )
 
 __all__ = [
+    "NO_RECIPE",
     "TABLE",
     "InvalidSettings",
     "OneOf",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
+NO_RECIPE = "none"  # an ordinary Linear, in the numbers of the precision
 OPTIMIZERS = ("adamw", "lion", "sgd")
 STATES = ("fp32", "8bit", "fp8", "fp8-lm", "4bit")
 MASTERS = ("fp32", "fp16-scaled", "bf16-remainder", "stochastic")
@@ -116,7 +118,10 @@ class TrainConfig:
     )
 
     recipe: str = setting(
-        "precision", "fp8-current", "Number formats of the matrix products of every Linear.", NOT_EMPTY
+        "precision",
+        "fp8-current",
+        "Number formats of the matrix products of every Linear; none: as the precision has them.",
+        NOT_EMPTY,
     )
     layers_recipe: TABLE = setting(  # noqa: RUF009 (it returns a dataclasses.field)
         "precision", dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16'.", key="recipes"

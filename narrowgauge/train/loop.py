@@ -15,7 +15,7 @@ from narrowgauge.train import storage, tasks
 from narrowgauge.train.config import TrainConfig, resolved
 from narrowgauge.train.console import console
 from narrowgauge.train.export import export
-from narrowgauge.train.machine import chosen_device, refuse_without_compiler
+from narrowgauge.train.machine import chosen_device, keep_freed_memory, refuse_without_compiler
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
@@ -31,6 +31,8 @@ def run(config: TrainConfig) -> int:
         refuse_without_compiler(device)
     if config.threads:
         torch.set_num_threads(config.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
     try:
         return _run(config)
     except RuntimeError as error:

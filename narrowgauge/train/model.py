@@ -34,7 +34,7 @@ from narrowgauge.optim.precision import Precision
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config import NO_RECIPE, TrainConfig
 from narrowgauge.train.state import seed_all
 
 # What transformers raises for a folder or name that it cannot make a model of.
@@ -89,9 +89,9 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _patterns(config: TrainConfig) -> dict[str, Recipe]:
+def _patterns(config: TrainConfig) -> dict[str, Recipe | None]:
     names = {"*": config.recipe, **config.layers_recipe}
-    return {pattern: chosen_recipe(config, name) for pattern, name in names.items()}
+    return {pattern: None if name == NO_RECIPE else chosen_recipe(config, name) for pattern, name in names.items()}
 
 
 def _llama(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

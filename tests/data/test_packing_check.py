@@ -49,6 +49,36 @@ def test_a_model_that_keeps_documents_apart_passes(attention):
     assert model.training
 
 
+@pytest.mark.parametrize("attention", ["mask", "positions", "varlen"])
+def test_the_rows_are_short_whatever_the_collator_pads_to(attention):
+    """Calls of 32 positions at most, though training has rows of 512: the check is to take about a second."""
+    shapes = []
+    model = llama(attn_implementation="sdpa")
+    model.register_forward_pre_hook(
+        lambda module, args, inputs: shapes.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    collator = Collator(pad_id=0, attention=attention, widths=(512,))
+    try:
+        check_packing(model, collator)
+    except ConfigError:
+        assert attention == "varlen"  # no kernel for it here, which one more call makes sure of
+        assert shapes.pop() == 32
+    assert shapes == [32, 32, 16]
+
+
+def test_a_global_first_token_is_found():
+    """Every document sees the first token of the row, as with attention sinks; its neighbour's change shows nothing there."""
+
+    class Sinking(Ignoring):
+        def forward(self, attention_mask, **inputs):
+            attention_mask = attention_mask.clone()
+            attention_mask[..., 0] = True
+            return super().forward(attention_mask=attention_mask, **inputs)
+
+    with pytest.raises(ConfigError, match="mixes packed documents"):
+        check_packing(Sinking(llama(attn_implementation="sdpa"), ()), Collator(pad_id=0))
+
+
 def test_an_encoder_passes_with_a_mask_that_is_not_causal():
     model = BertForMaskedLM(BertConfig(**SIZES, attn_implementation="sdpa"))
     check_packing(model, Collator(pad_id=0, causal=False))

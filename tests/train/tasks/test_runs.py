@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -60,6 +61,31 @@ def test_a_run_leaves_a_folder_that_transformers_loads(make, job):
         if name in best:
             assert_same(tensor, best[name].to(tensor.dtype))
     assert (folder / "report.html").exists()
+
+
+def test_it_learns_and_the_report_tells(make, tmp_path):
+    """Whether 'red' is in a sentence, of 400 of them, in 60 steps of fp8-row from random weights."""
+    data = folders.classes_csv(tmp_path / "many.csv", 400)
+    config = make(
+        "classification", data=data, steps=60, batch_size=16, learning_rate=5e-3, recipe="fp8-row", warmup_steps=6
+    )
+    assert loop.run(config) == 0
+    folder = Path(config.output)
+    [evaluation] = tiny.events(folder, "eval")
+    labels = [line.rpartition(",")[2] for line in data.read_text("utf-8").splitlines()[1:]]
+    assert max(map(labels.count, labels)) / len(labels) < 0.8  # what always the same answer would reach
+    assert evaluation["accuracy"] > 0.9 and evaluation["mcc"] > 0.8
+    report = (folder / "report.html").read_text("utf-8")
+    assert re.search(r"<h2[^>]*>\s*Metrics", report) and re.search(r"<h2[^>]*>\s*Padding", report)
+
+
+def test_recipe_none_is_an_ordinary_float32_run(make):
+    """Plain Linears everywhere; a switch to it is refused, since nothing is wider than what it is."""
+    config = make("classification", steps=1, batch_size=64, recipe="none", precision="fp32", seed=3)
+    assert loop.run(config) == 0
+    facts = run_json(config)
+    assert facts["recipe"] == "none" and {row["recipe"] for row in facts["describe"]} == {"none"}
+    assert main(["train", f"--output={config.output}", "--resume", "--recipe=none", "--switch=none@50%"]) == 2
 
 
 def min_step(evaluations, metric):
