@@ -62,7 +62,8 @@ def _refuse_unknown_recipes(config: TrainConfig) -> None:
     from narrowgauge import recipes
 
     switched = [entry.recipe for entry in switches.parse(config.switch)]
-    for name in {config.recipe, *config.layers_recipe.values(), *switched, config.compare or config.recipe}:
+    own = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO}
+    for name in {*own, *switched, *([config.compare] if config.compare else [])}:
         recipes.get(name)
 
 

@@ -116,7 +116,10 @@ class TrainConfig:
     )
 
     recipe: str = setting(
-        "precision", "fp8-current", "Number formats of the matrix products of every Linear.", NOT_EMPTY
+        "precision",
+        "fp8-current",
+        "Number formats of the matrix products of every Linear; auto: the fastest for each, by a measurement.",
+        NOT_EMPTY,
     )
     layers_recipe: TABLE = setting(  # noqa: RUF009 (it returns a dataclasses.field)
         "precision", dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16'.", key="recipes"

@@ -101,7 +101,9 @@ def test_what_proofs_found_is_told(simulate, monkeypatch):
     simulate(cuda=(9, 0))
     assert "Checked here" not in hardware.info()
     right, wrong = Verdict(None, 0.25, 0.5), Verdict("it hides NaN on cuda:0", 0.0, 0.25)
-    monkeypatch.setattr(hardware, "VERDICTS", {("a", None, None, 0): right, ("b", None, None, 0): wrong, ("a", 1, 2, 1): right})
+    monkeypatch.setattr(
+        hardware, "VERDICTS", {("a", None, None, 0): right, ("b", None, None, 0): wrong, ("a", 1, 2, 1): right}
+    )
     words = "Checked here against the definition: 1 of 2 kernels and casts are right (largest error 25% of what is allowed), in 0.8 s."
     assert words in hardware.info()
 
