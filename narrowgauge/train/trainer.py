@@ -35,7 +35,7 @@ from narrowgauge.train.best import Best
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.economy import economize
-from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
+from narrowgauge.train.machine import chosen_device, device_words, emulated_on_gpu, peak_bytes, unused_gpu
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
 from narrowgauge.train.objective import Batch, Objective, count_targets, learning_rate, summed_loss
@@ -171,8 +171,13 @@ class Trainer:
             f"{device_words(self.device)}: {parameters:,} parameters, {self.task.words()}"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
-        for line in summary(self.model):
-            show.say(line)
+        for line in (
+            unused_gpu(self.device),
+            *summary(self.model),
+            *emulated_on_gpu(self.model, self.device),
+        ):
+            if line:
+                show.say(line)
         if self.config.compile:
             show.say("Compiling during the first step and the first evaluation: minutes of silence.")
         for stage in self.schedule.stages:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import pytest
+import torch
+from torch import nn
 
+import narrowgauge as ng
 from narrowgauge.auto import Decision, layers
 from narrowgauge.cli import main
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.train import loop
+from narrowgauge.ops.registry import Device
+from narrowgauge.train import loop, machine
 from narrowgauge.train.config import replace
 from narrowgauge.train.model import tokens_at_once
 from tests.train import tiny
@@ -87,3 +92,32 @@ def test_tokens_at_once(text, tmp_path):
 def test_save_is_a_recipes_own(text, tmp_path):
     with pytest.raises(ConfigError, match="save = 'original': has no effect with recipe = 'auto'"):
         tiny.settings(text, tmp_path / "run", recipe="auto", save="original")
+
+
+# --- said before training starts -----------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_emulates_says_why(monkeypatch):
+    model = ng.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), {"*": "fp8-current", "1": "bf16"})
+    facts = Device("cuda", (8, 0), cuda=(12, 9))
+    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index: facts)
+    assert machine.emulated_on_gpu(model, torch.device("cpu")) == [], (
+        "a CPU emulates all of them, and nobody expects else"
+    )
+    assert machine.emulated_on_gpu(model, torch.device("cuda")) == [
+        "Not on narrow units, so no faster than bfloat16 (1 layer): fp8-current: emulated exactly in bfloat16 "
+        "(native: compute capability 8.0, FP8 needs 8.9)."
+    ]
+
+
+def test_a_driver_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
+    assert machine.unused_gpu(torch.device("cpu")) == ""
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  450.80\nGCC\n", encoding="utf-8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = machine.unused_gpu(torch.device("cpu"))
+    assert words.startswith(
+        "This runs on the CPU although there is an NVIDIA driver (NVIDIA UNIX x86_64 Kernel Module  450.80)"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert machine.unused_gpu(torch.device("cpu")) == "", "asked for by --device cpu"
