@@ -22,7 +22,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-int4 estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train test check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-int4 bench-gpu estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -72,6 +72,9 @@ bench-optimizer: $(PEERS) ## the time and memory of AdamW with narrow states on 
 
 bench-int4: $(PEERS) ## a training step in 4-bit integers on this machine's CPU, and what it keeps for backward
 	$(BIN)/python -m benchmarks.bench_int4 $(ARGS)
+
+bench-gpu: $(PEERS) ## what narrowgauge gains on one GPU, in under nine minutes; ARGS=--dry-run tries it anywhere
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must be equal to the last bit
 	$(BIN)/python -m benchmarks.same_loss --base $(BASE)

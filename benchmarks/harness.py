@@ -29,6 +29,7 @@ import torch
 from benchmarks.environment import ROOT, environment
 
 RESULTS = ROOT / "benchmarks" / "results"
+Clock = Callable[[Callable[[], object], int], float]
 
 
 @dataclass(frozen=True)
@@ -63,24 +64,31 @@ class Timing:
 
 
 def measure(
-    cases: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, sample_s: float = 0.01
+    cases: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int,
+    sample_s: float = 0.01,
+    clock: Clock | None = None,
 ) -> dict[str, Timing]:
     """Time each case once per round.
 
     rounds    even, so that each case comes early as often as late
     warmup    calls of each case before anything is timed; compilation and first allocations belong here
     sample_s  a sample holds as many calls as take about so long, found from the last warm-up call
+    clock     seconds per call of so many calls; None: the host's clock, around a synchronization
     """
+    clock = clock or host_clock
     if rounds < 2 or rounds % 2 or warmup < 1 or not cases:
         raise ValueError(f"measure: needs cases, even rounds and a warm-up; got {len(cases)}, {rounds}, {warmup}.")
-    calls = {name: _warm(case, warmup, sample_s) for name, case in cases.items()}
+    calls = {name: _warm(case, warmup, sample_s, clock) for name, case in cases.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}
     collecting = gc.isenabled()
     gc.disable()  # a collection would fall into whichever case runs when it is due
     try:
         for round in range(rounds):
             for name in order(list(cases), round):
-                samples[name].append(_sample_s(cases[name], calls[name]))
+                samples[name].append(clock(cases[name], calls[name]))
     finally:
         if collecting:
             gc.enable()
@@ -94,20 +102,32 @@ def order(names: list[str], round: int) -> list[str]:
     return rotated[::-1] if round % 2 else rotated
 
 
-def _warm(case: Callable[[], object], warmup: int, sample_s: float) -> int:
+def _warm(case: Callable[[], object], warmup: int, sample_s: float, clock: Clock) -> int:
     """Calls that fit into a sample."""
     for _ in range(warmup - 1):
         case()
-    return max(1, math.ceil(sample_s / max(_sample_s(case, 1), 1e-9)))
+    return max(1, math.ceil(sample_s / max(clock(case, 1), 1e-9)))
 
 
-def _sample_s(case: Callable[[], object], calls: int) -> float:
+def host_clock(case: Callable[[], object], calls: int) -> float:
     _synchronize()
     started_at_s = time.perf_counter()
     for _ in range(calls):
         case()
     _synchronize()
     return (time.perf_counter() - started_at_s) / calls
+
+
+def cuda_clock(case: Callable[[], object], calls: int) -> float:
+    """As `host_clock`, on the device's own clock: between two events on the current stream."""
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    started.record()
+    for _ in range(calls):
+        case()
+    ended.record()
+    ended.synchronize()
+    return started.elapsed_time(ended) / 1e3 / calls
 
 
 def _synchronize() -> None:

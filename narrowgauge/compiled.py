@@ -46,7 +46,7 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
     folder = resources.files(package)
     texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
     name = hashlib.sha256("\0".join((*texts.values(), *FLAGS, path, _processor())).encode()).hexdigest()[:32]
-    target = _folder() / f"{subject}-{name}.so"
+    target = cache_folder() / f"{subject}-{name}.so"
     if not target.exists():
         words = _build(path, texts, target)
         if words is not None:
@@ -96,8 +96,8 @@ def _build(compiler: str, texts: dict[str, str], target: Path) -> str | None:
     return words[0] if words else "no message"
 
 
-def _folder() -> Path:
-    """Where libraries are kept; a folder for this process alone if that cannot be written or belongs to someone else."""
+def cache_folder() -> Path:
+    """Where things are kept; a folder for this process alone if that cannot be written or belongs to someone else."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -26,6 +26,8 @@ import torch
 from torch import nn
 
 from narrowgauge import recipes
+from narrowgauge.auto import Decision
+from narrowgauge.auto.layers import decisions
 from narrowgauge.blocks import Block, blocks
 from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
@@ -56,11 +58,22 @@ SMALLEST = ALIGNMENT  # fewer rows or columns than one hardware tile: filling it
 Patterns = str | Recipe | Mapping[str, "str | Recipe | None"]
 
 
-def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
+def convert(
+    model: nn.Module,
+    recipe: Patterns | None,
+    *,
+    tokens: int | None = None,
+    compiled: bool = False,
+    choices: Mapping[str, str] | None = None,
+) -> nn.Module:
     """Gives the Linears of `model` their recipes, in place, and returns the model.
 
     recipe  a name or Recipe for all Linears but the kept ones; or pattern -> name, Recipe or None (ordinary Linear), later
-            patterns win; None turns every QLinear back into an nn.Linear.
+            patterns win; None turns every QLinear back into an nn.Linear. "auto": for each layer the fastest at its sizes
+            (narrowgauge/auto), for which the model must be on its device and in its dtype.
+    tokens    (auto) rows of a forward pass: the sequences of a micro-batch times their length
+    compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
+    choices   (auto) layer -> recipe as `auto.layers.chosen` gave them before; nothing is measured
 
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
@@ -70,9 +83,11 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
             _restore(quantized)
         return model
     patterns: Mapping[str, str | Recipe | None] = recipe if isinstance(recipe, Mapping) else {"*": recipe}
-    resolved = {pattern: recipes.get(r) if isinstance(r, str) else r for pattern, r in patterns.items()}
+    resolved = {
+        pattern: recipes.get(r) if isinstance(r, str) and r != recipes.AUTO else r for pattern, r in patterns.items()
+    }
     for pattern, chosen in resolved.items():
-        if not isinstance(pattern, str) or not (chosen is None or isinstance(chosen, Recipe)):
+        if not isinstance(pattern, str) or not (chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe)):
             raise ConfigError(
                 f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
                 "pattern; narrowgauge.recipes.names() lists the names."
@@ -100,12 +115,19 @@ def convert(model: nn.Module, recipe: Patterns | None) -> nn.Module:
     if all(kept.values()):
         raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}.")
     policies: dict[str, dict[str, str]] = {}
+    left_to_auto: dict[str, nn.Linear] = {}
     for name, layer in linears.items():
         if name in kept and kept[name] is None:
             pattern = matching[name][-1]
             chosen = resolved[pattern]
+            if isinstance(chosen, str):
+                left_to_auto[name] = layer
+                continue
             wide = {} if chosen is None else policies.setdefault(pattern, wide_by_policy(model, chosen, pattern))
             _give(layer, recipes.BF16 if name in wide else chosen, wide.get(name, ""))
+    if left_to_auto:
+        for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
+            _follow(left_to_auto[name], decision)
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.share_inputs(shared)
@@ -119,6 +141,14 @@ def _give(layer: nn.Linear, recipe: Recipe | None, reason: str) -> None:
         layer = QLinear.adopt(layer, recipe)
     if isinstance(layer, QLinear):
         layer.reason = reason
+
+
+def _follow(layer: nn.Linear, decision: Decision) -> None:
+    """bf16 leaves a Linear on a GPU as it is; a CPU without bfloat16 units is faster at it by the recipe."""
+    as_it_is = decision.recipe == "bf16" and layer.weight.device.type == "cuda"
+    quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
+    quantized.recipe = None if as_it_is else recipes.get(decision.recipe)
+    quantized.decision = decision
 
 
 def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, str]:
@@ -203,7 +233,10 @@ def _row(model: nn.Module, name: str, layer: nn.Linear, head: nn.Module | None) 
     recipe = layer.recipe if isinstance(layer, QLinear) else None
     if not isinstance(layer, QLinear) or recipe is None:
         return _wide_row(
-            name, shape, "ordinary Linear", _reason_to_keep(name, layer, [], head) or "no pattern named it"
+            name,
+            shape,
+            "ordinary Linear",
+            _decided(layer) or _reason_to_keep(name, layer, [], head) or "no pattern named it",
         )
     return Row(
         name=name,
@@ -215,6 +248,12 @@ def _row(model: nn.Module, name: str, layer: nn.Linear, head: nn.Module | None) 
         backend=_backends(layer, recipe),
         note=_note(model, name, layer),
     )
+
+
+def _decided(layer: nn.Linear) -> str:
+    """What "auto" decided, in words, or ''."""
+    decision = layer.decision if isinstance(layer, QLinear) else None
+    return "" if decision is None else str(decision)
 
 
 def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
@@ -291,7 +330,7 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
-    for name in ("observer", "is_suspended", "reason", "_cache", "_shared", "_recipe", "_plans"):
+    for name in ("observer", "is_suspended", "reason", "decision", "_cache", "_shared", "_recipe", "_plans"):
         layer.__dict__.pop(name)
     for name in ("scaling", "steps", "sampling"):
         layer._modules.pop(name, None)
@@ -357,7 +396,7 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
 
 
 def _note(model: nn.Module, name: str, layer: QLinear) -> str:
-    notes = [layer.reason] if layer.reason else []
+    notes = [words for words in (layer.reason, _decided(layer)) if words]
     if layer.is_suspended:
         notes.append("suspended")
     if not layer.weight.requires_grad:

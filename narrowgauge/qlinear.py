@@ -51,6 +51,7 @@ class QLinear(nn.Linear):
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
     anew. `observer` sees every operand in eager mode (see `Observer`).
     `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
+    `decision` is what recipe "auto" decided for the layer (narrowgauge.auto.Decision), None where it did not.
     """
 
     scaling: nn.ModuleDict | None
@@ -82,6 +83,7 @@ class QLinear(nn.Linear):
         self.observer: Observer | None = None
         self.is_suspended = False
         self.reason = ""
+        self.decision: object | None = None
         self._cache: WeightCache | None = None
         self._shared: SharedInputs | None = None
         self._recipe: Recipe | None = None
@@ -103,7 +105,7 @@ class QLinear(nn.Linear):
             )
         windows = {} if recipe is None else recipe.windows()
         self._recipe = recipe
-        self.reason = ""
+        self.reason, self.decision = "", None
         self._plans = None
         self.empty_cache()
         self.scaling = nn.ModuleDict(

@@ -238,9 +238,18 @@ SHORTHANDS: dict[str, tuple[str, str]] = {
 }
 
 
+# What `convert` takes in place of a recipe: for each Linear the fastest of bf16 and the FP8 recipes at its sizes (narrowgauge/auto).
+AUTO = "auto"
+AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-current at its sizes, by a measurement"
+
+
 def get(name: str) -> Recipe:
     """The recipe called `name`, or the one that a shorthand ("fp8", "int4") stands for. Raises ConfigError with the closest."""
     name = SHORTHANDS[name][0] if name in SHORTHANDS else name
+    if name == AUTO:
+        raise ConfigError(
+            "recipes.get: 'auto' is no recipe but a choice among them for each layer. Give it to convert(), or to train as --recipe."
+        )
     for recipe in ALL:
         if recipe.name == name:
             return recipe

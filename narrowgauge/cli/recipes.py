@@ -32,6 +32,7 @@ def recipes(name: str = "", /) -> int:
     print("\n\n".join(_block(recipe, registry.SUMMARIES[recipe.name]) for recipe in found))
     for shorthand, (recipe_name, why) in registry.SHORTHANDS.items():
         print(f"\n  {shorthand} stands for {recipe_name}: {why}.", end="")
+    print(f"\n  {registry.AUTO} chooses, {registry.AUTO_SUMMARY}.", end="")
     print(f"\n\n{LEGEND}")
     return 0
 

@@ -62,9 +62,9 @@ def _refuse_unknown_recipes(config: TrainConfig) -> None:
     from narrowgauge import recipes
 
     switched = [entry.recipe for entry in switches.parse(config.switch)]
-    for name in {config.recipe, *config.layers_recipe.values(), config.compare or config.recipe} - {NO_RECIPE}:
-        recipes.get(name)
-    for name in switched:
+    own = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO}
+    compared = {config.compare} if config.compare else set()
+    for name in (own | compared) - {NO_RECIPE} | set(switched):
         recipes.get(name)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from narrowgauge import __version__, recipes
 from narrowgauge.ops.mm import plan
+from narrowgauge.ops.mm.proof import VERDICTS
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Gemm, Recipe
 
@@ -23,7 +24,7 @@ def info() -> str:
         lines += [_headline(device), ""]
         width = max(map(len, recipes.names()))
         lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
-        lines.append("")
+        lines += [*_proofs(device), ""]
     lines.append(_compiler_words())
     return "\n".join(lines)
 
@@ -74,6 +75,20 @@ def _threads() -> str:
     return f"{count} thread" + ("s" if count != 1 else "")
 
 
+def _proofs(device: torch.device) -> list[str]:
+    """What the kernels' proofs on this device found; they were made for the table above if not before."""
+    found = [verdict for (*_, index), verdict in VERDICTS.items() if index == device.index]
+    if not found:
+        return []
+    right = [verdict for verdict in found if verdict.reason is None]
+    worst = max((verdict.worst for verdict in right), default=0.0)
+    return [
+        "",
+        f"  Checked here against the definition: {len(right)} of {len(found)} kernels and casts are right (largest error "
+        f"{worst:.0%} of what is allowed), in {sum(verdict.elapsed_s for verdict in found):.1f} s.",
+    ]
+
+
 def _verdict(recipe: Recipe, device: torch.device) -> str:
     parts: dict[str, list[str]] = {}
     for name, gemm in recipe.gemms().items():
@@ -93,6 +108,8 @@ def _product(gemm: Gemm, device: torch.device) -> str:
         )
     if how.choice.kernel.name.startswith("native"):
         return "native"
+    if how.choice.kernel.name == "triton":
+        return "Triton"
     reasons = [reason for _, reason in how.choice.refusals if not reason.startswith("needs two")]
     dtype = str(how.expand).removeprefix("torch.")
     return f"emulated exactly in {dtype}" + (f": {'; '.join(reasons)}" if reasons else "")

@@ -25,12 +25,17 @@ class Device:
     """What matters about a device when a kernel is chosen. capability is (0, 0) off CUDA.
 
     bf16_gemm, int8_gemm  (CPU) whether the processor has instructions for it; without them such a GEMM is slower than float32
+    cuda                  the CUDA version that torch was built for, (0, 0) off CUDA
+    index                 which one it is, of devices that are here and on which a kernel must prove itself (ops/mm/proof.py);
+                          None: kernels are taken by their word
     """
 
     type: str
     capability: tuple[int, int] = (0, 0)
     bf16_gemm: bool = True
     int8_gemm: bool = True
+    cuda: tuple[int, int] = (0, 0)
+    index: int | None = None
 
 
 def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +51,9 @@ def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]
 def device_facts(device_type: str, index: int | None) -> Device:
     """The Device behind a torch.device."""
     if device_type == "cuda" and torch.version.hip is None:
-        return Device("cuda", torch.cuda.get_device_capability(index))
+        major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+        here = torch.cuda.current_device() if index is None else index
+        return Device("cuda", torch.cuda.get_device_capability(index), cuda=(int(major), int(minor)), index=here)
     if device_type == "cpu":
         bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())

@@ -38,6 +38,7 @@ def between(config: TrainConfig) -> Iterator[Problem]:
     if config.tokenizer and _is_set(config, "vocab_size"):
         yield _unused(config, "vocab_size", "tokenizer")
     yield from _around_the_task(config)
+    yield from _around_auto(config)
     for words in switches.problems(config.switch, config.steps) if not config.epochs else ():  # known later
         yield Problem(("switch", "steps"), f"switch = {shown(config.switch)}: {words}")
     if not config.token_budget and config.batch_size % config.micro_batches:
@@ -63,6 +64,19 @@ def between(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             ("min_learning_rate", "learning_rate"),
             f"min_learning_rate = {config.min_learning_rate}: must not exceed learning_rate = {config.learning_rate}.",
+        )
+
+
+def _around_auto(config: TrainConfig) -> Iterator[Problem]:
+    if "auto" not in (config.recipe, *config.layers_recipe.values()):
+        return
+    if config.save:
+        yield _unused(config, "save", "recipe" if config.recipe == "auto" else "recipes")
+    if config.task != "text" and not (config.token_budget or config.packing or config.max_length):
+        yield Problem(
+            ("recipe", "max_length"),
+            "recipe = 'auto': chooses by the tokens of a step, and examples may be of any length. "
+            "Set token_budget, packing or max_length.",
         )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
+from pathlib import Path
 
 import torch
+from torch import nn
 
+from narrowgauge.conversion import describe
 from narrowgauge.diagnose.hardware import c_compiler, cpp_compiler, processor_name
 from narrowgauge.errors import ConfigError
 
@@ -50,6 +53,35 @@ def refuse_without_compiler(device: torch.device) -> None:
             f"compile = true: torch.compile needs a {language} compiler on {device.type}, and there is none. "
             f"Install {package}, name one in the variable {'CXX' if language == 'C++' else 'CC'}, or train without --compile."
         )
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def unused_gpu(device: torch.device) -> str:
+    """A sentence for a run on the CPU of a machine whose NVIDIA driver torch cannot use; '' otherwise."""
+    if device.type != "cpu" or torch.cuda.is_available() or not DRIVER.exists():
+        return ""
+    words = DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0].partition(":")[2].strip()
+    build = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+    return (
+        f"This runs on the CPU although there is an NVIDIA driver ({words}): torch {torch.__version__} is built {build} "
+        "and sees no device. Install a torch for the driver's CUDA, or a newer driver."
+    )
+
+
+def emulated_on_gpu(model: nn.Module, device: torch.device) -> list[str]:
+    """On a GPU, a sentence for each reason for which products run in 16 bits that a recipe wants narrow; [] on a CPU."""
+    if device.type != "cuda":
+        return []
+    layers: dict[str, int] = {}
+    for row in describe(model):
+        if "emulated" in row.backend:
+            layers[f"{row.recipe}: {row.backend}"] = layers.get(f"{row.recipe}: {row.backend}", 0) + 1
+    return [
+        f"Not on narrow units, so no faster than bfloat16 ({count} layer{'s' if count > 1 else ''}): {words}."
+        for words, count in layers.items()
+    ]
 
 
 def device_words(device: torch.device) -> str:

@@ -41,16 +41,23 @@ from narrowgauge.train.state import seed_all
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
 
-def build(config: TrainConfig, make: Callable[[], Any], device: torch.device, rung: Precision) -> Any:
+def build(
+    config: TrainConfig,
+    make: Callable[[], Any],
+    device: torch.device,
+    rung: Precision,
+    choices: Mapping[str, str] | None = None,
+) -> Any:
     """The converted model on `device`, in the dtype of its rung, in training mode. Random weights come from config.seed.
 
-    make  gives the float32 model: `language_model`, or `pretrained` for another task
+    make     gives the float32 model: `language_model`, or `pretrained` for another task
+    choices  what recipe "auto" chose when the run began, for a run that is resumed
     """
     seed_all(config.seed)
     model = make().to(device).train()
     for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
         parameter.data = parameter.data.to(rung.weights)
-    convert(model, _patterns(config))
+    convert(model, _patterns(config), tokens=tokens_at_once(config), compiled=config.compile, choices=choices)
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -89,9 +96,24 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _patterns(config: TrainConfig) -> dict[str, Recipe | None]:
+def tokens_at_once(config: TrainConfig) -> int:
+    """Rows of the matrices in a forward pass, at most; 0 where examples of a table may be of any length."""
+    if config.task == "text":
+        tokens = config.batch_size * config.sequence_length
+    else:
+        tokens = config.token_budget or config.batch_size * (config.packing or config.max_length)
+    return tokens // config.micro_batches
+
+
+def _patterns(config: TrainConfig) -> dict[str, str | Recipe | None]:
     names = {"*": config.recipe, **config.layers_recipe}
-    return {pattern: None if name == NO_RECIPE else chosen_recipe(config, name) for pattern, name in names.items()}
+    return {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
+
+
+def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | None:
+    if name == NO_RECIPE:
+        return None
+    return name if name == recipes.AUTO else chosen_recipe(config, name)
 
 
 def _llama(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge
+from narrowgauge.auto.layers import chosen, summary
 from narrowgauge.conversion import advance, describe, nonfinite_amax
 from narrowgauge.diagnose import words
 from narrowgauge.diagnose.blame import first_nonfinite
@@ -34,7 +35,7 @@ from narrowgauge.train.best import Best
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.economy import economize
-from narrowgauge.train.machine import chosen_device, device_words, peak_bytes
+from narrowgauge.train.machine import chosen_device, device_words, emulated_on_gpu, peak_bytes, unused_gpu
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
 from narrowgauge.train.objective import Batch, Objective, count_targets, learning_rate, summed_loss
@@ -78,7 +79,7 @@ class Trainer:
         """Builds everything, and takes up the newest valid checkpoint of the folder if it has one."""
         device = chosen_device(config.device)
         rung = precision.get(config.precision)
-        model = build(config, task.model, device, rung)
+        model = build(config, task.model, device, rung, _choices_before(folder))
         feed = task.feed(model)
         # before the optimizer: it holds what trains, no more
         saving = economize(config, model, rung, device, feed.probe, task.options)
@@ -159,6 +160,7 @@ class Trainer:
         return {
             "recipe": config.recipe,
             "recipes": dict(config.layers_recipe),
+            "auto": chosen(self.model),
             "precision": config.precision,
         } | optimizer
 
@@ -169,6 +171,13 @@ class Trainer:
             f"{device_words(self.device)}: {parameters:,} parameters, {self.task.words()}"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
+        for line in (
+            unused_gpu(self.device),
+            *summary(self.model),
+            *emulated_on_gpu(self.model, self.device),
+        ):
+            if line:
+                show.say(line)
         if self.config.compile:
             show.say("Compiling during the first step and the first evaluation: minutes of silence.")
         for stage in self.schedule.stages:
@@ -350,6 +359,7 @@ class Trainer:
             "seed": config.seed,
             "recipe": config.recipe,
             "recipes": dict(config.layers_recipe),
+            "auto": chosen(self.model),
             "precision": config.precision,
             "switches": [{"step": stage.step, **stage.event} for stage in self.schedule.stages],
             "loss": self.objective.words,
@@ -363,6 +373,13 @@ class Trainer:
             "steps": config.steps,
             "describe": [asdict(row) for row in describe(self.model)],
         }
+
+
+def _choices_before(folder: RunFolder) -> dict[str, str] | None:
+    """What recipe "auto" chose when the run began, so that its continuation computes the same; None for a new run."""
+    if not folder.has_run() or not folder.run.exists():
+        return None
+    return folder.read_run().get("auto") or None
 
 
 def own_command() -> list[str]:

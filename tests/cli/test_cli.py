@@ -34,7 +34,7 @@ def loop(monkeypatch) -> list[TrainConfig]:
     """Stands for the training loop, and collects the configurations it was called with."""
     calls: list[TrainConfig] = []
     stub = SimpleNamespace(run=lambda config: calls.append(config) or 0)
-    recipes = SimpleNamespace(get=known_recipe, names=lambda: ("bf16", "fp8-current"))
+    recipes = SimpleNamespace(get=known_recipe, names=lambda: ("bf16", "fp8-current"), AUTO="auto")
     monkeypatch.setattr("narrowgauge.train.loop", stub, raising=False)
     monkeypatch.setattr("narrowgauge.recipes", recipes, raising=False)
     return calls

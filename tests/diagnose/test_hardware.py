@@ -10,6 +10,7 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.diagnose import hardware
+from narrowgauge.ops.mm.proof import Verdict
 from narrowgauge.ops.registry import Device
 
 
@@ -76,7 +77,7 @@ def test_a_cpu_with_narrow_units(simulate):
     ("capability", "native"),
     [
         ((8, 0), set()),
-        ((8, 9), {"fp8-delayed", "fp8-current"}),
+        ((8, 9), {"fp8-delayed", "fp8-current", "fp8-row"}),
         ((9, 0), {"fp8-delayed", "fp8-current", "fp8-row"}),
     ],
 )
@@ -89,9 +90,22 @@ def test_gpus(simulate, capability, native):
     assert f"cuda:0: Simulated GPU, compute capability {major}.{minor}, 80 GiB" in text
     found = verdicts(text, "cuda:0")
     assert {name for name, words in found.items() if words == "native"} == native
+    if capability >= (8, 9):
+        assert found.pop("fp8-block") == "Triton"
     assert all("emulated exactly in " in words for name, words in found.items() if name not in native)
     assert found["int4-lsq-luq"].startswith("output: native; grad_input, grad_weight: emulated exactly in ")
     assert all(": " in words for name, words in found.items() if name not in native), "an emulation without its reason"
+
+
+def test_what_proofs_found_is_told(simulate, monkeypatch):
+    simulate(cuda=(9, 0))
+    assert "Checked here" not in hardware.info()
+    right, wrong = Verdict(None, 0.25, 0.5), Verdict("it hides NaN on cuda:0", 0.0, 0.25)
+    monkeypatch.setattr(
+        hardware, "VERDICTS", {("a", None, None, 0): right, ("b", None, None, 0): wrong, ("a", 1, 2, 1): right}
+    )
+    words = "Checked here against the definition: 1 of 2 kernels and casts are right (largest error 25% of what is allowed), in 0.8 s."
+    assert words in hardware.info()
 
 
 def test_the_compiler_is_the_one_that_torch_takes(monkeypatch, tmp_path):

@@ -409,7 +409,7 @@ def test_a_forced_kernel_refuses_in_words():
         mm(lhs, rhs, backend="native")
     with pytest.raises(BackendError, match=r"mm: native-int8 refused: needs two integer operands"):
         mm(lhs, rhs, backend="native-int8")
-    with pytest.raises(BackendError, match=r"mm: no kernel 'triton'"):
+    with pytest.raises(BackendError, match=r"mm: triton refused: needs two FP8 operands in tiles"):
         mm(lhs, rhs, backend="triton")
     with pytest.raises(BackendError, match=r"no kernel 'refrence'\. Closest: 'reference'"):
         mm(lhs, rhs, backend="refrence")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,18 +13,22 @@ from narrowgauge.cpp import kernels
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, INT8, NF4
 from narrowgauge.ops.mm import KERNELS, plan
+from narrowgauge.ops.mm.native_block import NOT_IN_BLOCKS
+from narrowgauge.ops.mm.native_mx import NO_SUCH_TILES
 from narrowgauge.ops.mm.reference import compute_dtype
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
 
-AMPERE, ADA, HOPPER, BLACKWELL = (Device("cuda", capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0)))
+AMPERE, ADA, HOPPER, BLACKWELL = (
+    Device("cuda", capability, cuda=(12, 9)) for capability in ((8, 0), (8, 9), (9, 0), (10, 0))
+)
 TURING = Device("cuda", (7, 5))
 PLAIN_CPU = Device("cpu", bf16_gemm=False, int8_gemm=False)
 FAST_CPU = Device("cpu", bf16_gemm=True, int8_gemm=True)
 
-TENSOR_OR_ROW = "takes one scale per tensor or per row"
+TENSOR_OR_ROW = "needs two operands with one scale per tensor or row"
 NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
 NOT_INT8 = "needs two integer operands"
 NOT_FP8 = "needs two FP8 operands"
@@ -36,62 +41,82 @@ def choose(gemm, device, forced=None, expanded=False):
 # --- the table of the design: what runs where ------------------------------------------------------------------------------
 
 
+TENSOR = dict.fromkeys(("fp8-delayed", "fp8-current"), "native")
+FP8 = TENSOR | {"fp8-row": "native"}
+INT8_UNITS = {"int8": "native-int8"}
+
+
 @pytest.mark.parametrize(
-    ("device", "native", "native_int8"),
+    ("device", "found"),
     [
-        (PLAIN_CPU, set(), set()),
-        (FAST_CPU, set(), {"int8"}),
-        (TURING, set(), set()),
-        (AMPERE, set(), {"int8"}),
-        (ADA, {"fp8-delayed", "fp8-current"}, {"int8"}),
-        (HOPPER, {"fp8-delayed", "fp8-current", "fp8-row"}, {"int8"}),
-        (BLACKWELL, {"fp8-delayed", "fp8-current", "fp8-row"}, {"int8"}),
-        (Device("xpu"), set(), set()),
-        (Device("mps"), set(), set()),
+        (PLAIN_CPU, {}),
+        (FAST_CPU, INT8_UNITS),
+        (TURING, {}),
+        (AMPERE, INT8_UNITS),
+        (ADA, FP8 | INT8_UNITS | {"fp8-block": "triton"}),
+        (HOPPER, FP8 | INT8_UNITS | {"fp8-block": "native-block"}),
+        (replace(HOPPER, cuda=(12, 8)), FP8 | INT8_UNITS | {"fp8-block": "triton"}),
+        (BLACKWELL, FP8 | INT8_UNITS | {"fp8-block": "triton"} | dict.fromkeys(("mxfp8", "mxfp4", "nvfp4"), "native-mx")),
+        (replace(BLACKWELL, capability=(12, 0)), FP8 | INT8_UNITS | {"fp8-block": "triton", "mxfp8": "native-mx", "nvfp4": "native-mx"}),
+        (Device("xpu"), {}),
+        (Device("mps"), {}),
     ],
-    ids=lambda value: ",".join(sorted(value)) if isinstance(value, set) else str(value),
-)
+    ids=["plain cpu", "fast cpu", "turing", "ampere", "ada", "hopper", "hopper, cuda 12.8", "blackwell", "12.0", "xpu", "mps"],
+)  # fmt: skip
 @pytest.mark.parametrize("gemm", GEMMS)
-def test_which_kernel_computes_which_recipe(device, native, native_int8, gemm):
+def test_which_kernel_computes_which_recipe(device, found, gemm):
     """4-bit integers run as INT8, gradients in two digits too; LUQ's powers of two and scales per contracted token do not."""
-    if native_int8:
-        native_int8 = native_int8 | {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
-        native_int8 |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())
-    in_cpp: set[str] = set()
-    if device == PLAIN_CPU and not kernels.unavailable() and kernels.has_gemm():
-        in_cpp = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
-        in_cpp |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())
+    integers: set[str] = set()
+    in_cpp = device == PLAIN_CPU and not kernels.unavailable() and kernels.has_gemm()
+    if "int8" in found or in_cpp:
+        integers = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
+        integers |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())
+    found = dict.fromkeys(integers, "native-cpp" if in_cpp else "native-int8") | found
     for recipe in recipes.ALL:
-        expected = "native" if recipe.name in native else "native-int8" if recipe.name in native_int8 else "reference"
-        expected = "native-cpp" if recipe.name in in_cpp else expected
+        expected = found.get(recipe.name, "reference")
         assert choose(getattr(recipe, gemm), device).kernel.name == expected, recipe.name
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "scaled", "integer"),
+    ("name", "device", "changed"),
     [
-        ("fp8-current", PLAIN_CPU, "cpu has no FP8 units", NOT_INT8),
-        ("fp8-current", AMPERE, "compute capability 8.0, FP8 needs 8.9", NOT_INT8),
-        ("fp8-row", ADA, "compute capability 8.9, row scales need 9.0", NOT_INT8),
-        ("fp8-block", HOPPER, TENSOR_OR_ROW, NOT_INT8),
-        ("mxfp8", BLACKWELL, TENSOR_OR_ROW, NOT_INT8),
-        ("mxfp8", AMPERE, "compute capability 8.0, FP8 needs 8.9", NOT_INT8),
-        ("fp8-current", Device("xpu"), "xpu has no FP8 units", NOT_INT8),
+        ("fp8-current", PLAIN_CPU, {"native": "cpu has no FP8 units"}),
+        ("fp8-current", AMPERE, {"native": "compute capability 8.0, FP8 needs 8.9"}),
+        (
+            "fp8-block",
+            AMPERE,
+            {
+                "native": TENSOR_OR_ROW,
+                "native-block": "compute capability 8.0, cuBLAS has blocks of 128 on 9.0 alone",
+                "triton": "compute capability 8.0, FP8 needs 8.9",
+            },
+        ),
+        ("mxfp8", HOPPER, {"native": TENSOR_OR_ROW, "native-mx": "compute capability 9.0, MX needs 10.0"}),
+        ("fp8-current", Device("xpu"), {"native": "xpu has no FP8 units"}),
         (
             "int8",
             PLAIN_CPU,
-            NOT_FP8,
-            "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32",
+            {"native-int8": "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"},
         ),
-        ("int8", TURING, NOT_FP8, "compute capability 7.5, the integer GEMM needs 8.0"),
-        ("int8", Device("xpu"), NOT_FP8, "no integer GEMM on xpu"),
-        ("bf16", HOPPER, NOT_FP8, NOT_INT8),
+        ("int8", TURING, {"native-int8": "compute capability 7.5, the integer GEMM needs 8.0"}),
+        ("int8", Device("xpu"), {"native-int8": "no integer GEMM on xpu"}),
+        ("bf16", HOPPER, {}),
     ],
 )
-def test_every_refusal_has_its_reason(name, device, scaled, integer):
+def test_every_refusal_has_its_reason(name, device, changed):
+    """Kernels of another family say so in words that `describe` leaves out."""
     choice = choose(recipes.get(name).output, device)
     assert choice.kernel.name == "reference"
-    assert choice.refusals == (("native", scaled), ("native-int8", integer), ("native-cpp", NOT_INT4))
+    families = {
+        "native": NOT_FP8,
+        "native-block": NOT_IN_BLOCKS,
+        "native-mx": NO_SUCH_TILES,
+        "native-int8": NOT_INT8,
+        "native-cpp": NOT_INT4,
+        "triton": NOT_IN_BLOCKS,
+    }
+    assert dict(choice.refusals) == families | changed and list(dict(choice.refusals)) == list(families)
+    assert all(reason.startswith("needs two") for reason in families.values())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +137,8 @@ def test_what_a_scaled_gemm_cannot_do(lhs, rhs, reason):
 def test_a_scaled_gemm_mixes_formats_and_granularities():
     rows, tensor = Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=E5M2)
     assert choose(Gemm(lhs=tensor, rhs=rows), HOPPER).kernel.name == "native"
-    assert choose(Gemm(lhs=tensor, rhs=rows), ADA).refusals[0][1] == "compute capability 8.9, row scales need 9.0"
+    words = "compute capability 8.9, row scales of E5M2 need 9.0"
+    assert choose(Gemm(lhs=tensor, rhs=rows), ADA).refusals[0][1] == words
 
 
 def test_expanded_operands_are_for_the_reference():
@@ -138,11 +164,12 @@ def test_a_forced_kernel_is_taken_or_raises():
 
 
 def test_an_unknown_kernel_names_the_closest():
-    with pytest.raises(
-        BackendError, match=r"^mm: no kernel 'nativ'\. Closest: 'native', 'native-cpp', 'native-int8'\.$"
-    ):
+    with pytest.raises(BackendError, match=r"^mm: no kernel 'nativ'\. Closest: 'native', 'native-mx', 'native-cpp'\.$"):
         choose(Gemm(), PLAIN_CPU, "nativ")
-    with pytest.raises(BackendError, match=r"no kernel 'zzz'\. Closest: native, native-int8, native-cpp, reference\.$"):
+    with pytest.raises(
+        BackendError,
+        match=r"no kernel 'zzz'\. Closest: native, native-block, native-mx, native-int8, native-cpp, triton, reference\.$",
+    ):
         choose(Gemm(), PLAIN_CPU, "zzz")
 
 

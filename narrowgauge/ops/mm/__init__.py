@@ -11,7 +11,7 @@ Contract of `mm(lhs, rhs)`
 
 Products of decoded elements are exact; they are summed in float32 (FP8 tensor cores with fast_accumulate: about 14 bits).
 Where no narrow unit exists the operands are decoded to a float type that holds them exactly, so an emulated product differs
-from a native one by the order of summation only.
+from a native one by the order of summation only. On a GPU a kernel is taken only after it has proved itself there (proof.py).
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import compiled_kernel, native, reference
+from narrowgauge.ops.mm import compiled_kernel, native, native_block, native_mx, reference, triton_kernel
+from narrowgauge.ops.mm.proof import proven
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
 
 KERNELS: Registry[MmSpec] = Registry("mm")
-KERNELS.register(Kernel("native", native.refuse_scaled, native.run_scaled))
-KERNELS.register(Kernel("native-int8", native.refuse_int8, native.run_int8))
+KERNELS.register(proven(Kernel("native", native.refuse_scaled, native.run_scaled)))
+KERNELS.register(proven(Kernel("native-block", native_block.refuse, native_block.run)))
+KERNELS.register(proven(Kernel("native-mx", native_mx.refuse, native_mx.run)))
+KERNELS.register(proven(Kernel("native-int8", native.refuse_int8, native.run_int8)))
 KERNELS.register(Kernel("native-cpp", compiled_kernel.refuse, compiled_kernel.run))
+KERNELS.register(proven(Kernel("triton", triton_kernel.refuse, triton_kernel.run)))
 KERNELS.register(Kernel("reference", lambda spec: None, reference.run))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import E2M1, E4M3, E5M2, IntFormat
+from narrowgauge.formats import E4M3, E5M2, IntFormat
 from narrowgauge.ops.mm.reference import times_scales
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
@@ -20,41 +20,31 @@ ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 _ROW_OR_TENSOR = ((WHOLE, WHOLE), (1, WHOLE))
-_EXPANDED = "takes codes, but an operand is expanded to floats"
-_TWO_SCALES = "takes one scale, but a cast has a second one for the tensor (headroom)"
+EXPANDED = "takes codes, but an operand is expanded to floats"
+TWO_SCALES = "takes one scale, but a cast has a second one for the tensor (headroom)"
 
 
 def refuse_scaled(spec: MmSpec) -> str | None:
-    """FP8 on compute capability 8.9 and above, with one scale per tensor, or from 9.0 on per row."""
+    """FP8 on compute capability 8.9 and above, with one scale per tensor or row; on 8.9 rows need E4M3 in both (CUTLASS)."""
     casts = (spec.lhs, spec.rhs)
-    if all(cast is not None and cast.format == E2M1 for cast in casts):
-        return _refuse_fp4(spec)
     if any(cast is None or cast.format not in (E4M3, E5M2) for cast in casts):
         return "needs two FP8 operands"
+    if any(cast is not None and cast.tile not in _ROW_OR_TENSOR for cast in casts):
+        return "needs two operands with one scale per tensor or row"
     if all(cast is not None and cast.format == E5M2 for cast in casts):
         return "e5m2 x e5m2 does not exist in hardware"
     if spec.expanded:
-        return _EXPANDED
+        return EXPANDED
     if any(cast is not None and cast.has_global_scale for cast in casts):
-        return _TWO_SCALES
+        return TWO_SCALES
     if spec.device.type != "cuda":
         return f"{spec.device.type} has no FP8 units"
     if spec.device.capability < (8, 9):
-        return f"compute capability {_dotted(spec)}, FP8 needs 8.9"
-    if any(cast is not None and cast.tile not in _ROW_OR_TENSOR for cast in casts):
-        return "takes one scale per tensor or per row"
-    if any(cast is not None and cast.tile != (WHOLE, WHOLE) for cast in casts) and spec.device.capability < (9, 0):
-        return f"compute capability {_dotted(spec)}, row scales need 9.0"
+        return f"compute capability {dotted(spec)}, FP8 needs 8.9"
+    by_rows = any(cast is not None and cast.tile != (WHOLE, WHOLE) for cast in casts)
+    if by_rows and spec.device.capability < (9, 0) and any(cast is not None and cast.format == E5M2 for cast in casts):
+        return f"compute capability {dotted(spec)}, row scales of E5M2 need 9.0"
     return None
-
-
-def _refuse_fp4(spec: MmSpec) -> str:
-    """Always: torch's FP4 GEMM takes scales in a layout of its own, and no device that has it was at hand to check the call."""
-    if spec.device.type != "cuda":
-        return f"{spec.device.type} has no FP4 units"
-    if spec.device.capability < (10, 0):
-        return f"compute capability {_dotted(spec)}, FP4 needs 10.0"
-    return "torch's FP4 GEMM is not used: the call was never checked on a device that has it"
 
 
 def run_scaled(
@@ -63,10 +53,10 @@ def run_scaled(
     """torch._scaled_mm. With row scales its result comes rounded to bfloat16; a bias is added in float32."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
-        return _empty_product(m, n, lhs.device, bias, out_dtype)
+        return empty_product(m, n, lhs.device, bias, out_dtype)
     row_wise = WHOLE not in (lhs.cast.tile[0], rhs.cast.tile[0]) or lhs.cast.tile != rhs.cast.tile
-    gemm_dtype = torch.bfloat16 if row_wise or (bias is None and out_dtype == torch.bfloat16) else torch.float32
-    a, b = _aligned(lhs.data, ALIGNMENT, ALIGNMENT), _aligned(rhs.data, ALIGNMENT, ALIGNMENT)
+    gemm_dtype = torch.float32 if in_float32(bias, out_dtype) and not row_wise else torch.bfloat16
+    a, b = aligned(lhs.data, ALIGNMENT, ALIGNMENT), aligned(rhs.data, ALIGNMENT, ALIGNMENT)
     scale_a, scale_b = lhs.scale, rhs.scale
     if row_wise:
         scale_a = _rows(scale_a, m, a.shape[0])
@@ -92,15 +82,15 @@ def refuse_int8(spec: MmSpec) -> str | None:
     if any(cast is not None and cast.tile not in _ROW_OR_TENSOR for cast in casts):
         return "the integer GEMM takes one scale per tensor or per row"
     if spec.expanded:
-        return _EXPANDED
+        return EXPANDED
     if any(cast is not None and cast.has_global_scale for cast in casts):
-        return _TWO_SCALES
+        return TWO_SCALES
     if spec.device.type == "cpu" and not spec.device.int8_gemm:
         return "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
     if spec.device.type not in ("cpu", "cuda"):
         return f"no integer GEMM on {spec.device.type}"
     if spec.device.type == "cuda" and spec.device.capability < (8, 0):
-        return f"compute capability {_dotted(spec)}, the integer GEMM needs 8.0"
+        return f"compute capability {dotted(spec)}, the integer GEMM needs 8.0"
     return None
 
 
@@ -108,9 +98,9 @@ def run_int8(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.d
     """torch._int_mm: exact int32 sums of up to 2**17 products; their sum, scales and bias in float32."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
-        return _empty_product(m, n, lhs.device, bias, out_dtype)
+        return empty_product(m, n, lhs.device, bias, out_dtype)
     rows = SMALLEST_INT8_ROWS if m <= ALIGNMENT else ALIGNMENT
-    a, b = _aligned(_one_to_a_byte(lhs), rows, ALIGNMENT), _aligned(_one_to_a_byte(rhs), ALIGNMENT, ALIGNMENT)
+    a, b = aligned(_one_to_a_byte(lhs), rows, ALIGNMENT), aligned(_one_to_a_byte(rhs), ALIGNMENT, ALIGNMENT)
     parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
     sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
     out = times_scales(sum(sums[1:], start=sums[0]), lhs.scale, rhs.scale)  # as the emulation does, to the bit
@@ -123,11 +113,16 @@ def _one_to_a_byte(operand: QTensor) -> Tensor:
     return operand.cast.format.unpack(operand.data, operand.inner) if operand.is_packed else operand.data
 
 
-def _dotted(spec: MmSpec) -> str:
+def in_float32(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """Whether a kernel's result must be float32: it is rounded to another type, or a bias is added first."""
+    return bias is not None or out_dtype != torch.bfloat16
+
+
+def dotted(spec: MmSpec) -> str:
     return ".".join(str(part) for part in spec.device.capability)
 
 
-def _aligned(data: Tensor, rows: int, columns: int) -> Tensor:
+def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
     """data as a contiguous matrix, filled up with zeros to multiples of (rows, columns)."""
     fill = (0, -data.shape[1] % columns, 0, -data.shape[0] % rows)
     if not any(fill):
@@ -142,6 +137,6 @@ def _rows(scale: Tensor, rows: int, aligned_rows: int) -> Tensor:
     return torch.nn.functional.pad(scale, (0, 0, 0, aligned_rows - rows), value=1.0).contiguous()
 
 
-def _empty_product(m: int, n: int, device: torch.device, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def empty_product(m: int, n: int, device: torch.device, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     out = torch.zeros(m, n, device=device, dtype=out_dtype)
     return out if bias is None else out + bias.to(out_dtype)

@@ -1,0 +1,56 @@
+"""python -m benchmarks.gpu [--dry-run] [--only QUESTION ...] [--results FOLDER]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from benchmarks import harness
+from benchmarks.gpu import floor
+from benchmarks.gpu.bench import Bench
+
+# Question -> seconds that it may begin new comparisons in; together with the floor and imports under nine minutes.
+BUDGETS_S = {"casts": 30, "adamw": 40, "layer": 110, "step": 190, "sweep": 110}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What narrowgauge gains on one GPU.")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes, on a CPU too; nothing is recorded")
+    parser.add_argument("--only", nargs="+", choices=BUDGETS_S, default=list(BUDGETS_S), help="questions to answer")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder of the .jsonl files")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not options.dry_run:
+        print(
+            "bench-gpu: torch.cuda.is_available() is False, and these questions are about a GPU; --dry-run tries the code.",
+            file=sys.stderr,
+        )
+        return 1
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    torch.manual_seed(0)
+    rates = floor.measured(device, options.dry_run)
+    print(rates, flush=True)
+    bench = Bench(device, options.dry_run, rates, None if options.dry_run else options.results)
+    for name in options.only:
+        began_at_s = time.monotonic()
+        bench.ends_at_s = began_at_s + BUDGETS_S[name]
+        import_module(f"benchmarks.gpu.{name}").main(bench)
+        print(f"-- {name}: {time.monotonic() - began_at_s:.0f} s", flush=True)
+    return _ending(bench)
+
+
+def _ending(bench: Bench) -> int:
+    """Says what is missing; 1 if a case failed."""
+    if bench.left_out:
+        print(f"Left out for want of time: {len(bench.left_out)}, the first {', '.join(bench.left_out[:5])}.")
+    for failure in bench.failures:
+        print(f"Failed: {failure}", file=sys.stderr)
+    return 1 if bench.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

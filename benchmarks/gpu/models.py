@@ -1,0 +1,53 @@
+"""Linears and Llamas as each contender makes them: plain, converted by narrowgauge, converted by torchao."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from benchmarks.gpu.bench import Bench
+
+
+def converted(model: nn.Module, contender: str, bench: Bench, tokens: int) -> nn.Module:
+    """contender: "bf16" (as it is), "torchao-tensorwise", "torchao-rowwise", "auto", or a recipe of narrowgauge."""
+    if contender == "bf16":
+        return model
+    if contender.startswith("torchao-"):
+        return _torchao(model, contender.removeprefix("torchao-"), bench)
+    return ng.convert(model, contender, tokens=tokens)
+
+
+def _torchao(model: nn.Module, name: str, bench: Bench) -> nn.Module:
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(name)
+    if bench.device.type != "cuda":
+        config = replace(config, emulate=True)
+
+    def wanted(module: nn.Module, path: str) -> bool:
+        return isinstance(module, nn.Linear) and not path.endswith("lm_head")
+
+    return convert_to_float8_training(model, config=config, module_filter_fn=wanted)
+
+
+def llama(bench: Bench, layers: int) -> Any:
+    """Layers of the shape of Llama 3 8B (hidden 4096, MLP 14336, 32 heads, 8 of keys and values), a small vocabulary, in bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=bench.size(32_000, 256),
+        hidden_size=bench.size(4096, 64),
+        intermediate_size=bench.size(14_336, 128),
+        num_hidden_layers=bench.size(layers, 1),
+        num_attention_heads=bench.size(32, 4),
+        num_key_value_heads=bench.size(8, 2),
+        max_position_embeddings=bench.size(8192, 64),
+        use_cache=False,
+    )
+    with torch.device(bench.device):
+        return LlamaForCausalLM(config).to(torch.bfloat16)

@@ -1,0 +1,176 @@
+"""Measures forward and backward of one Linear for several recipes, side by side.
+
+Candidates take turns in rounds, forwards and backwards through the list, so that a clock that slows down is slow for all; each gives
+the median of its rounds. Inputs are three sets of random numbers that are used in turn, so that no cache holds them and no
+multiplier sees zeros. Weights are quantized anew in each step, as after an optimizer step. Time is the device's (CUDA events).
+
+Nothing around it changes: random state, gradients and autocast are as before. Cost: 0.1 s per candidate and shape besides the first
+calls; three times the layer's tensors in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import recipes
+from narrowgauge.qlinear import QLinear
+
+ROUNDS = 5
+SLICE_S = 0.02  # of one candidate in one round
+WARM_UPS = 3
+INPUT_SETS = 3
+
+Step = Callable[[int], None]  # one forward and backward on the n-th set of inputs
+Clock = Callable[[Step, int], float]  # seconds of so many steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What the time of a Linear depends on.
+
+    dtype      of the weight; float32 computes under bfloat16 autocast
+    trains     whether the weight has a gradient
+    compiled   whether the run uses torch.compile: then the candidates are compiled too, seconds to tens of seconds each
+    """
+
+    tokens: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    biased: bool = False
+    trains: bool = True
+    compiled: bool = False
+
+
+def key(problem: Problem, names: Sequence[str], device: torch.device) -> str:
+    """What must be the same for a measurement to hold: device, driver, versions, sizes, candidates."""
+    properties = torch.cuda.get_device_properties(device)
+    facts = {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "kernels": _kernels(),
+        **asdict(problem),
+        "candidates": ",".join(names),
+    }
+    return " ".join(f"{name}={value}" for name, value in facts.items())
+
+
+@cache
+def _kernels() -> str:
+    """A digest of the sources of all kernels: faster ones are to be measured anew."""
+    sources = sorted(Path(str(resources.files("narrowgauge.ops"))).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+
+
+def measured(problem: Problem, names: Sequence[str], device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
+    """(candidate -> seconds, candidate -> why it could not be measured). Raises what "bf16" raises, and for want of memory."""
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    with torch.random.fork_rng(devices=[index] if device.type == "cuda" else []), torch.enable_grad():
+        sets = [_inputs(problem, device) for _ in range(INPUT_SETS)]
+        steps: dict[str, Step] = {}
+        failed: dict[str, str] = {}
+        for name in names:
+            try:
+                steps[name] = step(problem, name, sets, device)
+                for turn in range(WARM_UPS):
+                    steps[name](turn)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of a kernel or compiler: the candidate is out, in its own words
+                if name == "bf16":
+                    raise
+                steps.pop(name, None)
+                failed[name] = (
+                    f"failed when it was measured: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                )
+        return interleaved(steps, cuda_clock(device) if device.type == "cuda" else wall_clock), failed
+
+
+def step(problem: Problem, name: str, sets: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Step:
+    """One forward and backward of a fresh layer, a call at a time. "bf16" is an ordinary nn.Linear."""
+    layer: nn.Linear = nn.Linear(problem.inputs, problem.outputs, problem.biased, device, problem.dtype)
+    layer.weight.requires_grad_(problem.trains)
+    if name != "bf16":
+        layer = QLinear.adopt(layer, recipes.get(name))
+    forward: Any = compiled_alone(layer) if problem.compiled else layer
+    autocast = problem.dtype == torch.float32
+
+    def run(turn: int) -> None:
+        x, gy = sets[turn % len(sets)]
+        if isinstance(layer, QLinear):
+            layer.empty_cache(keep=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            y = forward(x)
+        y.backward(gy)
+        layer.weight.grad = x.grad = None
+
+    return run
+
+
+def compiled_alone(module: nn.Module) -> Any:
+    """torch.compile of a call of the module, in code of its own.
+
+    Dynamo counts recompilations per code object and gives up at eight, without a word; layers of one class share theirs.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    return torch.compile(own)
+
+
+def _inputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
+    x = torch.randn(problem.tokens, problem.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    return x, torch.randn(problem.tokens, problem.outputs, device=device, dtype=torch.bfloat16)
+
+
+def interleaved(
+    steps: dict[str, Step], clock: Clock, rounds: int = ROUNDS, slice_s: float = SLICE_S
+) -> dict[str, float]:
+    """Candidate -> median seconds of one step."""
+    counts = {name: max(3, min(1000, round(slice_s / max(clock(run, 3) / 3, 1e-6)))) for name, run in steps.items()}
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
+            samples[name].append(clock(steps[name], counts[name]) / counts[name])
+    return {name: statistics.median(found) for name, found in samples.items()}
+
+
+def cuda_clock(device: torch.device) -> Clock:
+    """Seconds between two events on the device's current stream."""
+
+    def clock(run: Step, count: int) -> float:
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            started.record()
+            for turn in range(count):
+                run(turn)
+            ended.record()
+            ended.synchronize()
+        return started.elapsed_time(ended) / 1e3
+
+    return clock
+
+
+def wall_clock(run: Step, count: int) -> float:
+    """Seconds on the host: of a CPU, where nothing runs behind its back."""
+    started_at_s = perf_counter()
+    for turn in range(count):
+        run(turn)
+    return perf_counter() - started_at_s

@@ -1,0 +1,88 @@
+"""What a Linear's forward and backward should take on a GPU, from its rates alone.
+
+    seconds = sum over 3 products of max(2 M N K / rate, bytes / bandwidth) + bytes of the casts / bandwidth + launches
+
+The rates are the makers' dense ones, at 78 % (matrix units) and 92 % (memory) of them, and a launch is 2 microseconds: the constants
+of torchao's roofline for the H100 (torchao/testing/training/roofline_utils.py). Bytes that casts read and write per element of x and
+gy, and of w, follow from the passes of each recipe: of a tensor's scale 2 for its maximum, 2 + 1 for the codes, and 1 for codes
+turned round; of rows twice that, since both orientations are cast from the original; of blocks one read less, having no maximum of
+their own. Block-scaled products are taken at 66 % of the FP8 rate (DeepGEMM's first figures: 1304 to 1358 of 1979 TFLOP/s).
+
+This is a prediction, right to a few tens of percent; it says whether FP8 can pay at all. `Decision.how` says when it was used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MATRIX_SHARE, BLOCK_SHARE, MEMORY_SHARE = 0.78, 0.66, 0.92
+LAUNCH_S = 2e-6
+BF16_BYTES, FP8_BYTES = 2, 1
+
+
+@dataclass(frozen=True)
+class Card:
+    """Dense products per second (multiply and add are two), and bytes per second; the makers' data sheets."""
+
+    bf16: float
+    fp8: float
+    bandwidth: float
+
+
+CARDS: dict[str, Card] = {  # part of the device's name -> card; the first that fits
+    "H200": Card(989e12, 1979e12, 4.8e12),
+    "H100 PCIe": Card(756e12, 1513e12, 2.0e12),
+    "H100": Card(989e12, 1979e12, 3.35e12),
+    "H800": Card(989e12, 1979e12, 3.35e12),
+    "GH200": Card(989e12, 1979e12, 4.0e12),
+    "B200": Card(2250e12, 4500e12, 8.0e12),
+    "L40S": Card(362e12, 733e12, 0.864e12),
+    "L4": Card(121e12, 242e12, 0.3e12),
+    "RTX 4090": Card(165.2e12, 330.3e12, 1.008e12),
+}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes per element that the casts of a recipe move, and their kernels."""
+
+    activation: int  # of x, and of gy
+    weight: int
+    launches: int
+    share: float = MATRIX_SHARE
+
+
+PASSES: dict[str, Passes] = {
+    "fp8-current": Passes(activation=2 + 4, weight=2 + 4 + 2, launches=9),
+    "fp8-row": Passes(activation=2 * 5, weight=2 * 5, launches=12),
+    "fp8-block": Passes(activation=2 * 3, weight=3 + 2, launches=5, share=BLOCK_SHARE),
+}
+
+
+def card(device_name: str) -> Card | None:
+    """The rates of a GPU by its name, or None if it is not in the table."""
+    return next((found for part, found in CARDS.items() if part in device_name), None)
+
+
+def seconds(recipe: str, m: int, n: int, k: int, rates: Card) -> float:
+    """Forward and backward of a Linear from k to n features on m tokens, gradients of x and w included."""
+    bandwidth = rates.bandwidth * MEMORY_SHARE
+    if recipe == "bf16":
+        return _products(m, n, k, rates.bf16 * MATRIX_SHARE, BF16_BYTES, bandwidth) + 3 * LAUNCH_S
+    passes = PASSES[recipe]
+    cast = passes.activation * (m * k + m * n) + passes.weight * n * k
+    products = _products(m, n, k, rates.fp8 * passes.share, FP8_BYTES, bandwidth)
+    return products + cast / bandwidth + (3 + passes.launches) * LAUNCH_S
+
+
+def _products(m: int, n: int, k: int, rate: float, operand_bytes: int, bandwidth: float) -> float:
+    sizes = ((m, n, k), (m, k, n), (n, k, m))  # (rows, columns, contracted) of output, grad_input, grad_weight
+    return sum(
+        max(2 * m * n * k / rate, (operand_bytes * (a * c + b * c) + BF16_BYTES * a * b) / bandwidth)
+        for a, b, c in sizes
+    )
+
+
+def ceiling(share: float, speedup: float) -> float:
+    """Whole-step speed-up when `share` of the step becomes `speedup` times faster: 1 / (1 - f + f / s)."""
+    return 1 / (1 - share + share / speedup)

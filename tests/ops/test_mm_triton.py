@@ -1,0 +1,217 @@
+"""The Triton GEMM for blocks of 128 without a GPU: compiled for each architecture and looked at, run by Triton's interpreter.
+
+The interpreter computes on decoded float32 operands, since its FP8 is not the hardware's; the sums are bounded by 2**-20 of the
+sum of magnitudes: float32 sums of at most 656 products, each with one rounding, in any order (656 * 2**-24 < 2**-14.6 in the worst
+case, its square root in practice), and a few scalings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from narrowgauge.formats import E4M3, E5M2
+from narrowgauge.ops import dequantize, mm, quantize
+from narrowgauge.ops.mm import triton_kernel
+from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.registry import Device
+from narrowgauge.recipe import Cast
+from tests.processes import PYTHON, run_ok
+
+triton = pytest.importorskip("triton")
+
+VECTOR, SQUARE = (Cast(format=E4M3, tile=tile) for tile in ((1, 128), (128, 128)))
+# Instruction that multiplies FP8, and bytes of shared memory that a block may have (CUDA programming guide, table of limits).
+ARCHITECTURES = {
+    89: (r"mma\.sync\.aligned\.m16n8k32\.row\.col\.f32\.e4m3\.e4m3\.f32", 99 * 1024),
+    90: (r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", 227 * 1024),
+    120: (r"mma\.sync\.aligned\.m16n8k32\.row\.col\.[\w:.]*f32\.e4m3\.e4m3\.f32", 99 * 1024),
+    100: (r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", 227 * 1024),
+}
+
+
+def compiled(architecture, rows=4096, lhs_rows=1, rhs_rows=128):
+    """The kernel as `launch` asks for it, for an architecture that need not be here."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from narrowgauge.ops.mm.triton_blocks import BLOCK_K, block_mm
+
+    shape = triton_kernel.shape_for((architecture // 10, architecture % 10), rows)
+    constants = {
+        "LHS_ROWS": lhs_rows, "RHS_ROWS": rhs_rows, "HAS_BIAS": True,
+        "BLOCK_M": shape.m, "BLOCK_N": shape.n, "BLOCK_K": BLOCK_K, "GROUP_M": shape.group_m,
+    }  # fmt: skip
+    pointers = {
+        "lhs": "*fp8e4nv",
+        "rhs": "*fp8e4nv",
+        "lhs_scale": "*fp32",
+        "rhs_scale": "*fp32",
+        "bias": "*bf16",
+        "out": "*bf16",
+    }
+    signature = pointers | {size: "i32" for size in "MNK"} | dict.fromkeys(constants, "constexpr")
+    aligned = {(block_mm.arg_names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *"MNK"]}
+    source = ASTSource(fn=block_mm, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def resources(kernel, folder):
+    """Name -> bytes or registers, from the cubin."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = subprocess.run([str(tool), "-res-usage", str(path)], capture_output=True, encoding="utf-8", check=True)
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout)}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rows", "lhs_rows", "rhs_rows"),
+    [(89, 4096, 1, 128), (90, 4096, 1, 128), (90, 64, 1, 1), (100, 4096, 1, 128), (120, 4096, 128, 1)],
+)
+def test_it_compiles_to_fp8_tensor_cores_and_spills_nothing(architecture, rows, lhs_rows, rhs_rows, tmp_path):
+    instruction, shared_bytes = ARCHITECTURES[architecture]
+    kernel = compiled(architecture, rows, lhs_rows, rhs_rows)
+    assert re.search(instruction, kernel.asm["ptx"])
+    found = resources(kernel, tmp_path)
+    assert found["STACK"] == found["LOCAL"] == 0, found
+    assert 0 < found["REG"] <= 255 and kernel.metadata.shared <= shared_bytes
+
+
+def test_ampere_has_no_such_instruction():
+    """Control, and why `refuse` asks for 8.9."""
+    with pytest.raises(Exception, match="fp8e4nv not supported"):
+        compiled(80)
+
+
+PARITY = """
+import json, sys, torch
+from narrowgauge.ops.mm.triton_kernel import launch
+out = {}
+for name, (m, n, k, tiles, biased) in json.loads(sys.argv[1]).items():
+    generator = torch.Generator().manual_seed(0)
+    lhs, rhs = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
+    blocks = -(-k // 128)
+    scales = [torch.ldexp(torch.ones(-(-size // rows), blocks), torch.randint(-5, 6, (-(-size // rows), blocks), generator=generator))
+              for size, rows in ((m, tiles[0]), (n, tiles[1]))]
+    bias = torch.randn(n, generator=generator) if biased else None
+    got = launch(lhs, scales[0], rhs, scales[1], bias, tiles, torch.float32).double()
+    full = [x.double() * s.double().repeat_interleave(r, 0)[:x.shape[0]].repeat_interleave(128, 1)[:, :k]
+            for x, s, r in zip((lhs, rhs), scales, tiles)]
+    truth, size = full[0] @ full[1].T, full[0].abs() @ full[1].abs().T
+    if biased:
+        truth, size = truth + bias.double(), size + bias.double().abs()
+    out[name] = float(((got - truth).abs() / size).max())
+print(json.dumps(out))
+"""
+
+
+def test_the_interpreter_agrees_with_the_definition():
+    """Both kinds of tile on both sides, ragged in all three axes, few rows, bias, more groups of rows than one."""
+    cases = {
+        "1x128 by 128x128": (150, 140, 300, [1, 128], True),
+        "128x128 by 1x128": (150, 140, 300, [128, 1], False),
+        "1x128 by 1x128": (33, 130, 128, [1, 1], True),
+        "128x128 by 128x128": (140, 257, 257, [128, 128], False),
+        "one element": (1, 1, 1, [1, 128], False),
+        "nine tiles of rows": (1100, 129, 130, [1, 128], False),
+    }
+    done = run_ok(["env", "TRITON_INTERPRET=1", PYTHON, "-c", PARITY, json.dumps(cases)])
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == cases.keys()
+    assert all(error < 2.0**-20 for error in found.values()), found
+
+
+# --- who refuses what, and shapes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "device", "words"),
+    [
+        (VECTOR, SQUARE, Device("cuda", (8, 9)), None),
+        (VECTOR, VECTOR, Device("cuda", (9, 0)), None),
+        (SQUARE, SQUARE, Device("cuda", (10, 0)), None),
+        (Cast(format=E5M2, tile=(1, 128)), SQUARE, Device("cuda", (9, 0)), None),
+        (
+            Cast(format=E5M2, tile=(1, 128)),
+            Cast(format=E5M2, tile=(1, 128)),
+            Device("cuda", (9, 0)),
+            "e5m2 x e5m2 does not exist in hardware",
+        ),
+        (VECTOR, SQUARE, Device("cuda", (8, 0)), "compute capability 8.0, FP8 needs 8.9"),
+        (VECTOR, SQUARE, Device("cpu"), "cpu is no CUDA device"),
+        (Cast(format=E4M3), SQUARE, Device("cuda", (9, 0)), "needs two FP8 operands in tiles of 1x128 or 128x128"),
+        (
+            Cast(format=E4M3, tile=(1, 128), headroom=4 / 3),
+            SQUARE,
+            Device("cuda", (9, 0)),
+            "takes one scale, but a cast has a second one for the tensor (headroom)",
+        ),
+    ],
+)
+def test_every_refusal_has_its_reason(lhs, rhs, device, words):
+    assert triton_kernel.refuse(MmSpec(lhs, rhs, device)) == words
+    if words is None:
+        assert (
+            triton_kernel.refuse(MmSpec(lhs, rhs, device, True)) == "takes codes, but an operand is expanded to floats"
+        )
+
+
+def test_without_triton_it_says_so(monkeypatch):
+    monkeypatch.setattr(triton_kernel, "_has_triton", lambda: False)
+    assert triton_kernel.refuse(MmSpec(VECTOR, SQUARE, Device("cuda", (9, 0)))) == "Triton is not installed"
+
+
+def test_the_operator_has_a_shape_for_the_compiler():
+    with FakeTensorMode():
+        codes, scale = torch.empty(30, 200, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(30, 2, device="cuda")
+        out = torch.ops.narrowgauge.block_mm(codes, scale, codes, scale, None, [1, 1], torch.bfloat16)
+    assert tuple(out.shape) == (30, 30) and out.dtype == torch.bfloat16 and out.device.type == "cuda"
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 32), (4, 0, 32), (4, 4, 0)], ids=str)
+def test_empty_products(shape):
+    left, right = quantize(torch.zeros(shape[0], shape[2]), VECTOR), quantize(torch.zeros(shape[1], shape[2]), SQUARE)
+    assert torch.equal(triton_kernel.run(left, right, None, torch.float32, False), torch.zeros(shape[:2]))
+
+
+# --- on a device -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(128, 256, 256), (33, 50, 130), (1, 1, 1), (300, 129, 656)], ids=str)
+@pytest.mark.parametrize(("lhs", "rhs"), [(VECTOR, SQUARE), (SQUARE, VECTOR), (VECTOR, VECTOR)], ids=str)
+def test_on_this_gpu(lhs, rhs, shape):
+    left = quantize(torch.randn(shape[0], shape[2], device="cuda"), lhs)
+    right = quantize(torch.randn(shape[1], shape[2], device="cuda"), rhs)
+    bias = torch.randn(shape[1], device="cuda")
+    reason = triton_kernel.refuse(MmSpec(lhs, rhs, Device("cuda", torch.cuda.get_device_capability())))
+    if reason:
+        pytest.skip(reason)
+    out = mm(left, right, bias=bias, backend="triton")
+    values = [dequantize(q).double() for q in (left, right)]
+    truth, size = values[0] @ values[1].T + bias, values[0].abs() @ values[1].abs().T + bias.abs()
+    assert ((out.double() - truth).abs() <= (2.0**-13 * -(-shape[2] // 32) + 2.0**-20) * size).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_2_31_elements():
+    """Index arithmetic in 64 bits: the last row of an operand of 2**31 + 2**19 elements."""
+    if torch.cuda.get_device_properties(0).total_memory < 24 * 2**30:
+        pytest.skip("needs 24 GiB")
+    rows = 4097
+    codes = torch.zeros(rows, 2**19, device="cuda", dtype=torch.float8_e4m3fn)
+    codes[-1] = 1.0
+    scale = torch.ones(rows, 2**12, device="cuda")
+    out = triton_kernel.launch(
+        codes, scale, codes[-16:].contiguous(), scale[-16:].contiguous(), None, [1, 1], torch.float32
+    )
+    assert float(out[-1, -1]) == 2**19 and float(out[:-1].abs().max()) == 0

@@ -1,0 +1,123 @@
+"""`--recipe auto` in a run: chosen once, written down, and taken up by a resumed run without measuring (exact)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.auto import Decision, layers
+from narrowgauge.cli import main
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.ops.registry import Device
+from narrowgauge.train import loop, machine
+from narrowgauge.train.config import replace
+from narrowgauge.train.model import tokens_at_once
+from tests.train import tiny
+
+
+@pytest.fixture
+def text(tmp_path):
+    return tiny.write_text(tmp_path / "text")
+
+
+@pytest.fixture
+def as_if_measured(monkeypatch):
+    """Layers of 48 outputs take fp8-row, others fp8-current."""
+    asked = []
+
+    def decide(problem, device):
+        asked.append(problem)
+        name = "fp8-row" if problem.outputs == 48 else "fp8-current"
+        return Decision(recipe=name, tokens=problem.tokens, how="measured", seconds={"bf16": 2.0, name: 1.0})
+
+    monkeypatch.setattr(layers, "decide", decide)
+    return asked
+
+
+def run_facts(folder):
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
+def test_a_resumed_run_computes_what_the_whole_run_did(text, tmp_path, as_if_measured, monkeypatch, capsys):
+    whole = tiny.settings(text, tmp_path / "whole", recipe="auto")
+    assert loop.run(whole) == 0
+    assert {problem.tokens for problem in as_if_measured} == {4 * 16}
+    assert "fp8-row (auto, measured at 64 tokens: fp8-row 1 s, bf16 2 s)" in capsys.readouterr().err
+    chosen = run_facts(tmp_path / "whole")["auto"]
+    assert set(chosen.values()) == {"fp8-row", "fp8-current"} and len(chosen) == 14
+
+    parts = replace(whole, output=str(tmp_path / "parts"))
+    assert loop.run(replace(parts, steps=3)) == 0
+    monkeypatch.setattr(layers, "decide", lambda *_: pytest.fail("measured again"))
+    assert loop.run(replace(parts, resume=True)) == 0
+    assert run_facts(tmp_path / "parts")["auto"] == chosen
+
+
+def test_another_choice_than_the_checkpoints_is_refused(text, tmp_path, as_if_measured):
+    config = tiny.settings(text, tmp_path / "run", recipe="auto", steps=2)
+    assert loop.run(config) == 0
+    facts = run_facts(tmp_path / "run")
+    facts["auto"] = dict.fromkeys(facts["auto"], "bf16")
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="was written with auto = "):
+        loop.run(replace(config, steps=4, resume=True))
+
+
+def test_on_a_cpu_the_run_says_that_nothing_is_faster(text, tmp_path, capsys):
+    config = tiny.settings(text, tmp_path / "run", steps=1)
+    assert main(["train", *tiny.flags(replace(config, recipe="auto"), text)]) == 0
+    assert "bf16 (auto, no choice at 64 tokens; not fp8-block: cpu has no FP8 units" in capsys.readouterr().err
+    assert {row["recipe"] for row in run_facts(tmp_path / "run")["describe"]} == {"bf16"}
+
+
+def test_tokens_at_once(text, tmp_path):
+    config = tiny.settings(text, tmp_path / "run", batch_size=8, micro_batches=2)
+    assert tokens_at_once(config) == 64
+    table = {"task": "causal-lm", "model": "somewhere", "sequence_length": 256, "vocab_size": 4096, "recipe": "auto"}
+    config = tiny.settings(text, tmp_path / "run", **table, batch_size=8, max_length=100)
+    assert tokens_at_once(config) == 800
+    config = tiny.settings(text, tmp_path / "run", **table, batch_size=16, token_budget=4096, micro_batches=4)
+    assert tokens_at_once(config) == 1024
+    with pytest.raises(
+        ConfigError, match=r"'auto': chooses by the tokens of a step.* Set token_budget, packing or max_length"
+    ):
+        tiny.settings(text, tmp_path / "run", **table)
+
+
+def test_save_is_a_recipes_own(text, tmp_path):
+    with pytest.raises(ConfigError, match="save = 'original': has no effect with recipe = 'auto'"):
+        tiny.settings(text, tmp_path / "run", recipe="auto", save="original")
+
+
+# --- said before training starts -----------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_emulates_says_why(monkeypatch):
+    model = ng.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), {"*": "fp8-current", "1": "bf16"})
+    facts = Device("cuda", (8, 0), cuda=(12, 9))
+    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index: facts)
+    assert machine.emulated_on_gpu(model, torch.device("cpu")) == [], (
+        "a CPU emulates all of them, and nobody expects else"
+    )
+    assert machine.emulated_on_gpu(model, torch.device("cuda")) == [
+        "Not on narrow units, so no faster than bfloat16 (1 layer): fp8-current: emulated exactly in bfloat16 "
+        "(native: compute capability 8.0, FP8 needs 8.9)."
+    ]
+
+
+def test_a_driver_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
+    assert machine.unused_gpu(torch.device("cpu")) == ""
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  450.80\nGCC\n", encoding="utf-8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = machine.unused_gpu(torch.device("cpu"))
+    assert words.startswith(
+        "This runs on the CPU although there is an NVIDIA driver (NVIDIA UNIX x86_64 Kernel Module  450.80)"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert machine.unused_gpu(torch.device("cpu")) == "", "asked for by --device cpu"
