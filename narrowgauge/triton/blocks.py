@@ -2,7 +2,7 @@
 
 A program takes ROWS x COLUMNS elements, whole blocks of both orientations, and keeps them in registers:
 
-    x [ROWS, COLUMNS] as [ROWS / A, A, COLUMNS / B, B]    one amax, one scale, one divisor per [ROWS / A, COLUMNS / B]
+    x [ROWS, COLUMNS] as [ROWS / A, A, COLUMNS / B, B]    one amax, one scale per [ROWS / A, COLUMNS / B]
     x.T in blocks of A x B is x in blocks of B x A         the same with A and B exchanged, then transposed
 
 A square block has the same scales in both orientations; rounded to nearest, the codes of x.T are those of x.
@@ -49,8 +49,17 @@ def _cast(
 ):
     """(codes [ROWS, COLUMNS], scales [ROWS / A, COLUMNS / B]); the noise is that of place (first, second)."""
     scale = scale_of(_block_amax(magnitude_bits(values), A, B, ROWS, COLUMNS), C)
-    y = divided(values.to(tl.float32), _spread(divisor(scale, C), A, B, ROWS, COLUMNS), C)
-    noise = uniform(key, first * length + second) if C.stochastic else y
+    by = divisor(scale, C)
+    if C.corrects and not C.multiplies:
+        by = (
+            _spread(by[0], A, B, ROWS, COLUMNS),
+            _spread(by[1], A, B, ROWS, COLUMNS),
+            _spread(by[2], A, B, ROWS, COLUMNS),
+        )
+    else:
+        by = (_spread(by[0], A, B, ROWS, COLUMNS),)
+    y = divided(values.to(tl.float32), by, C)
+    noise = uniform(key, first, length, second) if C.stochastic else y
     return encode(y, noise, C), scale
 
 

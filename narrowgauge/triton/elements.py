@@ -19,17 +19,33 @@ def magnitude_bits(x):
 
 @triton.jit
 def encode(y, noise, C: tl.constexpr):
-    """y float32 -> codes as uint8 of the same shape; noise float32 in [0, 1) where C.stochastic, else unused."""
+    """y float32 -> codes as uint8 of the same shape, or their values as float32 where C.expanded.
+
+    noise  float32 in [0, 1) where C.stochastic, else unused
+    """
     if C.exponent == 0:
         codes = _encode_integer(y, noise, C)
     else:
         if C.stochastic:
             y = _round_stochastically(y, noise, C)
-        if C.hardware:
-            codes = y.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
-        else:
-            codes = _encode_float(y, C)
-    return codes
+        codes = _encode_in_hardware(y, C) if C.hardware else _encode_float(y, C)
+    return _decode(codes, C) if C.expanded else codes
+
+
+@triton.jit
+def _decode(codes, C: tl.constexpr):
+    if C.exponent == 0:
+        value = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        wide = codes.to(tl.int32)
+        magnitude = wide & ((1 << (C.bits - 1)) - 1)
+        normal = ((magnitude + ((127 - C.bias) << C.mantissa)) << (23 - C.mantissa)).to(tl.float32, bitcast=True)
+        subnormal = magnitude.to(tl.float32) * 2.0 ** (1 - C.bias - C.mantissa)
+        value = tl.where(magnitude < (1 << C.mantissa), subnormal, normal)
+        if C.has_nan:
+            value = tl.where(magnitude == 0x7F, float("nan"), value)
+        value = tl.where((wide >> (C.bits - 1)) == 1, -value, value)
+    return value
 
 
 @triton.jit
@@ -41,6 +57,11 @@ def _encode_integer(y, noise, C: tl.constexpr):
     # Of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even.
     whole = (clipped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return tl.where(y == y, whole, 0).to(tl.uint8)  # NaN has no code; the scale of the tile carries it
+
+
+@triton.jit
+def _encode_in_hardware(y, C: tl.constexpr):
+    return y.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

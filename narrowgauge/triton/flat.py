@@ -37,7 +37,7 @@ def _cast_block(values, codes, start, n, scale, key, C: tl.constexpr, BLOCK: tl.
     """Casts the BLOCK elements `values` that begin at `start`."""
     index = start + tl.arange(0, BLOCK)
     y = divided(values.to(tl.float32), divisor(scale, C), C)
-    noise = uniform(key, index) if C.stochastic else y
+    noise = uniform(key, index, 1, tl.zeros_like(index)) if C.stochastic else y
     found = encode(y, noise, C)
     if C.packed:
         place = start // 2 + tl.arange(0, BLOCK // 2)

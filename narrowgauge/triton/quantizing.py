@@ -4,11 +4,13 @@ Sizes of the pieces, none of them measured yet on a GPU:
 
     flat      4 warps, 4,096 elements: 16-bit input arrives in loads of 16 bytes, four per thread
     rows      a whole row of up to 8,192 elements in 8 warps: 32 registers of values per thread
-    turning   64 x 128 in 4 warps: the runs of x.T are 64 bytes
+    turning   64 x 128 in 8 warps: the runs of x.T are 64 bytes
     blocks    a block of 128 in both directions and nothing more: 128 x 128 in 16 warps, 32 elements per thread
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,34 +23,51 @@ from narrowgauge.triton.launch import launch
 from narrowgauge.triton.settings import Settings
 
 FLAT_BLOCK, FLAT_WARPS = 4096, 4
-PARTS = (1, 32, 512)  # programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200
+PARTS = (
+    1,
+    32,
+    512,
+)  # programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200
 LONGEST_BLOCK, ROW_BLOCK, ROW_WARPS = 8192, 4096, 8
-TURN_ROWS, TURN_COLUMNS, TURN_WARPS = 64, 128, 4
+TURN_ROWS, TURN_COLUMNS, TURN_WARPS = 64, 128, 8
 SIDE, SIDE_WARPS = 128, 16
-SMALL_SIDE, SMALL_SIDE_WARPS = 64, 4
+SMALL_SIDE, SMALL_SIDE_WARPS = 64, 8
 
 
 class Output:
-    """Codes and scales of one orientation, [outer, inner], to be filled by a kernel."""
+    """Codes, or values of dtype `expand`, and scales of one orientation, [outer, inner], to be filled by a kernel."""
 
-    def __init__(self, shape: tuple[int, int], cast: Cast, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, int], cast: Cast, device: torch.device, expand: torch.dtype | None = None
+    ) -> None:
         format = cast.format
-        width = -(-shape[1] // format.codes_per_byte)
-        dtype = torch.uint8 if format.codes_per_byte > 1 else format.storage
+        per_byte = 1 if expand is not None else format.codes_per_byte
+        dtype = expand or (torch.uint8 if per_byte > 1 else format.storage)
         self.cast, self.inner = cast, shape[1]
-        self.data = torch.empty(shape[0], width, dtype=dtype, device=device)
+        self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
         self.scale = torch.empty(scale_shape(shape, cast.tile), dtype=torch.float32, device=device)
-        self.codes = self.data.view(torch.uint8)
+        self.codes = self.data if expand is not None else self.data.view(torch.uint8)
 
     def finished(self) -> QTensor:
         shared = self.scale.new_full((), self.cast.headroom) if self.cast.has_global_scale else None
         return QTensor(data=self.data, scale=self.scale, cast=self.cast, inner=self.inner, global_scale=shared)
 
 
-def one(x: Tensor, cast: Cast, C: Settings, amax: Tensor | None, key: Tensor | None) -> QTensor:
-    """x [outer, inner] not empty -> QTensor. amax float32 in the shape of the scales, or None; key int64 [2] of the noise."""
+def one(
+    x: Tensor,
+    cast: Cast,
+    C: Settings,
+    amax: Tensor | None = None,
+    key: Tensor | None = None,
+    expand: torch.dtype | None = None,
+) -> QTensor:
+    """x [outer, inner], not empty -> QTensor.
+
+    amax  float32, contiguous in the shape of the scales, or None; not with blocks
+    key   int64 [2] of the noise, on x's device
+    """
     memory, is_turned = in_memory_order(x)
-    output = Output((x.shape[0], x.shape[1]), cast, x.device)
+    output = Output((x.shape[0], x.shape[1]), cast, x.device, expand)
     if is_turned:
         _in_both(memory, C, None, output, amax, None, key)
     elif cast.tile == (WHOLE, WHOLE) and memory.is_contiguous() and not (C.packed and x.shape[1] % 2):
@@ -82,7 +101,7 @@ def delayed(
     parts = _parts(x)
     maxima = torch.empty(parts, dtype=torch.int32, device=x.device)
     used = torch.empty(1, 1, dtype=torch.float32, device=x.device)
-    sizes = {"C": C, "PARTS": parts, "BLOCK": FLAT_BLOCK, "warps": FLAT_WARPS}
+    sizes: dict[str, Any] = {"C": C, "PARTS": parts, "BLOCK": FLAT_BLOCK, "warps": FLAT_WARPS}
     launch(flat.cast_delayed, parts, x, output.codes, maxima, live, key, x.numel(), **sizes)
     launch(
         flat.settle, parts, x, output.codes, maxima, live, used, output.scale, key, x.numel(), RECORDS=records, **sizes
@@ -159,9 +178,11 @@ def _in_both(
         )  # fmt: skip
         return
     programs = -(-outer // TURN_ROWS) * -(-inner // TURN_COLUMNS)
+    of_rows: Tensor | None
+    of_columns: Tensor | None
     if tile == (WHOLE, WHOLE):
-        of_rows, of_columns = _tensor_maxima(x) if amax is None else amax.view(torch.int32), None
-        parts = of_rows.numel()
+        whole = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
+        of_rows, of_columns, parts = whole, None, whole.numel()
         scales = (output.scale, None)
     else:
         of_rows, of_columns = _line_maxima(x, amax, plain is not None, turned is not None, programs)

@@ -16,10 +16,12 @@ from narrowgauge.triton.turning import store_codes
 
 
 @triton.jit
-def _cast(values, codes, row, column, rows, columns, by, key, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _cast(
+    values, codes, row, column, rows, columns, scale, key, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Casts values [ROWS, BLOCK] at rows `row` [ROWS] and columns `column` [BLOCK], int64."""
-    y = divided(values.to(tl.float32), by[:, None], C)
-    noise = uniform(key, row[:, None] * columns + column[None, :]) if C.stochastic else y
+    y = divided(values.to(tl.float32), divisor(scale[:, None], C), C)
+    noise = uniform(key, row[:, None], columns, column[None, :]) if C.stochastic else y
     store_codes(encode(y, noise, C), codes, row, column, rows, columns, C, ROWS, BLOCK)
 
 
@@ -45,7 +47,7 @@ def cast_rows(
         column = tl.arange(0, BLOCK).to(tl.int64)
         values = tl.load(line + column[None, :], mask=inside & (column < columns)[None, :], other=0.0)
         scale = scale_of(tl.max(magnitude_bits(values), axis=1), C)
-        _cast(values, codes, row, column, rows, columns, divisor(scale, C), key, C, ROWS, BLOCK)
+        _cast(values, codes, row, column, rows, columns, scale, key, C, ROWS, BLOCK)
     else:
         largest = tl.zeros((ROWS, BLOCK), tl.int32)
         for start in range(0, columns, BLOCK):
@@ -56,5 +58,5 @@ def cast_rows(
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK).to(tl.int64)
             values = tl.load(line + column[None, :], mask=inside & (column < columns)[None, :], other=0.0)
-            _cast(values, codes, row, column, rows, columns, divisor(scale, C), key, C, ROWS, BLOCK)
+            _cast(values, codes, row, column, rows, columns, scale, key, C, ROWS, BLOCK)
     tl.store(scales + row, scale, mask=row < rows)

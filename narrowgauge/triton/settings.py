@@ -9,8 +9,7 @@ from functools import cache
 from narrowgauge.formats import FloatFormat, IntFormat
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import E8M0_FLOOR, FP32, ceil_carry, smallest_scale
-from narrowgauge.triton import FP8_CONVERSIONS
-
+from narrowgauge.triton import FP8_CONVERSIONS, LEAST_CAPABILITY
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,10 @@ class Settings:
     exponent, mantissa, bias  of a float format; exponent 0: integers
     bits, largest       of a code; the largest magnitude
     has_nan             whether a NaN has a code
+    expanded            whether the decoded values are stored, in a float type, instead of codes
     stochastic          rounding up with the probability of the fraction; else to nearest, ties to even
     hardware            with the GPU's own conversions where they exist
+    corrects            dividing by fused multiplications; not where Triton's interpreter rounds their products
     power, carry        whether scales are powers of two; what is added to the bits of amax before its exponent is taken
     log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale
     headroom            what the scale is multiplied by before x is divided by it
@@ -33,8 +34,10 @@ class Settings:
     bits: int
     largest: float
     has_nan: bool
+    expanded: bool
     stochastic: bool
     hardware: bool
+    corrects: bool
     power: bool
     carry: int
     log2: int
@@ -44,7 +47,7 @@ class Settings:
     @property
     def packed(self) -> bool:
         """Whether two codes share a byte."""
-        return self.bits == 4
+        return self.bits == 4 and not self.expanded
 
     @property
     def multiplies(self) -> bool:
@@ -64,8 +67,8 @@ def refuse(cast: Cast) -> str | None:
 
 
 @cache
-def settings(cast: Cast, capability: tuple[int, int]) -> Settings:
-    """For a GPU of this compute capability; (0, 0): everything in integer arithmetic."""
+def settings(cast: Cast, capability: tuple[int, int], expanded: bool = False) -> Settings:
+    """For a GPU of this compute capability; (0, 0): as the interpreter wants it."""
     format = cast.format
     is_float = isinstance(format, FloatFormat)
     return Settings(
@@ -75,8 +78,10 @@ def settings(cast: Cast, capability: tuple[int, int]) -> Settings:
         bits=format.bits,
         largest=float(format.max),
         has_nan=isinstance(format, FloatFormat) and format.has_nan,
+        expanded=expanded,
         stochastic=cast.rounding == "stochastic",
         hardware=is_float and format.bits == 8 and capability >= FP8_CONVERSIONS,
+        corrects=capability >= LEAST_CAPABILITY,
         power=cast.scale.power_of_two,
         carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),
         log2=math.frexp(format.max)[1] - 1,

@@ -52,7 +52,7 @@ def maxima(
 def _coded(values, scale, key, first, second, length, C: tl.constexpr):
     """Codes of values; element (first, second) of a matrix whose rows have `length` elements has the noise of that place."""
     y = divided(values.to(tl.float32), divisor(scale, C), C)
-    noise = uniform(key, first * length + second) if C.stochastic else y
+    noise = uniform(key, first, length, second) if C.stochastic else y
     return encode(y, noise, C)
 
 
