@@ -22,7 +22,7 @@ class Settings:
     expanded            whether the decoded values are stored, in a float type, instead of codes
     stochastic          rounding up with the probability of the fraction; else to nearest, ties to even
     hardware            with the GPU's own conversions where they exist
-    corrects            dividing by fused multiplications; not where Triton's interpreter rounds their products
+    interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
     power, carry        whether scales are powers of two; what is added to the bits of amax before its exponent is taken
     log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale
     headroom            what the scale is multiplied by before x is divided by it
@@ -37,7 +37,7 @@ class Settings:
     expanded: bool
     stochastic: bool
     hardware: bool
-    corrects: bool
+    interpreted: bool
     power: bool
     carry: int
     log2: int
@@ -54,6 +54,11 @@ class Settings:
         """Whether x is multiplied by the reciprocal of its scale, which is exact for powers of two."""
         return self.power and self.headroom == 1
 
+    @property
+    def corrects(self) -> bool:
+        """Whether it is divided by fused multiplications and a remainder."""
+        return not self.interpreted
+
 
 def refuse(cast: Cast) -> str | None:
     """Why the device functions do not know this cast, or None."""
@@ -68,7 +73,7 @@ def refuse(cast: Cast) -> str | None:
 
 @cache
 def settings(cast: Cast, capability: tuple[int, int], expanded: bool = False) -> Settings:
-    """For a GPU of this compute capability; (0, 0): as the interpreter wants it."""
+    """For a GPU of this compute capability; (0, 0): for the interpreter."""
     format = cast.format
     is_float = isinstance(format, FloatFormat)
     return Settings(
@@ -81,7 +86,7 @@ def settings(cast: Cast, capability: tuple[int, int], expanded: bool = False) ->
         expanded=expanded,
         stochastic=cast.rounding == "stochastic",
         hardware=is_float and format.bits == 8 and capability >= FP8_CONVERSIONS,
-        corrects=capability >= LEAST_CAPABILITY,
+        interpreted=capability < LEAST_CAPABILITY,
         power=cast.scale.power_of_two,
         carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),
         log2=math.frexp(format.max)[1] - 1,

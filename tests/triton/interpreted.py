@@ -21,9 +21,11 @@ from narrowgauge.delayed import observe
 from narrowgauge.formats import E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, INT4, INT4X2, INT8
 from narrowgauge.ops.noise import Key
 from narrowgauge.ops.quantize import quantize, tile_amax
-from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.ops.rotate import draw_signs
+from narrowgauge.ops.rotate.encoding import rotate_and_encode
+from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, FP32, POW2
-from narrowgauge.triton import noise, quantizing
+from narrowgauge.triton import noise, quantizing, rotating
 from narrowgauge.triton.launch import launch
 from narrowgauge.triton.settings import settings
 from tests.compare import assert_same
@@ -94,6 +96,21 @@ def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None
         assert got.scale.isnan().all() and expected.scale.isnan().all()
 
 
+def compare_rotated(order: int, dtype: torch.dtype) -> None:
+    """Whole numbers small enough that every order of summation gives the same, and a scale that they seldom tie on (exact)."""
+    for shape in ((5, 37), (40, 300)):
+        x = torch.randint(-9, 10, shape).to(dtype)
+        if dtype == torch.float32:
+            x += torch.randint(-9, 10, shape) * 2.0**-12
+        hadamard, scale = Hadamard(block=order, signs="random"), torch.tensor([[0.7]])
+        signs = draw_signs(hadamard, shape[1], x.device)
+        constants = settings(Cast(format=INT4), (0, 0))
+        got = rotating.rotate_and_encode(x, order, signs, scale, constants, True, True)
+        expected = rotate_and_encode(x, hadamard, signs, scale, INT4, packed=True, bits=True, backend="reference")
+        for name, mine, theirs in zip(("codes", "packed", "bits"), got, expected, strict=True):
+            assert_same(mine, theirs.view(torch.uint8), at=name)
+
+
 def compare_noise() -> None:
     out = torch.empty(3000)
     launch(noise.fill, 3, out, words(KEY), 3000, BLOCK=1024, warps=4)
@@ -113,6 +130,9 @@ def cases() -> Iterator[tuple[str, object]]:
         yield f"turned {cast}", lambda cast=cast: compare(matrix(60, 37).T, cast)
         yield f"float16 {cast}", lambda cast=cast: compare(matrix(20, 34, torch.float16, 2.0), cast)
         yield f"values {cast}", lambda cast=cast: compare(matrix(20, 35, torch.float32), cast, torch.bfloat16)
+    for order in (2, 4, 16, 64):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield f"rotated {order} {dtype}", lambda order=order, dtype=dtype: compare_rotated(order, dtype)
     yield from _at_the_edges()
 
 

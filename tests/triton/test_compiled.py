@@ -13,7 +13,7 @@ from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, POW2
 from tests.triton.compiling import TARGETS, Compiled, compiled
 
-from narrowgauge.triton import quantizing  # isort: skip
+from narrowgauge.triton import quantizing, rotating  # isort: skip
 from narrowgauge.triton.settings import settings  # isort: skip
 
 CASTS = {
@@ -92,6 +92,28 @@ def test_all_kernels_compile_without_spills(cast, way, sm):
 def test_other_inputs_compile_without_spills(cast, columns, dtype):
     for each in kernels(cast, "one", 90, columns, dtype):
         assert each.spills == 0, f"{each.name}: {each.usage}"
+
+
+@pytest.mark.parametrize(("order", "dtype", "sm"), [(32, torch.bfloat16, 90), (64, torch.float32, 80)])
+def test_the_rotation_uses_tensor_cores(order, dtype, sm):
+    """Of 16-bit numbers, in float32; float32 as three of them. No spills."""
+    x, constants = torch.empty(512, 4096, dtype=dtype), settings(Cast(format=INT4), TARGETS[sm])
+    found = compiled(
+        [rotating],
+        sm,
+        lambda: rotating.rotate_and_encode(x, order, torch.ones(4096), torch.ones(1, 1), constants, True, True),
+    )["rotate_and_encode"]
+    assert found.spills == 0, found.usage
+    assert any("mma" in name and "f32.bf16.bf16" in name for name in found.instructions())
+
+
+@pytest.mark.parametrize(("cast", "scales"), [("tensor", 1), ("row", 512)])
+def test_a_given_amax_and_decoded_values_compile(cast, scales):
+    """What a window or a caller brings, and what a GEMM without narrow units reads."""
+    x, constants = torch.empty(512, 4096, dtype=torch.bfloat16), settings(CASTS[cast], TARGETS[90], True)
+    amax = torch.ones(scales, 1)
+    found = compiled([quantizing], 90, lambda: quantizing.one(x, CASTS[cast], constants, amax, None, torch.bfloat16))
+    assert found and all(each.spills == 0 for each in found.values())
 
 
 def test_the_check_notices_a_spill_and_a_maximum_that_propagates_nan():

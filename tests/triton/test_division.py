@@ -51,17 +51,23 @@ def numbers(generator: np.random.Generator, low: int, high: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_quotients_are_correctly_rounded(fma, seed):
-    """Scales from the smallest (2^-116 of e4m3) to 2^120, quotients from 2^-100, below which all formats round to zero."""
+    """Scales from e4m3's smallest to 2^120, quotients from 2^-100 to 2^126.
+
+    All formats round those below to zero and saturate at those above.
+    """
     generator = np.random.default_rng(seed)
     scale = np.abs(numbers(generator, -116, 119))
     x = numbers(generator, -126, 126)
     with np.errstate(over="ignore", under="ignore"):
         exact = x / scale
         found = divided(x, scale, fma)
-    counts = np.abs(exact) >= 2.0**-100
+    counts = (np.abs(exact) >= 2.0**-100) & (np.abs(exact) < 2.0**126)
     assert counts.sum() > COUNT / 3 and np.isinf(exact).any()
     np.testing.assert_array_equal(found[counts].view(np.int32), exact[counts].view(np.int32))
-    assert (np.abs(found[~counts]) < 2.0**-99).all()
+    small, large = np.abs(exact) < 2.0**-100, np.abs(exact) >= 2.0**126
+    assert (np.abs(found[small]) < 2.0**-99).all()  # zero in every format
+    assert (np.abs(found[large]) >= 2.0**125).all()  # saturates in every format
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(exact))
 
 
 def test_a_product_with_the_reciprocal_is_not_enough():
