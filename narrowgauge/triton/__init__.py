@@ -20,6 +20,8 @@ all numbers: NaN propagates by itself, and the NaN-propagating maximum beside a 
 
 from __future__ import annotations
 
+import os
+import shutil
 from functools import cache
 from importlib import metadata
 
@@ -50,8 +52,11 @@ def unavailable() -> str:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:
         return "triton is not installed; torch's CUDA builds for Linux bring it"
-    found = tuple(int(part) for part in version.split(".")[:2])
-    return "" if found >= OLDEST else f"triton is {version}, needs {_dotted(OLDEST)}"
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        return f"triton is {version}, needs {_dotted(OLDEST)}"
+    if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "no C compiler is here, and triton builds what starts a kernel with one: install gcc, or name one in CC"
+    return ""
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -55,7 +55,9 @@ def divided(x, by, C: tl.constexpr):
         first = shifted * by[2]
         second = tl.fma(tl.fma(first, negative, shifted), by[2], first)
         third = tl.fma(tl.fma(second, negative, shifted), by[2], second)
-        y = tl.where(tl.abs(first) < float("inf"), third, first)  # infinity has no remainder
+        sign = x.to(tl.int32, bitcast=True) & -0x80000000
+        signed = (third.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)  # the remainder of -0 is +0
+        y = tl.where(tl.abs(first) < float("inf"), signed, first)  # infinity has no remainder
     else:
         y = tl.div_rn(x, tl.broadcast_to(by[0], x.shape))
     return y

@@ -102,7 +102,19 @@ def test_an_old_or_absent_triton_is_named(monkeypatch, version, words):
         triton.unavailable.cache_clear()
 
 
+def test_no_c_compiler_is_a_reason(monkeypatch):
+    """Triton builds its launchers with one."""
+    monkeypatch.setattr(triton.metadata, "version", lambda name: "3.9.0")
+    monkeypatch.setattr(triton.shutil, "which", lambda name: None)
+    for compiler, words in (("", "no C compiler is here"), ("/usr/bin/cc", "")):
+        monkeypatch.setenv("CC", compiler)
+        triton.unavailable.cache_clear()
+        assert triton.unavailable().startswith(words) and bool(triton.unavailable()) == bool(words)
+    triton.unavailable.cache_clear()
+
+
 def test_a_new_triton_is_taken(monkeypatch):
+    monkeypatch.setenv("CC", "cc")
     for version in ("3.6.0", "3.10.0", "4.0.0+git1"):
         monkeypatch.setattr(triton.metadata, "version", lambda name, version=version: version)
         triton.unavailable.cache_clear()

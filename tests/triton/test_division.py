@@ -36,7 +36,7 @@ def divided(x: np.ndarray, scale: np.ndarray, fma) -> np.ndarray:
     first = shifted * reciprocal
     second = fma(fma(first, -mantissa, shifted), reciprocal, first)
     third = fma(fma(second, -mantissa, shifted), reciprocal, second)
-    return np.where(np.abs(first) < math.inf, third, first)
+    return np.where(np.abs(first) < math.inf, np.copysign(third, x), first)
 
 
 def numbers(generator: np.random.Generator, low: int, high: int) -> np.ndarray:
@@ -68,6 +68,12 @@ def test_quotients_are_correctly_rounded(fma, seed):
     assert (np.abs(found[small]) < 2.0**-99).all()  # zero in every format
     assert (np.abs(found[large]) >= 2.0**125).all()  # saturates in every format
     np.testing.assert_array_equal(np.signbit(found), np.signbit(exact))
+
+
+def test_zeros_keep_their_sign(fma):
+    """The remainder of -0 is +0, and so was the quotient once."""
+    x, scale = np.array([0.0, -0.0, -1e-45, -1e-30], np.float32), np.array([3, 3, 3e30, 1e30], np.float32)
+    np.testing.assert_array_equal(divided(x, scale, fma).view(np.int32), (x / scale).view(np.int32))
 
 
 def test_a_product_with_the_reciprocal_is_not_enough():
