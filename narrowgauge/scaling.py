@@ -92,10 +92,13 @@ def _fp32(amax: Tensor, format: Format) -> Tensor:
     return _guard(_quotient(amax, format.max).clamp(min=smallest_scale(format)), amax)
 
 
+def ceil_carry(format: Format) -> int:
+    """What added to the bits of amax reaches the next exponent where amax has the larger mantissa than format.max."""
+    return _MANTISSA_BITS - int((2 * math.frexp(format.max)[0] - 1) * 2**_MANTISSA)
+
+
 def _power_of_two_ceil(amax: Tensor, format: Format) -> Tensor:
-    # One exponent up where amax has the larger mantissa: the sum carries then.
-    mantissa = int((2 * math.frexp(format.max)[0] - 1) * 2**_MANTISSA)
-    return _power_of_two(amax, _MANTISSA_BITS - mantissa, format)
+    return _power_of_two(amax, ceil_carry(format), format)
 
 
 def _power_of_two_floor(amax: Tensor, format: Format) -> Tensor:

@@ -24,11 +24,26 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.ops.noise import Key
-from narrowgauge.ops.quantize import compiled_kernel, reference
+from narrowgauge.ops.noise import DeviceKey, Key
+from narrowgauge.ops.quantize import compiled_kernel, reference, triton_kernel
+from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.tiles import scale_shape
+
+
+def _in_torch(
+    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
+) -> QTensor:
+    made = noise if noise is None or isinstance(noise, Tensor) else noise.uniform(tuple(x.shape))
+    return reference.quantize(x, cast, amax, made, expand)
+
+
+KERNELS: Registry[Spec] = Registry("quantize")
+KERNELS.register(Kernel("triton", triton_kernel.refuse, triton_kernel.run))
+KERNELS.register(Kernel("native-cpp", compiled_kernel.refuse, compiled_kernel.run))
+KERNELS.register(Kernel("reference", lambda spec: None, _in_torch))
 
 tile_amax = reference.tile_amax
 calibrated_amax = reference.calibrated_amax
@@ -40,10 +55,14 @@ def quantize(
     cast: Cast,
     *,
     amax: Tensor | None = None,
-    noise: Tensor | Key | None = None,
+    noise: Tensor | Key | DeviceKey | None = None,
     expand: torch.dtype | None = None,
+    backend: str | None = None,
 ) -> QTensor:
-    """x [outer, inner] -> QTensor of the same shape; see the module for the contract."""
+    """x [outer, inner] -> QTensor of the same shape; see the module for the contract.
+
+    backend  the kernel to take: "triton", "native-cpp" or "reference"; None: the first of them that does not refuse
+    """
     if not isinstance(x, Tensor) or not isinstance(cast, Cast):
         raise ConfigError(
             f"quantize: x is a {type(x).__name__} and cast a {type(cast).__name__}; give a torch.Tensor and a Cast."
@@ -69,11 +88,9 @@ def quantize(
         raise ConfigError(f"quantize: expand is {expand}; values are kept in torch.float32 or torch.bfloat16.")
     if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
         raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
-    if isinstance(noise, Key):
-        if amax is None and compiled_kernel.refuse(x, cast) is None:
-            return compiled_kernel.quantize(x, cast, noise, expand)
-        noise = noise.uniform(tuple(x.shape))
-    return reference.quantize(x, cast, amax, noise, expand)
+    if backend is None and torch.compiler.is_compiling():  # all others refuse, which need not be traced
+        return _in_torch(x, cast, amax, noise, expand)
+    return KERNELS.choose(Spec.of(x, cast, amax, noise, expand), backend).kernel.run(x, cast, amax, noise, expand)
 
 
 @torch.no_grad()

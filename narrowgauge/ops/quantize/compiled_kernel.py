@@ -9,23 +9,24 @@ from narrowgauge.cpp import kernels as cpp
 from narrowgauge.formats import IntFormat
 from narrowgauge.ops.noise import Key
 from narrowgauge.ops.quantize import reference
+from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.tiles import WHOLE
 
 
-def refuse(x: Tensor, cast: Cast) -> str | None:
-    """Why this kernel does not quantize x by `cast`, or None."""
-    if cast.rounding != "stochastic" or not isinstance(cast.format, IntFormat):
-        return "rounds integers stochastically, nothing else"
-    if cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or cast.has_global_scale:
-        return "takes one scale per tensor or row"
-    if x.numel() == 0:
+def refuse(spec: Spec) -> str | None:
+    """Why this kernel does not quantize such a tensor, or None."""
+    if spec.noise != "key" or not isinstance(spec.cast.format, IntFormat):
+        return "rounds integers stochastically with the noise of a key, nothing else"
+    if spec.cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or spec.cast.has_global_scale or spec.amax:
+        return "takes one scale per tensor or row, from the tensor"
+    if spec.is_empty:
         return "there is nothing to round"
-    return cpp.refuse(x.device.type)
+    return cpp.refuse(spec.device.type)
 
 
-def quantize(x: Tensor, cast: Cast, noise: Key, expand: torch.dtype | None) -> QTensor:
+def run(x: Tensor, cast: Cast, amax: None, noise: Key, expand: torch.dtype | None) -> QTensor:
     """See `ops.quantize`."""
     # x.T, as grad_weight may give it, has the noise of its own order: made contiguous, it is read in that.
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

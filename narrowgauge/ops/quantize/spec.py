@@ -1,0 +1,50 @@
+"""What a kernel of quantize is chosen by: the cast, and everything about the arguments but their numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.ops.noise import DeviceKey, Key
+from narrowgauge.ops.registry import Device, device_facts
+from narrowgauge.recipe import Cast
+
+
+@dataclass(frozen=True)
+class Spec:
+    """See the module.
+
+    noise   how it is given: "key" (numbers not in memory yet), "tensor", or None
+    amax    whether it is given
+    expand  the dtype of decoded values to be kept instead of codes
+    """
+
+    device: Device
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    cast: Cast
+    noise: Literal["key", "tensor"] | None = None
+    amax: bool = False
+    expand: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        cast: Cast,
+        amax: Tensor | None = None,
+        noise: Tensor | Key | DeviceKey | None = None,
+        expand: torch.dtype | None = None,
+    ) -> Spec:
+        kind: Literal["key", "tensor"] = "tensor" if isinstance(noise, Tensor) else "key"
+        return cls(
+            device_facts(x.device.type, x.device.index), x.dtype, (x.shape[0], x.shape[1]), cast,
+            None if noise is None else kind, amax is not None, expand,
+        )  # fmt: skip
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.shape

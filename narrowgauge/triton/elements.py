@@ -1,0 +1,99 @@
+"""Rounding to an element of a format inside a kernel, to the bit as `formats` does it. C: see `settings.Settings`.
+
+With C.hardware the GPU's own conversion to e4m3 and e5m2, which saturates and keeps NaN as ours does; else in integer
+arithmetic, for shift = 23 - mantissa and |y| no larger than the format's largest:
+
+    normal     (bits + 2^(shift-1) - 1 + lowest kept bit) >> shift, less the difference of the biases     ties to even
+    subnormal  the low bits of |y| + 2^(24 - bias - mantissa), whose unit is the format's smallest        float32 rounds them
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |x| as int32, ordered as magnitudes are, NaN last; x float32, bfloat16 or float16."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def encode(y, noise, C: tl.constexpr):
+    """y float32 -> codes as uint8 of the same shape, or their values as float32 where C.expanded.
+
+    noise  float32 in [0, 1) where C.stochastic, else unused
+    """
+    if C.exponent == 0:
+        codes = _encode_integer(y, noise, C)
+    else:
+        if C.stochastic:
+            y = _round_stochastically(y, noise, C)
+        codes = _encode_in_hardware(y, C) if C.hardware else _encode_float(y, C)
+    return _decode(codes, C) if C.expanded else codes
+
+
+@triton.jit
+def _decode(codes, C: tl.constexpr):
+    if C.exponent == 0:
+        value = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        wide = codes.to(tl.int32)
+        magnitude = wide & ((1 << (C.bits - 1)) - 1)
+        normal = ((magnitude + ((127 - C.bias) << C.mantissa)) << (23 - C.mantissa)).to(tl.float32, bitcast=True)
+        subnormal = magnitude.to(tl.float32) * 2.0 ** (1 - C.bias - C.mantissa)
+        value = tl.where(magnitude < (1 << C.mantissa), subnormal, normal)
+        if C.has_nan:
+            value = tl.where(magnitude == 0x7F, float("nan"), value)
+        value = tl.where((wide >> (C.bits - 1)) == 1, -value, value)
+    return value
+
+
+@triton.jit
+def _encode_integer(y, noise, C: tl.constexpr):
+    clipped = tl.minimum(tl.maximum(y, -C.largest), C.largest)
+    if C.stochastic:
+        below = tl.floor(clipped)
+        clipped = below + (noise < clipped - below).to(tl.float32)
+    # Of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even.
+    whole = (clipped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return tl.where(y == y, whole, 0).to(tl.uint8)  # NaN has no code; the scale of the tile carries it
+
+
+@triton.jit
+def _encode_in_hardware(y, C: tl.constexpr):
+    return y.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _encode_float(y, C: tl.constexpr):
+    SHIFT: tl.constexpr = 23 - C.mantissa
+    UNIT: tl.constexpr = 24 - C.bias - C.mantissa
+    magnitude = tl.minimum(tl.abs(y), C.largest)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + (2 ** (SHIFT - 1) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - C.bias) << C.mantissa)
+    subnormal = (magnitude + 2.0**UNIT).to(tl.int32, bitcast=True) - ((UNIT + 127) << 23)
+    codes = tl.where(bits < ((128 - C.bias) << 23), subnormal, normal)
+    codes = tl.where(y == y, codes, 0x7F if C.has_nan else 0)
+    sign = (y.to(tl.int32, bitcast=True) >> 31) & 1
+    return (codes | (sign << (C.bits - 1))).to(tl.uint8)
+
+
+@triton.jit
+def _round_stochastically(y, noise, C: tl.constexpr):
+    """The neighbour above with the probability of the distance from the one below; NaN and the sign of zero stay."""
+    clipped = tl.minimum(tl.maximum(y, -C.largest), C.largest)
+    power = tl.maximum(clipped.to(tl.int32, bitcast=True) & 0x7F800000, (128 - C.bias) << 23)
+    gap_bits = power - (C.mantissa << 23)
+    gaps = clipped * ((254 << 23) - gap_bits).to(tl.float32, bitcast=True)  # times 1 / gap: exact
+    below = tl.floor(gaps)
+    chosen = (below + (noise < gaps - below).to(tl.float32)) * gap_bits.to(tl.float32, bitcast=True)
+    sign = y.to(tl.int32, bitcast=True) & -0x80000000
+    signed = (chosen.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(y == y, signed, y)
+
+
+@triton.jit
+def pack(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """4-bit codes uint8 [ROWS, COLUMNS] -> [ROWS, COLUMNS / 2], the first of two in the low nibble."""
+    first, second = tl.split(tl.reshape(codes & 0xF, (ROWS, COLUMNS // 2, 2)))
+    return first | (second << 4)

@@ -1,0 +1,63 @@
+"""Scale rules inside a kernel, to the bit as `scaling` has them. C: see `settings.Settings`."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_of(amax_bits, C: tl.constexpr):
+    """The bits of amax as int32, any shape -> scales float32: 1 where amax is zero or subnormal, NaN where it is not finite."""
+    if C.power:
+        bits = tl.minimum(amax_bits, 0x7F7FFFFF) + C.carry
+        exponent = (bits & 0x7F800000) - (C.log2 << 23)
+        # At most 2^126, since no format here has a largest magnitude below 4: its reciprocal is normal too.
+        scale = tl.maximum(exponent, (C.lowest_exponent + 127) << 23).to(tl.float32, bitcast=True)
+    else:
+        amax = amax_bits.to(tl.float32, bitcast=True)
+        scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + C.largest), 2.0**C.lowest_exponent)
+    scale = tl.where(amax_bits < 0x00800000, 1.0, scale)
+    return tl.where((amax_bits & 0x7FFFFFFF) < 0x7F800000, scale, float("nan"))
+
+
+@triton.jit
+def divisor(scale, C: tl.constexpr):
+    """What `divided` wants to know of a scale, which many elements share; NaN stays NaN."""
+    if C.multiplies:
+        reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        by = (tl.where(scale == scale, reciprocal, float("nan")),)
+    elif C.corrects:
+        # scale = mantissa * power with a mantissa in [1, 2), NaN for NaN
+        scale = scale * C.headroom
+        bits = scale.to(tl.int32, bitcast=True)
+        mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+        mantissa = tl.where(scale == scale, mantissa, float("nan"))
+        per_power = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
+        by = (per_power, mantissa, tl.div_rn(tl.zeros_like(mantissa) + 1.0, mantissa))
+    else:
+        by = (scale * C.headroom,)
+    return by
+
+
+@triton.jit
+def divided(x, by, C: tl.constexpr):
+    """x over its scale, correctly rounded. x float32; the parts of `by` from `divisor` are broadcastable to it.
+
+    With C.corrects by two steps of Markstein's division, one multiplication and four fused ones where div.rn takes a dozen and a
+    branch: a quotient within one unit, and then its remainder, which fma leaves exact, times the correctly rounded reciprocal of the
+    mantissa. Powers of two are taken out first, so that no remainder is subnormal unless the quotient is, and such a quotient
+    rounds to zero.
+    """
+    if C.multiplies:
+        y = x * by[0]
+    elif C.corrects:
+        shifted = x * by[0]
+        negative = -by[1]
+        first = shifted * by[2]
+        second = tl.fma(tl.fma(first, negative, shifted), by[2], first)
+        third = tl.fma(tl.fma(second, negative, shifted), by[2], second)
+        sign = x.to(tl.int32, bitcast=True) & -0x80000000
+        signed = (third.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)  # the remainder of -0 is +0
+        y = tl.where(tl.abs(first) < float("inf"), signed, first)  # infinity has no remainder
+    else:
+        y = tl.div_rn(x, tl.broadcast_to(by[0], x.shape))
+    return y

@@ -1,0 +1,273 @@
+"""The Triton kernels behind quantize: who refuses what (exact), and on a GPU the reference's bits (exact)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from narrowgauge import triton
+from narrowgauge.delayed import observe
+from narrowgauge.errors import BackendError
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
+from narrowgauge.ops.noise import DeviceKey, Key, draw
+from narrowgauge.ops.quantize import KERNELS, dequantize, quantize, tile_amax, triton_kernel
+from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.quantize.together import quantize_both, quantize_delayed, refuse_delayed
+from narrowgauge.ops.registry import Device
+from narrowgauge.recipe import WHOLE, Cast, ClippedRms
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, POW2
+from tests.compare import assert_same
+
+HOPPER = Device("cuda", (9, 0))
+CASTS = (
+    Cast(format=E4M3),
+    Cast(format=E5M2),
+    Cast(format=E5M2, rounding="stochastic"),
+    Cast(format=E4M3, tile=(1, WHOLE)),
+    Cast(format=E4M3, tile=(1, 128), scale=POW2),
+    Cast(format=E4M3, tile=(128, 128), scale=POW2),
+    Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL),
+    Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
+    Cast(format=INT4, rounding="stochastic"),
+    Cast(format=INT4, tile=(1, WHOLE)),
+    Cast(format=INT8),
+)
+
+
+def spec(cast: Cast, device: Device = HOPPER, shape: tuple[int, int] = (64, 64), **changes) -> Spec:
+    changes.setdefault("noise", "key" if cast.rounding == "stochastic" else None)
+    return Spec(device=device, dtype=changes.pop("dtype", torch.bfloat16), shape=shape, cast=cast, **changes)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if Triton were here, of the version that torch brings."""
+    monkeypatch.setattr(triton, "unavailable", lambda: "")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (spec(Cast(format=E4M3), Device("cpu")), "needs a CUDA device, the tensor is on cpu"),
+        (spec(Cast(format=E4M3), Device("cuda", (7, 5))), "compute capability 7.5, needs 8.0"),
+        (spec(Cast(format=NF4, tile=(1, 64))), "computes floats and integers, not the levels of nf4"),
+        (spec(Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)), "scales by fp32 and powers of two, not e4m3-two-level"),
+        (spec(Cast(format=E4M3), shape=(0, 5)), "there is nothing to round"),
+        (spec(Cast(format=E4M3), dtype=torch.float64), "reads float32, bfloat16 and float16, not torch.float64"),
+        (spec(Cast(format=INT4, rounding="stochastic"), noise="tensor"), "makes its noise itself, from a key"),
+        (spec(Cast(format=INT4, calibrate=ClippedRms())), "takes the largest magnitude, not 2.475 rms"),
+        (spec(Cast(format=E4M3, tile=(WHOLE, 1))), r"scales tensors, rows and blocks, not tiles of \(-1, 1\)"),
+        (spec(Cast(format=E4M3, tile=(3, 5))), r"powers of two of at most 128, not \(3, 5\)"),
+        (spec(Cast(format=E4M3, tile=(1, 256))), r"powers of two of at most 128, not \(1, 256\)"),
+        (spec(Cast(format=E4M3, tile=(1, 32)), amax=True), "takes the amax of a block from the block"),
+    ],
+)  # fmt: skip
+def test_refusals_say_why(installed, given, words):
+    with pytest.raises(BackendError, match=f"quantize: triton refused: .*{words}"):
+        KERNELS.choose(given, "triton")
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_gpu_takes_the_kernel(installed, cast, capability):
+    assert KERNELS.choose(spec(cast, Device("cuda", capability))).kernel.name == "triton"
+
+
+def test_a_given_amax_replaces_every_calibration(installed):
+    assert triton_kernel.refuse(spec(Cast(format=INT4, calibrate=ClippedRms()), amax=True)) is None
+
+
+def test_one_pass_refuses_what_it_cannot_do(installed):
+    assert refuse_delayed(spec(Cast(format=E4M3))) is None
+    assert refuse_delayed(spec(Cast(format=INT4), shape=(4, 6))) is None
+    assert "rows have 5" in str(refuse_delayed(spec(Cast(format=INT4), shape=(4, 5))))
+    for cast in (Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=E4M3, rounding="stochastic")):
+        assert "one scale per tensor" in str(refuse_delayed(spec(cast)))
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("3.5.1", "triton is 3.5.1, needs 3.6"), (None, "triton is not installed")]
+)
+def test_an_old_or_absent_triton_is_named(monkeypatch, version, words):
+    def found(name):
+        if version is None:
+            raise triton.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(triton.metadata, "version", found)
+    triton.unavailable.cache_clear()
+    try:
+        assert words in str(triton.refuse("cuda", (9, 0)))
+    finally:
+        triton.unavailable.cache_clear()
+
+
+def test_no_c_compiler_is_a_reason(monkeypatch):
+    """Triton builds its launchers with one."""
+    monkeypatch.setattr(triton.metadata, "version", lambda name: "3.9.0")
+    monkeypatch.setattr(triton.shutil, "which", lambda name: None)
+    for compiler, words in (("", "no C compiler is here"), ("/usr/bin/cc", "")):
+        monkeypatch.setenv("CC", compiler)
+        triton.unavailable.cache_clear()
+        assert triton.unavailable().startswith(words) and bool(triton.unavailable()) == bool(words)
+    triton.unavailable.cache_clear()
+
+
+def test_a_new_triton_is_taken(monkeypatch):
+    monkeypatch.setenv("CC", "cc")
+    for version in ("3.6.0", "3.10.0", "4.0.0+git1"):
+        monkeypatch.setattr(triton.metadata, "version", lambda name, version=version: version)
+        triton.unavailable.cache_clear()
+        assert triton.unavailable() == ""
+    triton.unavailable.cache_clear()
+
+
+def test_on_the_cpu_the_same_kernels_as_before_compute():
+    """The compiled one for integers with a key's noise, the reference for all else."""
+    choose = KERNELS.choose
+    cpu = Device("cpu")
+    assert choose(spec(Cast(format=E4M3), cpu)).kernel.name == "reference"
+    integers = choose(spec(Cast(format=INT4, rounding="stochastic"), cpu))
+    assert integers.kernel.name in ("native-cpp", "reference")
+    assert dict(integers.refusals)["triton"] == "needs a CUDA device, the tensor is on cpu"
+
+
+def test_both_and_delayed_are_what_they_say_on_the_cpu():
+    x = torch.randn(40, 70)
+    cast = Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)
+    for got, expected in zip(quantize_both(x, cast), (quantize(x, cast), quantize(x.T, cast)), strict=True):
+        assert_same(got.data, expected.data)
+        assert_same(got.scale, expected.scale)
+    live, same_live = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([2.0, 1.0, 0.0])
+    got, amax = quantize_delayed(x, Cast(format=E4M3), live)
+    assert_same(amax, observe(same_live, tile_amax(x, (WHOLE, WHOLE))))
+    assert_same(got.data, quantize(x, Cast(format=E4M3), amax=amax).data)
+    assert_same(live, same_live)
+
+
+def test_a_key_on_a_device_has_the_numbers_of_the_key():
+    words = torch.tensor([5, 2**32 - 1], dtype=torch.int64)
+    assert_same(DeviceKey(words).uniform((7, 33)), Key(5, 2**32 - 1).uniform((7, 33)))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(poisoned_memory) -> torch.device:
+    """A device that Triton takes; fresh memory on it is NaN or the largest integer."""
+    reason = triton.refuse("cuda", torch.cuda.get_device_capability())
+    if reason is not None:
+        pytest.skip(reason)
+    return torch.device("cuda")
+
+
+def wide(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    x = torch.randn(rows, columns) * torch.exp2((8 * torch.randn(rows, columns)).clamp(-60, 60))
+    return x.to(dtype)
+
+
+def check(x: torch.Tensor, cast: Cast, expand: torch.dtype | None = None) -> None:
+    """x on the GPU, by the kernel and by the reference on the CPU; both orientations where there are codes."""
+    random = cast.rounding == "stochastic"
+    key, other = (Key(11, 13), Key(17, 19)) if random else (None, None)
+    expected = quantize(x.cpu(), cast, noise=key, expand=expand, backend="reference")
+    pairs = [(quantize(x, cast, noise=key, expand=expand, backend="triton"), expected)]
+    if expand is None:
+        both = quantize_both(x, cast, noise=key, turned_noise=other, backend="triton")
+        turned = quantize(x.cpu().T, cast, noise=other, backend="reference")
+        pairs += list(zip(both, (expected, turned), strict=True))
+    for got, wanted in pairs:
+        assert_same(got.scale.contiguous(), wanted.scale.contiguous(), any_nan=True, at="scale")
+        assert_same(got.data, wanted.data, any_nan=True, at="data")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4097), (37, 53), (129, 8193), (300, 512), (1024, 1024)], ids=str)
+def test_kernels_have_the_bits_of_the_reference(gpu, cast, shape):
+    """Every orientation, odd sizes, poisoned outputs; hence the conversion instruction and the division by fma as well."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x = wide(*shape, dtype).nan_to_num(posinf=6e4, neginf=-6e4)
+        check(x.to(gpu), cast)
+        check(x.T.contiguous().T.to(gpu), cast)
+    check(wide(*shape).to(gpu), cast, torch.bfloat16)
+    check(wide(shape[0], 2 * shape[1]).to(gpu)[:, : shape[1]], cast)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_nan_beside_a_transposed_store(gpu, cast):
+    """triton-lang/triton issue 11111: a NaN-propagating maximum beside a transposed 8-bit store gave NaN and infinity elsewhere."""
+    for value in (float("nan"), float("inf"), -float("inf")):
+        x = wide(256, 384)
+        x[5, 7] = value
+        check(x.to(gpu), cast)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [E4M3, E5M2, E2M1, INT8], ids=str)
+def test_every_bfloat16_is_rounded_as_the_reference_rounds_it(gpu, format):
+    """Ties, subnormals, saturation: all 65,280 finite bfloat16 numbers, by scales that move them to every place."""
+    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = codes[codes.isfinite()].reshape(255, 256)
+    for amax in (format.max, 1.0, 3.0, 1e-3, 2.0**-100):
+        given = torch.full((1, 1), float(amax))
+        got = quantize(x.to(gpu), Cast(format=format), amax=given.to(gpu), backend="triton")
+        assert_same(got.data, quantize(x, Cast(format=format), amax=given, backend="reference").data)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_use", [0.0, 3.0])
+@pytest.mark.parametrize("spoiled", [None, float("nan"), float("inf")])
+def test_delayed_scaling_in_one_pass(gpu, in_use, spoiled):
+    """Codes, the amax used, and the window's state, beside `observe` and the reference."""
+    for shape in ((3, 5), (700, 1300), (3000, 4096)):
+        x = torch.randn(*shape).bfloat16()
+        if spoiled is not None:
+            x[1, 2] = spoiled
+        live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
+        live = live.to(gpu)
+        got, used = quantize_delayed(x.to(gpu), Cast(format=E4M3), live, backend="triton")
+        amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)))
+        assert_same(live, expected_live)
+        assert_same(used, amax, any_nan=True)
+        assert_same(dequantize(got), dequantize(quantize(x, Cast(format=E4M3), amax=amax)), any_nan=True)
+
+
+@pytest.mark.gpu
+def test_keys_are_drawn_without_waiting_and_repeat_with_the_generator(gpu):
+    torch.cuda.manual_seed(3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = draw((40, 50), gpu)
+        x = torch.randn(40, 50, device=gpu)
+        one = quantize(x, Cast(format=INT4, rounding="stochastic"), noise=first)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.manual_seed(3)
+    again = draw((40, 50), gpu)
+    assert isinstance(first, DeviceKey) and torch.equal(first.words, again.words)
+    expected = quantize(x.cpu(), Cast(format=INT4, rounding="stochastic"), noise=first.uniform((40, 50)).cpu())
+    assert_same(one.data, expected.data)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], CASTS[4], CASTS[6]], ids=str)
+def test_more_than_two_to_the_31_elements(gpu, cast):
+    """The last rows, of element numbers that 32 bits do not hold, as when they are quantized alone."""
+    rows, columns = 2**16 + 8, 2**15
+    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
+        pytest.skip("needs 14 GiB of free GPU memory")
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device=gpu)
+    x[-130:] = wide(130, columns).to(gpu)
+    x[0, 0] = x.abs().amax() if WHOLE in cast.tile and cast.tile[0] == WHOLE else 1.0
+    got = quantize(x, cast, backend="triton")
+    first = rows - 256 if rows % 256 == 0 else rows // 128 * 128 - 128
+    last = quantize(
+        x[first:].cpu(), cast, backend="reference",
+        amax=x.abs().amax().float().cpu().reshape(1, 1) if cast.tile == (WHOLE, WHOLE) else None,
+    )  # fmt: skip
+    assert_same(got.data[first:], last.data)
+    assert_same(got.scale[-1:], last.scale[-1:])

@@ -1,0 +1,182 @@
+"""Runs the kernels under Triton's interpreter and says which results differ from the reference; a process of its own.
+
+    TRITON_INTERPRET=1 python -m tests.triton.interpreted      one JSON object: name of the case -> "" or what differs
+
+The interpreter computes with numpy. Faithful there: integer arithmetic, float32 sums, products and divisions. Not faithful: its casts
+to 8-bit floats and its fma, which rounds the product (3.9). So elements are rounded in integer arithmetic here and quotients divided
+outright, as on compute capability 8.0 and (0, 0); the instructions in their place are checked in test_compiled, test_division
+and, on a GPU, in tests/ops/test_quantize_triton.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from narrowgauge.delayed import observe
+from narrowgauge.formats import E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, INT4, INT4X2, INT8
+from narrowgauge.ops.noise import Key
+from narrowgauge.ops.quantize import quantize, tile_amax
+from narrowgauge.ops.rotate import draw_signs
+from narrowgauge.ops.rotate.encoding import rotate_and_encode
+from narrowgauge.recipe import WHOLE, Cast, Hadamard
+from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, FP32, POW2
+from narrowgauge.triton import noise, quantizing, rotating
+from narrowgauge.triton.launch import launch
+from narrowgauge.triton.settings import settings
+from tests.compare import assert_same
+
+KEY, TURNED_KEY = Key(123456789, 4000000000), Key(2**32 - 1, 9)
+ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E3M0, E2M1, INT8, INT4, INT4X2)
+TILED = (
+    Cast(format=E4M3),
+    Cast(format=E4M3, tile=(1, WHOLE)),
+    Cast(format=E5M2, tile=(1, WHOLE), rounding="stochastic"),
+    Cast(format=E4M3, tile=(1, 128), scale=POW2),
+    Cast(format=E4M3, tile=(128, 128), scale=POW2),
+    Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL),
+    Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
+    Cast(format=INT4, rounding="stochastic"),
+    Cast(format=INT4, tile=(1, WHOLE)),
+    Cast(format=E2M1, tile=(16, 16)),
+)
+SPECIAL = (0.0, -0.0, 1e-40, -1e-30, 448.0, 1.0)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, width: float = 8.0) -> Tensor:
+    """Magnitudes over some dozens of octaves, so that every rounding of a format happens, with special values in front."""
+    x = torch.randn(rows, columns) * torch.exp2(width * torch.randn(rows, columns))
+    x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    return x.to(dtype)
+
+
+def words(key: Key | None) -> Tensor | None:
+    return None if key is None else key.on_device(torch.device("cpu"))
+
+
+def compare(x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tensor | None = None) -> None:
+    """One orientation."""
+    key = KEY if cast.rounding == "stochastic" else None
+    got = quantizing.one(x, cast, settings(cast, (0, 0), expand is not None), amax, words(key), expand)
+    expected = quantize(x, cast, amax=amax, noise=key, expand=expand, backend="reference")
+    same(got, expected)
+
+
+def same(got: quantizing.QTensor, expected: quantizing.QTensor) -> None:
+    assert_same(got.scale.contiguous(), expected.scale.contiguous(), any_nan=True, at="scale")
+    assert_same(got.data, expected.data, any_nan=True, at="data")
+    assert_same(got.global_scale is None, expected.global_scale is None, at="global scale")
+
+
+def compare_both(x: Tensor, cast: Cast) -> None:
+    key, turned = (KEY, TURNED_KEY) if cast.rounding == "stochastic" else (None, None)
+    got = quantizing.both(x, cast, settings(cast, (0, 0)), None, words(key), words(turned))
+    same(got[0], quantize(x, cast, noise=key, backend="reference"))
+    same(got[1], quantize(x.T, cast, noise=turned, backend="reference"))
+
+
+def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None:
+    """The codes by the scale of earlier steps, what was seen of this one, and the first step, which has no earlier one."""
+    x, cast = matrix(70, 130, width=1.0), Cast(format=E4M3)
+    if spoiled is not None:
+        x[3, 5] = spoiled
+    live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
+    got, used = quantizing.delayed(x, cast, settings(cast, (0, 0)), live, records, None)
+    amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
+    expected = quantize(x, cast, amax=amax, backend="reference")
+    assert_same(live, expected_live, at="live")
+    assert_same(used, amax, any_nan=True, at="amax")
+    if spoiled is None:
+        same(got, expected)
+    else:
+        assert got.scale.isnan().all() and expected.scale.isnan().all()
+
+
+def compare_rotated(order: int, dtype: torch.dtype) -> None:
+    """Whole numbers small enough that every order of summation gives the same, and a scale that they seldom tie on (exact)."""
+    for shape in ((5, 37), (40, 300)):
+        x = torch.randint(-9, 10, shape).to(dtype)
+        if dtype == torch.float32:
+            x += torch.randint(-9, 10, shape) * 2.0**-12
+        hadamard, scale = Hadamard(block=order, signs="random"), torch.tensor([[0.7]])
+        signs = draw_signs(hadamard, shape[1], x.device)
+        constants = settings(Cast(format=INT4), (0, 0))
+        got = rotating.rotate_and_encode(x, order, signs, scale, constants, True, True)
+        expected = rotate_and_encode(x, hadamard, signs, scale, INT4, packed=True, bits=True, backend="reference")
+        for name, mine, theirs in zip(("codes", "packed", "bits"), got, expected, strict=True):
+            assert_same(mine, theirs.view(torch.uint8), at=name)
+
+
+def compare_noise() -> None:
+    out = torch.empty(3000)
+    launch(noise.fill, 3, out, words(KEY), 3000, BLOCK=1024, warps=4)
+    assert_same(out, KEY.uniform((3000,)))
+
+
+def cases() -> Iterator[tuple[str, object]]:
+    yield "noise", compare_noise
+    for format in ELEMENTS:
+        for rule in (FP32, POW2, E8M0_FLOOR):
+            for rounding in ("nearest", "stochastic"):
+                cast = Cast(format=format, scale=rule, rounding=rounding, headroom=4 / 3 if rule is FP32 else 1.0)
+                yield f"{cast}", lambda cast=cast: compare(matrix(33, 62), cast)
+    for cast in TILED:
+        for shape in ((37, 53), (130, 260)):
+            yield f"both {cast} {shape}", lambda cast=cast, shape=shape: compare_both(matrix(*shape), cast)
+        yield f"turned {cast}", lambda cast=cast: compare(matrix(60, 37).T, cast)
+        yield f"float16 {cast}", lambda cast=cast: compare(matrix(20, 34, torch.float16, 2.0), cast)
+        yield f"values {cast}", lambda cast=cast: compare(matrix(20, 35, torch.float32), cast, torch.bfloat16)
+    for order in (2, 4, 16, 64):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield f"rotated {order} {dtype}", lambda order=order, dtype=dtype: compare_rotated(order, dtype)
+    yield from _at_the_edges()
+
+
+def _at_the_edges() -> Iterator[tuple[str, object]]:
+    for cast in (Cast(format=E4M3), Cast(format=INT8), Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)):
+        for name, value in (("nan", float("nan")), ("infinity", float("inf")), ("huge", 3e38), ("tiny", 1e-44)):
+
+            def spoiled(cast: Cast = cast, value: float = value) -> None:
+                x = matrix(20, 40, torch.float32)
+                x[7, 9] = value
+                compare_both(x, cast)
+                compare(x * 1e-44, cast)
+
+            yield f"{name} {cast}", spoiled
+    amax = torch.tensor([[0.75]])
+    for cast in (Cast(format=E5M2), Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=INT4)):
+        yield f"given amax {cast}", lambda cast=cast: compare(matrix(9, 50), cast, amax=_as_scales(amax, cast))
+        yield f"one column {cast}", lambda cast=cast: compare(matrix(50, 1), cast)
+        yield f"long rows {cast}", lambda cast=cast: compare(matrix(2, 8193, width=1.0), cast)
+    for in_use in (0.0, 3.0):
+        for value in (None, float("nan"), float("-inf")):
+            for records in (True, False):
+                name = f"delayed, in use {in_use}, {value} within, records {records}"
+                yield (
+                    name,
+                    lambda in_use=in_use, value=value, records=records: compare_delayed(in_use, value, records),
+                )
+
+
+def _as_scales(amax: Tensor, cast: Cast) -> Tensor:
+    return amax if cast.tile[0] == WHOLE else amax.expand(9, 1).contiguous()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    found = {}
+    for name, case in cases():
+        try:
+            case()  # type: ignore[operator]
+            found[name] = ""
+        except Exception as error:  # told to the test that started this process
+            found[name] = f"{type(error).__name__}: {error}"
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
