@@ -9,7 +9,8 @@
 #include <cstring>
 
 #include "kernel_floats.h"
-#ifdef __AVX2__
+#if defined(__AVX2__) && defined(__F16C__)
+#define NARROWGAUGE_AVX2
 #include "kernel_avx2.h"
 #endif
 
@@ -189,19 +190,12 @@ void encode_float(const Moment& q, const float* x, const Place& at, int n, float
   }
 }
 
-// The number of (n - 1/2)^2, n = 1, 2, ..., that are not above z: the rounded root, and a step where that was rounded across.
-inline float rounded_root(float z) {
-  float c = std::rint(std::sqrt(z));
-  c = z >= c * (c + 1.f) + 0.25f ? c + 1.f : c;
-  return z < c * (c - 1.f) + 0.25f ? std::max(c - 1.f, 0.f) : c;
-}
-
 void encode_nibbles(const Moment& q, const float* x, const Place& at, int n, float inverse, uint32_t noise) {
   uint8_t nibble[TILE + 1], *packed = static_cast<uint8_t*>(q.codes) + at.packed;
   nibble[n] = 0;
   if (q.kind == SQUARED4) {
     const float unit = 49.f * inverse;
-    for (int i = 0; i < n; i++) nibble[i] = uint8_t(int32_t(std::copysign(rounded_root(std::fabs(x[i]) * unit), x[i]) + 8.f));
+    for (int i = 0; i < n; i++) nibble[i] = uint8_t(int32_t(std::copysign(std::rint(std::sqrt(std::fabs(x[i]) * unit)), x[i]) + 8.f));
   } else {
     const float unit = 16.f * inverse;
     for (int i = 0; i < n; i++) {
@@ -226,7 +220,7 @@ void encode(const Moment& q, float* x, const Place& at, int n, uint32_t noise) {
     case SQUARED8: {
       int8_t* codes = static_cast<int8_t*>(q.codes) + at.element;
       const float unit = 16129.f * inverse;
-      for (int i = 0; i < n; i++) codes[i] = int8_t(int32_t(std::copysign(rounded_root(std::fabs(x[i]) * unit), x[i])));
+      for (int i = 0; i < n; i++) codes[i] = int8_t(int32_t(std::copysign(std::rint(std::sqrt(std::fabs(x[i]) * unit)), x[i])));
       break;
     }
     case UE5M3: {
@@ -354,6 +348,65 @@ void prefetch_tile(const Job& job, int64_t at, int64_t n) {
   }
 }
 
+#ifdef NARROWGAUGE_AVX2
+void* codes_at(const Moment& q, const Place& at) {
+  uint8_t* codes = static_cast<uint8_t*>(q.codes);
+  return codes + (q.kind == FP16 ? 2 * at.element : q.kind == SQUARED4 || q.kind == LINEAR4 ? at.packed : at.element);
+}
+
+template <class FORMAT> FORMAT format_at(const Moment& q, const Place& at) {
+  return FORMAT(codes_at(q, at), q.scale ? from_bfloat16(q.scale[at.tile]) : 1.f, q.expansion ? q.expansion[at.tile] : 0);
+}
+
+template <class FORMAT>
+void encode_avx2(const Moment& q, float* x, const Place& at, int n, uint32_t noise, const avx2::Extent<FORMAT::EXPANDS>& extent) {
+  const uint32_t amax = extent.most();
+  const float scale = scale_from(amax, dropped_bits(q.kind));
+  if (scale != scale) return encode(q, x, at, n, noise);
+  q.scale[at.tile] = uint16_t(as_bits(scale) >> 16);
+  if (FORMAT::EXPANDS) q.expansion[at.tile] = int8_t(chosen_expansion(q, extent.least(), amax));
+  avx2::encode(format_at<FORMAT>(q, at), x, n, avx2::Noise(noise, uint32_t(at.index)));
+}
+
+template <class FIRST, class SECOND, class RULE>
+void step_tile_avx2(const Job& job, const Place& at, int n, float* w, const float* g) {
+  alignas(32) float m[TILE], v[TILE];
+  avx2::Extent<FIRST::EXPANDS> of_first;
+  avx2::Extent<SECOND::EXPANDS> of_second;
+  avx2::update(RULE(*job.constants), format_at<FIRST>(job.first, at), format_at<SECOND>(job.second, at), g, w, m, v, n, of_first,
+               of_second);
+  encode_avx2<FIRST>(job.first, m, at, n, job.noise, of_first);
+  if constexpr (SECOND::IS_KEPT) encode_avx2<SECOND>(job.second, v, at, n, job.noise, of_second);
+}
+
+template <class FIRST, class SECOND> bool step_formats_avx2(const Job& job, const Place& at, int n, float* w, const float* g) {
+  switch (job.constants->rule) {
+    case ADAMW: step_tile_avx2<FIRST, SECOND, avx2::AdamW<Constants>>(job, at, n, w, g); break;
+    case LION: step_tile_avx2<FIRST, avx2::None, avx2::Lion<Constants>>(job, at, n, w, g); break;
+    default: step_tile_avx2<FIRST, avx2::None, avx2::Sgd<Constants>>(job, at, n, w, g);
+  }
+  return true;
+}
+
+// A tile of n elements; false, with nothing changed, if it is left to the plain stages: float32 states, a length that is no
+// multiple of 16, a scale that is no number.
+bool step_states_avx2(const Job& job, const Place& at, int n, float* w, const float* g) {
+  for (const Moment* q : {&job.first, &job.second})
+    if (q->scale && (q->scale[at.tile] & 0x7FFF) > 0x7F80) return false;
+  if (n % 16 != 0) return false;
+  switch (job.first.kind) {
+    case SQUARED8: return step_formats_avx2<avx2::Squared8, avx2::UE5M3>(job, at, n, w, g);
+    case SQUARED4: return step_formats_avx2<avx2::Squared4, avx2::Linear4>(job, at, n, w, g);
+    case E4M3:
+      if (job.first.expansion) return step_formats_avx2<avx2::E4M3<true, true>, avx2::E4M3<false, true>>(job, at, n, w, g);
+      return step_formats_avx2<avx2::E4M3<true, false>, avx2::Float16>(job, at, n, w, g);
+    default: return false;
+  }
+}
+#else
+bool step_states_avx2(const Job&, const Place&, int, float*, const float*) { return false; }
+#endif
+
 void step_tile(const Job& job, int64_t row, int64_t tile_in_row, int64_t tiles) {
   float buffers[4][TILE];
   const int64_t column = tile_in_row * job.tile, tile = row * tiles + tile_in_row;
@@ -367,11 +420,13 @@ void step_tile(const Job& job, int64_t row, int64_t tile_in_row, int64_t tiles) 
   float* v = job.second.kind == FP32 ? static_cast<float*>(job.second.codes) + at.element : buffers[3];
   if (!direct) load_weight(job, at, n, w);
   if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at.element, n, buffers[1]);
-  decode(job.first, at, n, m);
-  decode(job.second, at, n, v);
-  update(*job.constants, w, g, m, v, n);
-  encode(job.first, m, at, n, job.noise);
-  encode(job.second, v, at, n, job.noise);
+  if (!step_states_avx2(job, at, n, w, g)) {
+    decode(job.first, at, n, m);
+    decode(job.second, at, n, v);
+    update(*job.constants, w, g, m, v, n);
+    encode(job.first, m, at, n, job.noise);
+    encode(job.second, v, at, n, job.noise);
+  }
   if (!direct) store_weight(job, w, at, n);
 }
 

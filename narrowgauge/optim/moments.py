@@ -82,14 +82,14 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Squared(Moment):
-    """Signed: c |c| / most^2, c to the nearest of sqrt(|x| / s) most: |c| is the number of (n - 1/2)^2 that are not above its square."""
+    """Signed: c |c| / most^2, c to the nearest of sqrt(|x| / s) most."""
 
     most: int
 
     def encode(self, x: Tensor, noise: Tensor) -> Encoded:
         scale, x = _scaled_tiles(x, POW2_DROPS if self.bits == 8 else BF16_DROPS)
-        square = x.abs() * (_inverse(scale) * float(self.most**2))
-        code = torch.copysign((square.double().sqrt() + 0.5).floor().float(), x)
+        unit = _inverse(scale) * float(self.most**2)
+        code = torch.copysign(square_root(x.abs() * unit).round(), x)
         codes = code.to(torch.int8) if self.bits == 8 else (code + 8.0).to(torch.uint8)
         return Encoded(codes, scale)
 
