@@ -176,7 +176,7 @@ template <bool SIGNED, bool EXPANDED> struct E4M3 {
         log_k(log_k) {}
   __m256 share(__m256i code) const {  // of the scale; the code without its sign
     const __m256i is_subnormal = _mm256_cmpgt_epi32(all(8), code);
-    if (!EXPANDED) {
+    if (!EXPANDED || log_k == 0) {
       const __m256 normal = value(_mm256_add_epi32(_mm256_slli_epi32(code, 20), all((120 - 8) << 23)));
       const __m256 subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(code), all(0x1p-17f));
       return _mm256_blendv_ps(normal, subnormal, value(is_subnormal));
@@ -184,7 +184,7 @@ template <bool SIGNED, bool EXPANDED> struct E4M3 {
     const __m256i exponent = _mm256_sub_epi32(_mm256_srli_epi32(code, 3), all(15));
     const __m256i octaves = _mm256_sll_epi32(exponent, _mm_cvtsi32_si128(2 - log_k));  // in quarters
     const __m256 power = value(_mm256_slli_epi32(_mm256_add_epi32(_mm256_srai_epi32(octaves, 2), all(127)), 23));
-    const __m256 normal = _mm256_mul_ps(_mm256_permutevar8x32_ps(fractions, code), _mm256_permutevar8x32_ps(quarters, octaves));
+    const __m256 normal = _mm256_mul_ps(_mm256_permutevar8x32_ps(fractions, code), _mm256_permutevar_ps(quarters, octaves));
     return _mm256_blendv_ps(_mm256_mul_ps(normal, power), _mm256_permutevar8x32_ps(subnormals, code), value(is_subnormal));
   }
   __m256 number(__m256i code) const {
