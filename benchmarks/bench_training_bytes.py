@@ -63,8 +63,8 @@ def main() -> None:
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    lines = []
     for name in options.models:
+        lines = []
         for setup in SETUPS:
             for embeddings in ("fp32", "same") if setup.states not in (None, "fp32") else ("fp32",):
                 for in_backward in (False, True) if setup.states is not None else (False,):
@@ -74,7 +74,7 @@ def main() -> None:
                         | found
                     )
                     print(as_text(lines[-1]), flush=True)
-    record("training_bytes", lines, RESULTS / "training_bytes.jsonl")
+        record("training_bytes", lines, RESULTS / "training_bytes.jsonl")
 
 
 def minilm() -> nn.Module:
