@@ -22,7 +22,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-int4 bench-gpu estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train test check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -69,6 +69,9 @@ bench-tokenize: $(INSTALLED) ## how fast text becomes ids: one row per call, and
 
 bench-optimizer: $(PEERS) ## the time and memory of AdamW with narrow states on this machine's CPU
 	$(BIN)/python -m benchmarks.bench_optimizer $(ARGS)
+
+bench-training-bytes: $(PEERS) ## what a parameter of a real model takes in training: weight, master, gradient, state
+	$(BIN)/python -m benchmarks.bench_training_bytes $(ARGS)
 
 bench-int4: $(PEERS) ## a training step in 4-bit integers on this machine's CPU, and what it keeps for backward
 	$(BIN)/python -m benchmarks.bench_int4 $(ARGS)

@@ -17,7 +17,7 @@ GradScaler does it). It is never hidden either: float32 states take it up elemen
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,6 +30,7 @@ from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.update import Kept, Task, allocate, step_in_torch
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Backend = Literal["auto", "native", "torch"]
 
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
@@ -88,7 +89,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step(each for each in self._numbered() if each[0].grad is not None)
+        self._step([each for each in self._numbered() if each[0].grad is not None])
         return loss
 
     def _numbered(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
@@ -98,26 +99,25 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 yield parameter, group, number
                 number += 1
 
-    def _step(self, chosen: Iterable[tuple[Tensor, dict[str, Any], int]]) -> None:
-        found: dict[tuple[int, int], rules.Constants] = {}
+    def _step(self, chosen: list[tuple[Tensor, dict[str, Any], int]]) -> None:
+        if not chosen:
+            return
+        tasks = [self._task(parameter, group) for parameter, group, _ in chosen]
+        steps = [task.step for task in tasks]
+        torch._foreach_add_(steps, 1.0)
+        found: dict[tuple[int, float], tuple[rules.Constants, int]] = {}
         compiled, strided = [], []
-        for parameter, group, number in chosen:
-            task = self._task(parameter, group)
-            state = self.state[parameter]
-            state["step"] += 1
-            count = int(state["step"])
-            constants = found.get((id(group), count))
-            if constants is None:
-                constants = found[id(group), count] = rules.constants(self.rule, group, count)
-            task.begin(
-                _usable(parameter.grad).view(task.weight.shape),
-                constants,
-                noise.key(group["seed"], number, count),
-            )
-            if not parameter.is_contiguous():
+        for (parameter, group, number), task, count in zip(chosen, tasks, torch.stack(steps).tolist(), strict=True):
+            shared = found.get((id(group), count))
+            if shared is None:
+                shared = rules.constants(self.rule, group, int(count)), noise.step_key(group["seed"], int(count))
+                found[id(group), count] = shared
+            task.constants, task.noise_key = shared[0], noise.key(shared[1], number)
+            task.gradient = _usable(parameter.grad)
+            if task.weight.data_ptr() != task.address:  # a copy, of a parameter that is not contiguous
                 strided.append((parameter, task.weight))
                 task.weight.copy_(parameter.reshape(task.weight.shape))
-            if self._compiles(parameter.device):
+            if self._compiles(parameter):
                 compiled.append(task)
             else:
                 step_in_torch(task)
@@ -125,9 +125,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
             native.step(compiled)
         for parameter, weight in strided:
             parameter.copy_(weight.view(parameter.shape))
+        for task in tasks:
+            task.gradient = None  # or it would outlive the parameter's
 
-    def _compiles(self, device: torch.device) -> bool:
-        if self.backend == "torch" or device.type != "cpu":
+    def _compiles(self, parameter: Tensor) -> bool:
+        if self.backend == "torch" or not parameter.is_cpu:
             return False
         if self.backend == "auto" and (reason := native.refuse()):
             native.tell_once(reason)
@@ -161,7 +163,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         master = state.get("master", state.get("remainder"))
         weight = parameter.detach()
         return Task(
-            source=parameter, state=tuple(each for each in state.values()), tile=states.tile,
+            source=parameter, state=tuple(state.values()), step=state["step"], tile=states.tile,
             weight=(weight if weight.is_contiguous() else weight.contiguous()).view(rows, columns),
             first=kept[0], second=kept[1], master_kind=None if wide else group["master"],
             master=None if master is None else master.view(rows, columns), master_scale=state.get("master_scale"),
@@ -286,7 +288,7 @@ def _refuse(parameter: Tensor, master: str | None) -> str:
     """Why a parameter cannot be trained with this master, or ''."""
     if parameter.dtype == torch.float32:
         return ""
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
+    if parameter.dtype not in _DTYPES:
         return (
             "narrowgauge.optim trains float32, bfloat16 and float16. Convert it, or give it to an optimizer of torch."
         )
@@ -304,8 +306,8 @@ def _refuse(parameter: Tensor, master: str | None) -> str:
 
 def _usable(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
-    if gradient.layout != torch.strided:
+    if gradient.layout is not torch.strided:
         raise ConfigError("narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.")
-    if gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if gradient.dtype not in _DTYPES:
         gradient = gradient.to(torch.float32)
-    return gradient.contiguous()
+    return gradient if gradient.is_contiguous() else gradient.contiguous()

@@ -16,7 +16,11 @@ inline uint32_t mix(uint32_t x) {
   x ^= x >> 15; x *= 0x846ca68bU;
   return x ^ (x >> 16);
 }
-inline float uniform(uint32_t key, uint32_t index) { return float(int32_t(mix(key + index) >> 8)) * 0x1p-24f; }
+// 16 bits for element `index`: one mixing serves two elements, eight apart.
+inline uint32_t noise16(uint32_t key, uint32_t index) {
+  return mix(key + (index >> 4) * 8 + (index & 7)) >> ((index & 8) * 2) & 0xFFFF;
+}
+inline float uniform(uint32_t bits16) { return (float(int32_t(bits16)) + 0.5f) * 0x1p-16f; }
 
 // 16-bit floats of the weights and gradients: to nearest, ties to even, except where `away` is asked for.
 inline uint16_t to_bfloat16(float x) {
@@ -28,13 +32,13 @@ inline uint16_t to_bfloat16_away(float x) {
   uint32_t bits = as_bits(x);
   return uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (bits + 0x8000) >> 16);
 }
-inline uint16_t to_bfloat16_stochastic(float x, uint32_t noise) {
+inline uint16_t to_bfloat16_stochastic(float x, uint32_t noise16) {
   uint32_t bits = as_bits(x), magnitude = bits & 0x7FFFFFFF;
-  uint32_t carried = (bits + (magnitude < 0x7F800000 ? noise >> 16 : 0)) >> 16;
+  uint32_t carried = (bits + (magnitude < 0x7F800000 ? noise16 : 0)) >> 16;
   return uint16_t(magnitude > 0x7F800000 ? 0x7FC0 : carried);
 }
 
-// Narrow floats by their bits. MANTISSA bits, exponent BIAS; values here are magnitudes that the format holds exactly.
+// Narrow floats by their bits. MANTISSA bits, exponent BIAS; values here are magnitudes. small_bits rounds down.
 template <int MANTISSA, int BIAS> inline uint32_t small_bits(float y) {
   const float normal = as_float(uint32_t(128 - BIAS) << 23);  // 2^(1 - BIAS)
   uint32_t of_normal = (as_bits(y) >> (23 - MANTISSA)) - (uint32_t(127 - BIAS) << MANTISSA);
@@ -54,6 +58,29 @@ template <int MANTISSA, int BIAS> inline float round_nearest(float y) {
   float shift = power_below<BIAS>(y) * (1.5f * float(1 << (23 - MANTISSA)));
   return (y + shift) - shift;
 }
+
+// y^(1/k) for the E4M3 numbers of 2^8 y, a row for each log2 k of -2 ... 2, as in moments.py.
+struct ExpansionTables {
+  alignas(32) float fractions[5][8], subnormals[5][8], quarters[8];
+  ExpansionTables() {
+    for (int f = 0; f < 8; f++) {
+      const double share = f / 8.0;
+      fill(1.0 + share, f, fractions);
+      fill(share * 0x1p-14, f, subnormals);
+      quarters[f] = float(std::sqrt(std::sqrt(double(1 << (f & 3)))));
+    }
+  }
+  static void fill(double y, int f, float (*rows)[8]) {
+    const double values[] = {(y * y) * (y * y), y * y, y, std::sqrt(y), std::sqrt(std::sqrt(y))};
+    for (int k = 0; k < 5; k++) rows[k][f] = float(values[k]);
+  }
+  float value(uint32_t magnitude, int log_k) const {
+    const int32_t octaves = (int32_t(magnitude >> 3) - 15) * (1 << (2 - log_k));  // in quarters
+    const float normal = fractions[log_k + 2][magnitude & 7] * quarters[octaves & 3] * as_float(uint32_t((octaves >> 2) + 127) << 23);
+    return magnitude < 8 ? subnormals[log_k + 2][magnitude & 7] : normal;
+  }
+};
+const ExpansionTables expansion_tables;
 
 inline float from_float16(uint16_t code) {
   uint32_t magnitude = code & 0x7FFF, sign = uint32_t(code & 0x8000) << 16;

@@ -104,9 +104,9 @@ def store(
     if kind is None or dtype == torch.float32:
         return x.to(dtype), None, None
     if kind == "stochastic":
-        return round_to_bfloat16(x, (noise.bits(key, index) >> 16).to(torch.int32)), None, None
+        return round_to_bfloat16(x, noise.bits(key, index)), None, None
     if kind == "fp16-scaled":
-        codes, scale = encode_scaled(x, noise.uniform(key, index))
+        codes, scale = encode_scaled(x, noise.uniform(noise.bits(key, index)))
         return rounded(decode_scaled(codes, scale), dtype), codes, scale
     weight = rounded(x, dtype)
     return weight, x if kind == "fp32" else remainder(x, weight), None

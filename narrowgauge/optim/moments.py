@@ -16,22 +16,27 @@ First moments are rounded to nearest, second moments stochastically with E[x'] =
 tenth of a percent, far below half a gap of any 8-bit code, and rounding to nearest would keep v where it is for ever.
 Scales are powers of two, at least amax and below 2 amax (the 4-bit ones: within 1 % of amax, 16 codes have no octave to give
 away), so they seldom change, and codes of a float survive the change exactly. Scales are at least 2^-94; a tile whose amax
-is not finite or above 2^126 gets the scale NaN and is NaN as a whole: never a finite code for a number that was none.
+is not finite or above 2^126 gets the scale NaN and is NaN as a whole (with the codes of zeros): never a finite number for one
+that was none.
 
 Where they come from. squared8, squared4: square-root companding, in place of the dynamic maps of 8-bit and 4-bit optimizers
 (arXiv 2110.02861, 2309.01507): finer than those in the upper two decades and decoded by two products instead of a table, which
 AVX2 would gather. ue5m3: 9.6 decades in a tile where 2110.02861 has seven. linear4: the zero-free linear map of 2309.01507
-(section 4.1), block 128. e4m3 with k: the range expansion of COAT (arXiv 2410.19313), group 128, with k a power of two, so
-that x^k is repeated squaring or square roots, correctly rounded on every machine; zeros are left out of the choice of k.
+(section 4.1), block 128. e4m3 with k: the range expansion of COAT (arXiv 2410.19313), group 128, with k a power of two: x^k is
+repeated squaring or square roots, correctly rounded on every machine, and y^(1/k) of a code is the product of two of 24
+constants and a power of two, so decoding takes no root. Zeros are left out of the choice of k.
 fp16: second moments and masters of FP8-LM (arXiv 2310.18313), with a scale per tile where the paper has one per tensor.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from narrowgauge.optim.noise import uniform
 
 EXPONENT = 0x7F800000
 POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
@@ -66,8 +71,8 @@ class Moment:
     def __str__(self) -> str:
         return self.name
 
-    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
-        """x [r, t, tile] float32, uniform in [0, 1) of the same shape (unused where rounding is to nearest)."""
+    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+        """x [r, t, tile] float32, noise of the same shape from `noise.bits` (unused where rounding is to nearest)."""
         return Encoded(x)
 
     def decode(self, state: Encoded) -> Tensor:
@@ -81,8 +86,8 @@ class Squared(Moment):
 
     most: int
 
-    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
-        scale = scales(x, POW2_DROPS if self.bits == 8 else BF16_DROPS)
+    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+        scale, x = _scaled_tiles(x, POW2_DROPS if self.bits == 8 else BF16_DROPS)
         unit = _inverse(scale) * float(self.most**2)
         code = torch.copysign(square_root(x.abs() * unit).round(), x)
         codes = code.to(torch.int8) if self.bits == 8 else (code + 8.0).to(torch.uint8)
@@ -97,11 +102,10 @@ class Squared(Moment):
 class UnsignedE5M3(Moment):
     """Unsigned float without subnormals; stochastic rounding is one addition to the bits."""
 
-    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
-        scale = scales(x, POW2_DROPS)
+    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+        scale, x = _scaled_tiles(x, POW2_DROPS)
         t = x * _inverse(scale)
-        noise = (uniform * 2.0**20).to(torch.int32)  # the upper 20 of its 24 bits
-        code = ((t.view(torch.int32) + noise) >> 20) - 761
+        code = ((t.view(torch.int32) + noise * 16 + 8) >> 20) - 761
         return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
@@ -111,49 +115,65 @@ class UnsignedE5M3(Moment):
 
 @dataclass(frozen=True, kw_only=True)
 class SmallFloat(Moment):
-    """E4M3 or float16 of the tile's share of `top`, with range expansion if `expansions` allows one."""
+    """E4M3 or float16 of `top` times the tile's share, raised to k if `expansions` allows more than 1."""
 
     mantissa: int
     bias: int
     top: float
     signed: bool
 
-    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
-        scale = scales(x, POW2_DROPS)
+    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
         log_k = self._expansion(x)
-        t = (x.abs() * _inverse(scale)).clamp(max=1.0)
+        scale, x = _scaled_tiles(x, POW2_DROPS)
+        t = x.abs() * _inverse(scale)
         y = _expanded(t, log_k) * self.top
         if self.signed:
             shift = self._power_below(y) * (1.5 * 2 ** (23 - self.mantissa))
             magnitude = self._bits((y + shift) - shift)
+        elif log_k is None:
+            normal = y.view(torch.int32) + (noise >> (self.mantissa - 7))  # 13 bits for the 13 that float16 drops
+            subnormal = y * 2.0 ** (self.bias + self.mantissa - 1) + uniform(noise)
+            magnitude = torch.where(y < 2.0 ** (1 - self.bias), subnormal.to(torch.int32), self._kept(normal))
+            magnitude = torch.maximum(magnitude, (t > 0).to(torch.int32))
         else:
-            gap = self._power_below(y) * 2.0**-self.mantissa
-            low = (y / gap).floor() * gap
-            high = low + gap
-            below = _expanded(low / self.top, _negative(log_k))
-            above = _expanded(high / self.top, _negative(log_k))
-            magnitude = self._bits(torch.where(below + uniform * (above - below) < t, high, low))
+            low = self._bits(y)
+            below, above = (self._value(code, log_k) for code in (low, low + 1))
+            magnitude = low + (below + uniform(noise) * (above - below) < t).to(torch.int32)
             magnitude = torch.maximum(magnitude, (t > 0).to(torch.int32))
         sign = (x.signbit().to(torch.int32) << (self.bits - 1)) if self.signed else 0
         integer = torch.uint8 if self.bits == 8 else torch.int16
         return Encoded((magnitude | sign).to(integer).view(self.dtype), scale, log_k)
 
     def decode(self, state: Encoded) -> Tensor:
-        integer = state.codes.view(torch.uint8).to(torch.int32) if self.bits == 8 else state.codes.view(torch.int16)
-        magnitude = integer.to(torch.int32) & (2 ** (self.bits - 1) - 1)
-        normal = ((magnitude << (23 - self.mantissa)) + ((127 - self.bias) << 23)).view(torch.float32)
-        subnormal = magnitude.to(torch.float32) * 2.0 ** (1 - self.bias - self.mantissa)
-        y = torch.where(magnitude < 2**self.mantissa, subnormal, normal) * (1 / self.top)
-        x = _expanded(y, _negative(state.expansion)) * _spread(state.scale)
-        return torch.where((integer.to(torch.int32) >> (self.bits - 1)) & 1 > 0, -x, x)
+        integer = state.codes.view(torch.uint8 if self.bits == 8 else torch.int16).to(torch.int32)
+        magnitude = integer & (2 ** (self.bits - 1) - 1)
+        x = self._value(magnitude, state.expansion) * _spread(state.scale)
+        return torch.where((integer >> (self.bits - 1)) & 1 > 0, -x, x)
+
+    def _value(self, magnitude: Tensor, log_k: Tensor | None) -> Tensor:
+        """The tile's share that a code without its sign stands for: (code's number / top)^(1/k)."""
+        if log_k is None:
+            normal = ((magnitude << (23 - self.mantissa)) + ((127 - self.bias) << 23)).view(torch.float32)
+            subnormal = magnitude.to(torch.float32) * 2.0 ** (1 - self.bias - self.mantissa)
+            return torch.where(magnitude < 2**self.mantissa, subnormal, normal) * (1 / self.top)
+        fractions, subnormals, quarters = (table.to(magnitude.device) for table in expansion_tables())
+        row = (log_k.to(torch.int64) + 2)[..., None].expand_as(magnitude)
+        fraction = magnitude & 7
+        octaves = ((magnitude >> 3) - 15) << (2 - log_k.to(torch.int32))[..., None]  # in quarters
+        power = ((octaves >> 2) + 127 << 23).view(torch.float32)
+        normal = fractions[row, fraction] * quarters[octaves & 3] * power
+        return torch.where(magnitude < 8, subnormals[row, fraction], normal)
 
     def _power_below(self, y: Tensor) -> Tensor:
         return (y.view(torch.int32) & EXPONENT).clamp(min=(128 - self.bias) << 23).view(torch.float32)
 
     def _bits(self, y: Tensor) -> Tensor:
-        normal = (y.view(torch.int32) >> (23 - self.mantissa)) - ((127 - self.bias) << self.mantissa)
+        """The code of y, rounded down."""
         subnormal = (y * 2.0 ** (self.bias + self.mantissa - 1)).to(torch.int32)
-        return torch.where(y < 2.0 ** (1 - self.bias), subnormal, normal)
+        return torch.where(y < 2.0 ** (1 - self.bias), subnormal, self._kept(y.view(torch.int32)))
+
+    def _kept(self, bits: Tensor) -> Tensor:
+        return (bits >> (23 - self.mantissa)) - ((127 - self.bias) << self.mantissa)
 
     def _expansion(self, x: Tensor) -> Tensor | None:
         """log2 k per tile: the greatest with which the tile's octaves still fit. Zeros and poisoned tiles: k = 1."""
@@ -174,15 +194,31 @@ class SmallFloat(Moment):
 class Linear(Moment):
     """Unsigned, sixteen equal steps of which none is zero; a tile of zeros is told by the least scale."""
 
-    def encode(self, x: Tensor, uniform: Tensor) -> Encoded:
-        scale = scales(x, BF16_DROPS)
-        code = (x * (_inverse(scale) * 16.0) + uniform).to(torch.int32).clamp(1, 16) - 1
+    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+        scale, x = _scaled_tiles(x, BF16_DROPS)
+        code = (x * (_inverse(scale) * 16.0) + uniform(noise)).to(torch.int32).clamp(1, 16) - 1
         return Encoded(code.to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
         scale = _spread(state.scale)
         value = (state.codes.to(torch.float32) + 1.0) * (scale * 2.0**-4)
         return torch.where(scale == 2.0**-94, 0.0, value)
+
+
+@cache
+def expansion_tables() -> tuple[Tensor, Tensor, Tensor]:
+    """float32 constants of y^(1/k) for E4M3 of 2^8 y, one row for each log2 k of -2 ... 2:
+
+    (1 + f/8)^(1/k) [5, 8], (f 2^-17)^(1/k) [5, 8] of the subnormal numbers, and 2^(q/4) [4].
+    Roots of roots and squares of squares in float64, rounded once: the same bits on every machine.
+    """
+    share = torch.arange(8, dtype=torch.float64) / 8
+    rows = []
+    for y in (1 + share, share * 2.0**-14):
+        squared, root = y * y, y.sqrt()
+        rows.append(torch.stack((squared * squared, squared, y, root, root.sqrt())).float())
+    quarters = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64).sqrt().sqrt().float()
+    return rows[0], rows[1], quarters
 
 
 def square_root(x: Tensor) -> Tensor:
@@ -197,6 +233,12 @@ def scales(x: Tensor, drops: int) -> Tensor:
     return torch.where(amax > MOST_AMAX, float("nan"), bits.view(torch.float32)).to(torch.bfloat16)
 
 
+def _scaled_tiles(x: Tensor, drops: int) -> tuple[Tensor, Tensor]:
+    """(scales, x with zeros in tiles whose scale is NaN)."""
+    scale = scales(x, drops)
+    return scale, torch.where(scale.isnan()[..., None], 0.0, x)
+
+
 def _inverse(scale: Tensor) -> Tensor:
     """[...] -> [..., 1] float32, 0 for NaN."""
     wide = scale.to(torch.float32)
@@ -206,10 +248,6 @@ def _inverse(scale: Tensor) -> Tensor:
 def _spread(scale: Tensor | None) -> Tensor:
     assert scale is not None
     return scale.to(torch.float32)[..., None]
-
-
-def _negative(log_k: Tensor | None) -> Tensor | None:
-    return None if log_k is None else -log_k
 
 
 def _expanded(t: Tensor, log_k: Tensor | None) -> Tensor:

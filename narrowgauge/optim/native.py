@@ -33,14 +33,19 @@ class _Moment(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Constants(ctypes.Structure):
+    _fields_ = (
+        ("decay", ctypes.c_float), ("beta1", ctypes.c_float), ("rest1", ctypes.c_float), ("beta2", ctypes.c_float),
+        ("rest2", ctypes.c_float), ("eps", ctypes.c_float), ("step_size", ctypes.c_float), ("correction", ctypes.c_float),
+        ("rule", ctypes.c_int32), ("nesterov", ctypes.c_int32),
+    )  # fmt: skip
+
+
 class _Job(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("tile", ctypes.c_int64),
-        ("rule", ctypes.c_int32), ("nesterov", ctypes.c_int32), ("weight_dtype", ctypes.c_int32),
-        ("gradient_dtype", ctypes.c_int32), ("master_kind", ctypes.c_int32),
-        ("noise", ctypes.c_uint32), ("weight_noise", ctypes.c_uint32),
-        ("decay", ctypes.c_float), ("beta1", ctypes.c_float), ("rest1", ctypes.c_float), ("beta2", ctypes.c_float),
-        ("rest2", ctypes.c_float), ("eps", ctypes.c_float), ("step_size", ctypes.c_float), ("correction", ctypes.c_float),
+        ("weight_dtype", ctypes.c_int32), ("gradient_dtype", ctypes.c_int32), ("master_kind", ctypes.c_int32),
+        ("noise", ctypes.c_uint32), ("weight_noise", ctypes.c_uint32), ("constants", ctypes.c_void_p),
         ("weight", ctypes.c_void_p), ("gradient", ctypes.c_void_p), ("master", ctypes.c_void_p),
         ("master_scale", ctypes.c_void_p), ("first", _Moment), ("second", _Moment),
     )  # fmt: skip
@@ -66,25 +71,34 @@ def tell_once(reason: str) -> None:
 def step(tasks: Sequence[Task]) -> None:
     """All tasks, on as many threads as torch uses. Raises BackendError if there is no compiler."""
     library = _library()
-    tasks = [task for task in tasks if task.weight.numel()]
-    jobs = (_Job * len(tasks))(*map(_job, tasks))
-    elements = sum(task.weight.numel() for task in tasks)
+    tasks = [task for task in tasks if task.elements]
+    shared: dict[int, _Constants] = {}
+    jobs = (_Job * len(tasks))(*(_job(task, shared) for task in tasks))
+    elements = sum(task.elements for task in tasks)
     count = compiled.parts(elements)
     compiled.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(tasks), k, count))
 
 
-def _job(task: Task) -> _Job:
-    """The task as the library reads it. What stays the same from step to step is made once."""
+def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
+    """The task as the library reads it. What stays the same from step to step is made once; `shared` keeps the constants."""
     if task.native is None:
         task.native = _standing(task)
     job, c, gradient = task.native, task.constants, task.gradient
     assert c is not None and gradient is not None
+    constants = shared.get(id(c))
+    if constants is None:
+        constants = shared[id(c)] = _constants(c)
     job.gradient, job.gradient_dtype = gradient.data_ptr(), _DTYPES[gradient.dtype]
-    job.noise, job.weight_noise = task.noise_key, task.weight_noise_key
-    job.rule, job.nesterov, job.decay, job.eps = rules.KINDS[c.rule], c.nesterov, c.decay, c.eps
-    job.beta1, job.rest1, job.beta2, job.rest2 = c.beta1, c.rest1, c.beta2, c.rest2
-    job.step_size, job.correction = c.step_size, c.correction
+    job.noise, job.constants = task.noise_key, ctypes.addressof(constants)
+    if task.master_kind is not None:
+        job.weight_noise = task.weight_noise_key
     return job
+
+
+def _constants(c: rules.Constants) -> _Constants:
+    return _Constants(
+        c.decay, c.beta1, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, rules.KINDS[c.rule], c.nesterov
+    )  # fmt: skip
 
 
 def _standing(task: Task) -> _Job:

@@ -38,9 +38,10 @@ class Task:
     """One parameter's step. Tensors are contiguous, on one device, and changed in place.
 
     source, state      the parameter and its state's tensors, to see whether they are still the same
+    step               the tensor among them that counts steps
     weight             [rows, columns]; a copy if the parameter is not contiguous
     master             [rows, columns] or None; master_scale [rows, tiles] with fp16-scaled
-    gradient, constants, noise_key   of the step at hand, set by `begin`
+    gradient, constants, noise_key   of the step at hand; the gradient contiguous, of the parameter's shape
     native             what the compiled backend keeps with it
     """
 
@@ -57,17 +58,17 @@ class Task:
     constants: rules.Constants | None = None
     noise_key: int = 0
     native: Any = None
+    step: Tensor
     address: int = field(init=False)
+    elements: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.address = self.source.data_ptr()
+        self.elements = self.source.numel()
 
     def holds(self, parameter: Tensor, state: dict[str, Tensor]) -> bool:
         """Whether parameter and state are still the memory that the task was made for."""
         return self.address == parameter.data_ptr() and all(map(operator.is_, self.state, state.values()))
-
-    def begin(self, gradient: Tensor, constants: rules.Constants, noise_key: int) -> None:
-        self.gradient, self.constants, self.noise_key = gradient, constants, noise_key
 
     @property
     def weight_noise_key(self) -> int:
@@ -90,7 +91,7 @@ def _step_rows(task: Task, rows: slice) -> None:
     count = rows.stop - rows.start
     device = task.weight.device
     index = torch.arange(tiles * task.tile, device=device).view(1, tiles, task.tile)
-    index = index + (torch.arange(rows.start, rows.stop, device=device) * columns).view(count, 1, 1)
+    index = index + (torch.arange(rows.start, rows.stop, device=device) * (tiles * task.tile)).view(count, 1, 1)
 
     def cut(x: Tensor) -> Tensor:
         return _as_tiles(x[rows], tiles, task.tile)
@@ -102,10 +103,11 @@ def _step_rows(task: Task, rows: slice) -> None:
         None if task.master_scale is None else task.master_scale[rows],
     )
     m, v = (_decode(kept, rows, columns, tiles, task.tile, w) for kept in (task.first, task.second))
-    w, m, v = rules.update(w, cut(task.gradient).to(torch.float32), m, v, task.constants)
-    uniform = noise.uniform(task.noise_key, index)
+    gradient = cut(task.gradient.view(task.weight.shape)).to(torch.float32)
+    w, m, v = rules.update(w, gradient, m, v, task.constants)
+    bits = noise.bits(task.noise_key, index)
     for kept, x in ((task.first, m), (task.second, v)):
-        _encode(kept, x, uniform, rows, columns)
+        _encode(kept, x, bits, rows, columns)
     weight, master, master_scale = masters.store(
         task.master_kind, w, task.weight.dtype, task.weight_noise_key, index
     )  # fmt: skip
@@ -136,10 +138,10 @@ def _decode(kept: Kept, rows: slice, columns: int, tiles: int, tile: int, like: 
     return x
 
 
-def _encode(kept: Kept, x: Tensor, uniform: Tensor, rows: slice, columns: int) -> None:
+def _encode(kept: Kept, x: Tensor, bits: Tensor, rows: slice, columns: int) -> None:
     if kept.codes is None:
         return
-    found = kept.format.encode(x, uniform)
+    found = kept.format.encode(x, bits)
     codes = _bits_of(found.codes).flatten(1)[:, :columns]
     if kept.format.bits == 4:
         codes = torch.nn.functional.pad(codes, (0, columns % 2))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups
+from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures
 from narrowgauge.train.config import TrainConfig
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
@@ -16,8 +16,15 @@ _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 def build_optimizer(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:
     """Weight decay on matrices only: norms and biases (one axis) are not decayed.
 
-    AdamW on float32 weights with float32 states is torch's fused one, everything else `narrowgauge.optim`.
+    AdamW with float32 states and no master is torch's fused one, everything else `narrowgauge.optim`.
+    Raises ConfigError if this would learn less than it should without a word (see `narrowgauge.optim.checks`).
     """
+    optimizer = _build(config, model, rung)
+    refuse_silent_failures(optimizer)
+    return optimizer
+
+
+def _build(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:
     master = config.master or _MASTERS[rung.update]
     if config.optimizer == "adamw" and config.states == "fp32" and master is None:
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")

@@ -24,7 +24,7 @@ SECONDS = ("ue5m3", "linear4", "e4m3-second", "fp16")
 def round_trip(format: Moment, x: Tensor, key: int = 1) -> Tensor:
     """x [tiles, tile], each row a tile."""
     index = torch.arange(x.numel()).view(1, *x.shape)
-    return format.decode(format.encode(x[None], noise.uniform(key, index)))[0]
+    return format.decode(format.encode(x[None], noise.bits(key, index)))[0]
 
 
 def bound(name: str, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_a_second_moment_decays_where_rounding_to_nearest_would_hold_it() -> Non
     for step in range(700):
         x = x * 0.999
         x[:, 0] = 1.0  # keeps the scale where it is
-        x = round_trip(moments.UE5M3, x, key=noise.key(0, 0, step))
+        x = round_trip(moments.UE5M3, x, key=noise.key(noise.step_key(0, step), 0))
     ratio = float(x[:, 1:].double().mean() / start)
     # One element's relative deviation is about sqrt(gap / 2) = 0.2; the mean of 4,080: 0.004. And 1 / 256 left out.
     assert abs(ratio - 0.999**700) < 4 * 0.004 + 0.004
@@ -143,16 +143,23 @@ def test_all_squares_are_finer_than_the_dynamic_map_in_the_upper_decades() -> No
     assert float((ours - x).norm()) < float((dynamic - x).norm())
 
 
+def key(seed: int, parameter: int, step: int) -> int:
+    return noise.key(noise.step_key(seed, step), parameter)
+
+
 def test_noise_is_uniform_and_its_key_matters() -> None:
-    u = noise.uniform(noise.key(1, 2, 3), torch.arange(1_000_000)).double()
+    u = noise.uniform(noise.bits(key(1, 2, 3), torch.arange(1_000_000))).double()
     assert abs(z_score(u, 0.5, 12**-0.5)) < z_limit(1e-5)
     counts = torch.histc(u, 256, 0, 1)
     chi2 = float(((counts - 1e6 / 256) ** 2 / (1e6 / 256)).sum())
     assert abs(chi2 - 255) < 5 * (2 * 255) ** 0.5
-    other = noise.uniform(noise.key(1, 2, 4), torch.arange(1_000_000)).double()
+    other = noise.uniform(noise.bits(key(1, 2, 4), torch.arange(1_000_000))).double()
     correlation = float(((u - 0.5) * (other - 0.5)).mean() * 12)
     assert abs(correlation) * 1000 < z_limit(1e-5)
-    assert len({noise.key(s, p, t) for s in range(9) for p in range(9) for t in range(99)}) == 9 * 9 * 99
+    halves = u.view(-1, 2, 8)  # of one mixing
+    correlation = float(((halves[:, 0] - 0.5) * (halves[:, 1] - 0.5)).mean() * 12)
+    assert abs(correlation) * 500_000**0.5 < z_limit(1e-5)
+    assert len({key(s, p, t) for s in range(9) for p in range(9) for t in range(99)}) == 9 * 9 * 99
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, loop
 from narrowgauge.train.config import InvalidSettings
 from tests.train import tiny
@@ -50,3 +51,13 @@ def test_what_cannot_be_is_refused(make):
         make(compress_activations=True, compile=True)
     with pytest.raises(ConfigError, match="freeze: pattern 'embd'"):
         loop.run(make(freeze="embd"))
+
+
+def test_a_run_that_would_fail_in_silence_is_refused_before_its_first_step(make, monkeypatch):
+    """16-bit weights under torch's own AdamW: no rung of the ladder asks for it, and a changed one shall not."""
+    bare = precision.Precision(name="bf16-o3", weights=torch.bfloat16)
+    monkeypatch.setitem(precision.PRECISIONS, "bf16-o3", bare)
+    config = make("bare", precision="bf16-o3", beta2=0.999)
+    with pytest.raises(ConfigError, match=r"without a master lose every update.*beta2 = 0.999 does not decay"):
+        loop.run(config)
+    assert not list((loop.Path(config.output) / "checkpoints").glob("*"))
