@@ -4,7 +4,8 @@
 
 Starts from the requirements in pyproject.toml and follows each package's own. What is installed beside them is left out.
 Local version tags (2.13.0+cpu) are dropped, so that the pin fits every build of that version.
-Packages that only another platform or Python needs are not installed here and therefore not pinned.
+Packages that only another platform or Python needs are not installed here and therefore not pinned. Nor is Triton: the builds of
+torch for CUDA ask for one exact version each, and a pin of another would contradict them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+UNPINNED = {"triton"}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -49,6 +51,8 @@ def pins() -> dict[str, str]:
         if (name, frozenset(requirement.extras)) in visited:
             continue
         visited.add((name, frozenset(requirement.extras)))
+        if name in UNPINNED:
+            continue
         distribution = metadata.distribution(name)
         found[name] = Version(distribution.version).public
         waiting += requirements_of(distribution, requirement.extras)

@@ -32,8 +32,14 @@ def pins() -> dict[str, Version]:
     return found
 
 
+UNPINNED = {"triton"}  # each CUDA build of torch asks for one exact version of its own
+
+
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
 def test_the_pin_fits_the_requirement(requirement):
+    if requirement.name in UNPINNED:
+        assert requirement.name not in pins()
+        return
     pin = pins().get(canonicalize_name(requirement.name))
     assert pin is not None, f"constraints.txt has no {requirement.name}. Install it, then run scripts/pin.py."
     assert requirement.specifier.contains(pin), f"pinned to {pin}"
