@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -348,6 +349,20 @@ def test_stepping_in_backward_is_stepping_after_it():
     (inside, kept), (after, _) = train(True), train(False)
     assert kept == 0
     assert_same(inside.state_dict(), after.state_dict())
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_stepping_in_backward_lets_go_of_each_gradient(states):
+    """A view that the optimizer kept would hold the memory, though parameter.grad is None."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    seen: list[weakref.ref[torch.Tensor]] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(weakref.ref(p.grad)))
+    in_backward(AdamW(model.named_parameters(), states=states))
+    for _ in range(2):
+        model(torch.randn(4, 64)).square().mean().backward()
+        assert len(seen) == 4 and not any(gradient() is not None for gradient in seen)
+        seen.clear()
 
 
 def test_stepping_in_backward_refuses_what_needs_all_gradients():
