@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -246,18 +246,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.estimators", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--replicates", type=int, default=100)
     parser.add_argument("--gradients", type=int, default=5, help="gradients per sigma; the table shows their median")
+    parser.add_argument("--only", nargs="+", choices=list(ESTIMATORS), default=list(ESTIMATORS), metavar="ESTIMATOR")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [line for sigma in SIGMAS for line in compared(sigma, options.replicates, options.gradients)]
+    lines = [line for sigma in SIGMAS for line in compared(sigma, options.replicates, options.gradients, options.only)]
     print(markdown(lines))
     record("estimators", lines, RESULTS / "estimators.jsonl")
 
 
-def compared(sigma: float, replicates: int, gradients: int) -> list[dict[str, Any]]:
-    """A row per estimator: median and quartiles over the gradients."""
+def compared(sigma: float, replicates: int, gradients: int, only: Sequence[str]) -> list[dict[str, Any]]:
+    """A row per estimator of `only`: median and quartiles over the gradients."""
     data = [operands(sigma, seed) for seed in range(gradients)]
     lines: list[dict[str, Any]] = []
-    for name, estimator in ESTIMATORS.items():
+    for name in only:
+        estimator = ESTIMATORS[name]
         found = [measure(estimator, gy, x, replicates, seed) for seed, (gy, x) in enumerate(data)]
         line: dict[str, Any] = {"case": name, "sigma": sigma, "replicates": replicates, "gradients": gradients}
         line["row_concentration"] = Spread.of([concentration(gy) for gy, _ in data]).median
