@@ -146,7 +146,7 @@ def test_the_interpreter_agrees_with_the_definition():
             "e5m2 x e5m2 does not exist in hardware",
         ),
         (VECTOR, SQUARE, Device("cuda", (8, 0)), "compute capability 8.0, FP8 needs 8.9"),
-        (VECTOR, SQUARE, Device("cpu"), "cpu is no CUDA device"),
+        (VECTOR, SQUARE, Device("cpu"), "cpu has no FP8 units"),
         (Cast(format=E4M3), SQUARE, Device("cuda", (9, 0)), "needs two FP8 operands in tiles of 1x128 or 128x128"),
         (
             Cast(format=E4M3, tile=(1, 128), headroom=4 / 3),

@@ -31,6 +31,17 @@ def refuse_scaled(spec: MmSpec) -> str | None:
         return "needs two FP8 operands"
     if any(cast is not None and cast.tile not in _ROW_OR_TENSOR for cast in casts):
         return "needs two operands with one scale per tensor or row"
+    if (reason := refuse_without_units(spec)) is not None:
+        return reason
+    by_rows = any(cast is not None and cast.tile != (WHOLE, WHOLE) for cast in casts)
+    if by_rows and spec.device.capability < (9, 0) and any(cast is not None and cast.format == E5M2 for cast in casts):
+        return f"compute capability {dotted(spec)}, row scales of E5M2 need 9.0"
+    return None
+
+
+def refuse_without_units(spec: MmSpec) -> str | None:
+    """What every product of two FP8 operands asks for, whatever their tiles."""
+    casts = (spec.lhs, spec.rhs)
     if all(cast is not None and cast.format == E5M2 for cast in casts):
         return "e5m2 x e5m2 does not exist in hardware"
     if spec.expanded:
@@ -41,9 +52,6 @@ def refuse_scaled(spec: MmSpec) -> str | None:
         return f"{spec.device.type} has no FP8 units"
     if spec.device.capability < (8, 9):
         return f"compute capability {dotted(spec)}, FP8 needs 8.9"
-    by_rows = any(cast is not None and cast.tile != (WHOLE, WHOLE) for cast in casts)
-    if by_rows and spec.device.capability < (9, 0) and any(cast is not None and cast.format == E5M2 for cast in casts):
-        return f"compute capability {dotted(spec)}, row scales of E5M2 need 9.0"
     return None
 
 

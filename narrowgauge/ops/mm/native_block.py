@@ -17,7 +17,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.layouts import outer_major, padded_to_four
-from narrowgauge.ops.mm.native import ALIGNMENT, EXPANDED, TWO_SCALES, aligned, dotted, empty_product, in_float32
+from narrowgauge.ops.mm.native import ALIGNMENT, aligned, dotted, empty_product, in_float32, refuse_without_units
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 
@@ -31,12 +31,8 @@ def refuse(spec: MmSpec) -> str | None:
     casts = (spec.lhs, spec.rhs)
     if any(cast is None or cast.format != E4M3 or cast.tile not in (VECTOR, SQUARE) for cast in casts):
         return NOT_IN_BLOCKS if not _other_formats(spec) else "takes E4M3 alone in tiles of 128"
-    if spec.expanded:
-        return EXPANDED
-    if any(cast is not None and cast.has_global_scale for cast in casts):
-        return TWO_SCALES
-    if spec.device.type != "cuda":
-        return f"{spec.device.type} has no FP8 units"
+    if (reason := refuse_without_units(spec)) is not None:
+        return reason
     if spec.device.capability[0] != 9:
         return f"compute capability {dotted(spec)}, cuBLAS has blocks of 128 on 9.0 alone"
     if spec.device.cuda < (12, 9):

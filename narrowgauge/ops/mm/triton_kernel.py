@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2
-from narrowgauge.ops.mm.native import EXPANDED, TWO_SCALES, dotted, empty_product
+from narrowgauge.ops.mm.native import empty_product, refuse_without_units
 from narrowgauge.ops.mm.native_block import NOT_IN_BLOCKS, SQUARE, VECTOR
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import constant_while_compiling
@@ -48,16 +48,8 @@ def refuse(spec: MmSpec) -> str | None:
     casts = (spec.lhs, spec.rhs)
     if any(cast is None or cast.format not in (E4M3, E5M2) or cast.tile not in (VECTOR, SQUARE) for cast in casts):
         return NOT_IN_BLOCKS
-    if all(cast is not None and cast.format == E5M2 for cast in casts):
-        return "e5m2 x e5m2 does not exist in hardware"
-    if spec.expanded:
-        return EXPANDED
-    if any(cast is not None and cast.has_global_scale for cast in casts):
-        return TWO_SCALES
-    if spec.device.type != "cuda":
-        return f"{spec.device.type} is no CUDA device"
-    if spec.device.capability < (8, 9):
-        return f"compute capability {dotted(spec)}, FP8 needs 8.9"
+    if (reason := refuse_without_units(spec)) is not None:
+        return reason
     return None if _has_triton() else "Triton is not installed"
 
 
