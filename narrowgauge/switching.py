@@ -52,13 +52,12 @@ def widened(
     products: Iterable[str] = GEMMS,
 ) -> dict[str, Recipe]:
     """Layer -> its next recipe, for those that `switch` would change if their recipes were `now`. Changes nothing itself."""
-    target, chosen = recipes.get(recipe) if isinstance(recipe, str) else recipe, tuple(products)
-    unknown = set(chosen) - set(GEMMS)
-    if unknown or not chosen or not isinstance(target, Recipe):
-        raise ConfigError(
-            f"switch: {target if not isinstance(target, Recipe) else chosen!r} is not a recipe for products of a Linear. "
-            f"Give a recipe, and products out of {GEMMS}."
-        )
+    target = recipes.get(recipe) if isinstance(recipe, str) else recipe
+    chosen = (products,) if isinstance(products, str) else tuple(products)  # a string is one name, not its letters
+    if not isinstance(target, Recipe):
+        raise ConfigError(f"switch: {target!r} is not a recipe for products of a Linear. Give a recipe or its name.")
+    if set(chosen) - set(GEMMS) or not chosen:
+        raise ConfigError(f"switch: products = {chosen!r}: must be some of {GEMMS}. Name those that get the recipe.")
     named = [name for name in now if matches(name, layers)]
     if not named:
         near = closest(layers, now)

@@ -208,8 +208,9 @@ def test_switched_layers_compute_by_their_new_recipe():
     ("arguments", "words"),
     [
         ({"recipe": "bf16", "layers": "layers.9.*"}, r"pattern 'layers\.9\.\*' names no converted layer"),
-        ({"recipe": "bf16", "products": ("forward",)}, "is not a recipe for products of a Linear"),
-        ({"recipe": "bf16", "products": ()}, "is not a recipe for products of a Linear"),
+        ({"recipe": "bf16", "products": ("forward",)}, r"products = \('forward',\): must be some of"),
+        ({"recipe": "bf16", "products": "forward"}, r"products = \('forward',\): must be some of"),
+        ({"recipe": "bf16", "products": ()}, r"products = \(\): must be some of"),
         ({"recipe": 8}, "8 is not a recipe"),
         ({"recipe": "fp9"}, "no recipe 'fp9'"),
         (

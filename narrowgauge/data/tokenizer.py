@@ -172,7 +172,8 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the libraries raise bare Exception for a malformed file
         raise DataError(
-            f"{shown(name)}: no usable tokenizer: {type(error).__name__}: {reason(error)} "
+            f"{shown(name)}: {'' if os.path.isdir(name) else 'no folder here, and on the Hub '}no usable tokenizer: "
+            f"{type(error).__name__}: {reason(error)} "
             "Pass a folder with tokenizer.json, or a model's name on the Hub."
         ) from error
     if not getattr(tokenizer, "is_fast", False):

@@ -67,10 +67,11 @@ def _headline(device: torch.device) -> str:
     facts = device_facts("cpu", None)
     has = [name for name, there in (("bfloat16", facts.bf16_gemm), ("int8 (VNNI)", facts.int8_gemm)) if there]
     units = f"fast {' and '.join(has)} GEMM" if has else "no fast bfloat16 or int8 GEMM"
-    return f"cpu: {processor_name()}, {_threads()}, {torch.backends.cpu.get_cpu_capability()}, {units}"
+    return f"cpu: {processor_name()}, {threads_words()}, {torch.backends.cpu.get_cpu_capability()}, {units}"
 
 
-def _threads() -> str:
+def threads_words() -> str:
+    """ "1 thread" or "2 threads", of this process."""
     count = torch.get_num_threads()
     return f"{count} thread" + ("s" if count != 1 else "")
 

@@ -143,7 +143,7 @@ def checkpoint(
         chosen = [] if words == "none" else candidates[:: int(parsed[1] or 1)]
         for name in chosen:
             set_recompute(found[name], Again(words == "selective"))
-    notes = _set_cache(model, allowed=not chosen)
+    notes = (*_without_backward(model, found, chosen), *_set_cache(model, allowed=not chosen))
     return CheckpointReport(
         policy=words,
         recomputed=tuple(chosen),
@@ -193,6 +193,18 @@ def _needs_backward(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         return True
     owner = forward.__self__.block  # type: ignore[attr-defined]
     return any(parameter.requires_grad for parameter in owner.parameters())
+
+
+def _without_backward(model: nn.Module, found: dict[str, nn.Module], chosen: list[str]) -> tuple[str, ...]:
+    """A sentence on the chosen blocks below everything that trains, in the model's order; they run plainly."""
+    seen = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    lowest = next((place for place, (_, trains) in enumerate(seen) if trains), len(seen))
+    below = [name for name in chosen if not any(each.startswith(f"{name}.") for each, _ in seen[lowest:])]
+    if not below:
+        return ()
+    return (
+        f"{len(below)} of them, {below[0]} to {below[-1]}, lie below all that trains and need no backward: not computed again",
+    )
 
 
 def _selective_contexts() -> Any:

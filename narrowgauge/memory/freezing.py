@@ -40,7 +40,8 @@ class FreezeReport:
 
     lowest_trainable        first numbered layer or module, in the model's order, with a parameter that trains
     gradient_bytes_saved    gradients of frozen parameters, in their dtype
-    optimizer_bytes_saved   optimizer state of frozen parameters
+    optimizer_bytes_saved   optimizer state of frozen parameters, by the `optimizer_bytes` that `freeze` was given
+    optimizer_bytes         those, per parameter
     backward_share_saved    share of the multiplications of all Linears' grad_input and grad_weight that falls away; attention
                             and element-wise work is not counted
     ties                    sentences on parameters that have several names
@@ -52,19 +53,20 @@ class FreezeReport:
     lowest_trainable: str
     gradient_bytes_saved: int
     optimizer_bytes_saved: int
+    optimizer_bytes: int
     backward_share_saved: float
     ties: tuple[str, ...]
 
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
         lines = [f"{row.name:<{width}}  {row.trainable:>14,} of {row.parameters:>14,} train" for row in self.rows]
-        saved = (self.gradient_bytes_saved + self.optimizer_bytes_saved) / 2**20
+        gradients, states = self.gradient_bytes_saved / 2**20, self.optimizer_bytes_saved / 2**20
         return "\n".join(
             [
                 *lines,
                 f"{'all':<{width}}  {self.trainable:>14,} of {self.parameters:>14,} train; lowest: {self.lowest_trainable}",
-                f"saves {saved:.1f} MiB of gradients and optimizer state, and {self.backward_share_saved:.0%} of the "
-                "multiplications in backward",
+                f"saves {gradients:.1f} MiB of gradients, {states:.1f} MiB of optimizer state at {self.optimizer_bytes} bytes per "
+                f"parameter, and {self.backward_share_saved:.0%} of the multiplications in backward",
                 *self.ties,
             ]
         )
@@ -162,6 +164,7 @@ def _report(model: nn.Module, chosen: set[int], optimizer_bytes: int) -> FreezeR
         lowest_trainable=next(row.name for row in _rows(model) if row.trainable),
         gradient_bytes_saved=sum(parameter.nbytes for parameter in frozen if parameter.is_floating_point()),
         optimizer_bytes_saved=sum(parameter.numel() * optimizer_bytes for parameter in frozen),
+        optimizer_bytes=optimizer_bytes,
         backward_share_saved=_backward_share_saved(model),
         ties=tuple(_ties(model, chosen)),
     )

@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.diagnose import report
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
-from narrowgauge.train import storage, tasks
+from narrowgauge.train import advice, storage, tasks
 from narrowgauge.train.config import TrainConfig, resolved
 from narrowgauge.train.console import console
 from narrowgauge.train.export import export
@@ -83,10 +83,10 @@ def _write_report(folder: RunFolder) -> None:
 def prepare(config: TrainConfig) -> tuple[TrainConfig, Task]:
     """The data of the task, and the configuration with the steps that its epochs are."""
     task = tasks.prepare(config)
-    for note in task.notes:
-        print(f"Note: {note}", file=sys.stderr, flush=True)
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
+    for note in (*task.notes, *advice.notes(config)):
+        print(f"Note: {note}", file=sys.stderr, flush=True)
     return config, task
 
 

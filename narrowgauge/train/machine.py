@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from narrowgauge.conversion import describe
-from narrowgauge.diagnose.hardware import c_compiler, cpp_compiler, processor_name
+from narrowgauge.diagnose.hardware import c_compiler, cpp_compiler, processor_name, threads_words
 from narrowgauge.errors import ConfigError
 
 
@@ -88,7 +88,7 @@ def device_words(device: torch.device) -> str:
     """ "NVIDIA H200" or "AMD EPYC, 2 threads"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {torch.get_num_threads()} threads"
+    return f"{processor_name()}, {threads_words()}"
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -150,7 +150,7 @@ def test_load_refuses_a_missing_folder_without_asking_the_hub(tmp_path):
 
 
 def test_load_refuses_an_unknown_model():
-    with pytest.raises(DataError, match="no usable tokenizer"):
+    with pytest.raises(DataError, match="no folder here, and on the Hub no usable tokenizer"):
         load("no-such-organisation/no-such-model")
 
 

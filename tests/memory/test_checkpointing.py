@@ -80,7 +80,8 @@ def test_frozen_layers_below_are_neither_kept_nor_computed_again():
     model = llama()
     freeze(model, "embed*,layers.0-1")
     loss, gradients = step(model)
-    checkpoint(model, "full", keep_last=False)
+    report = checkpoint(model, "full", keep_last=False)
+    assert "2 of them, model.layers.0 to model.layers.1, lie below all that trains" in str(report)
     calls = []
     for name, block in find_blocks(model).items():
         block.mlp.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
@@ -94,6 +95,7 @@ def test_frozen_layers_below_are_neither_kept_nor_computed_again():
 
 def test_the_last_block_is_left_out_by_default():
     model = llama()
+    assert "lie below" not in str(checkpoint(model, "full"))
     assert checkpoint(model, "full").kept == ("model.layers.3",)
     assert checkpoint(model, "full", keep_last=False).kept == ()
     assert checkpoint(model, "every-3").recomputed == ("model.layers.0",)

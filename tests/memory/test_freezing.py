@@ -27,6 +27,7 @@ def test_patterns_name_modules_and_parameters():
     assert report.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert report.gradient_bytes_saved == 4 * (report.parameters - report.trainable)
     assert report.optimizer_bytes_saved == 8 * (report.parameters - report.trainable)
+    assert "MiB of optimizer state at 8 bytes per parameter" in str(report)
 
 
 def test_freezing_adds_up_and_train_only_decides_all():

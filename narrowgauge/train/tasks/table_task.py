@@ -66,7 +66,7 @@ class TableTask:
 
     def preview(self) -> list[Any]:
         plan = self._sampler.plan
-        return [*self.coloured(self.table.train[0]), f"In the first epoch {plan.padding}", *plan.notes]
+        return [*self.coloured(self.table.train[0]), f"First epoch, {plan.padding}", *plan.notes]
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         """What is learnt of an example, and what is only seen."""

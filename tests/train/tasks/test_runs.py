@@ -253,7 +253,7 @@ def test_a_number_that_is_not_finite_stops_with_its_place(make, before_step, job
 def test_the_console_shows_what_is_learnt_and_what_padding_costs(make, capfd):
     assert loop.run(make("chat", steps=1)) == 0
     printed = capfd.readouterr().err
-    assert "<|assistant|>⟦" in printed and "</s>⟧" in printed and "In the first epoch padding: " in printed
+    assert "<|assistant|>⟦" in printed and "</s>⟧" in printed and "First epoch, padding: " in printed
     assert "of which evaluations see" not in printed
 
 
