@@ -1,7 +1,8 @@
 """C++ kernels for the CPU, built once per machine by the compiler that is there, and called with ctypes.
 
 A library is kept in $XDG_CACHE_HOME/narrowgauge (~/.cache/narrowgauge), under a name made of its sources, the flags, the compiler
-and the processor, and of its own bytes: a file that was damaged is never loaded, which could end the process, but built anew. Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share.
+and the processor, and of its own bytes: a file that was damaged is never loaded, which could end the process, but built anew.
+Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share.
 """
 
 from __future__ import annotations
