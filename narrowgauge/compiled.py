@@ -1,7 +1,8 @@
 """C++ kernels for the CPU, built once per machine by the compiler that is there, and called with ctypes.
 
 A library is kept in $XDG_CACHE_HOME/narrowgauge (~/.cache/narrowgauge), under a name made of its sources, the flags, the compiler
-and the processor. Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share.
+and the processor, and of its own bytes: a file that was damaged is never loaded, which could end the process, but built anew.
+Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -34,7 +35,7 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
     """Loads the library of `sources`, files in `package` of which the first is compiled and the others are included; builds it if need be.
 
     purpose, instead  for the errors: "optim: ... to build the fused step", and what to do without a compiler
-    Raises BackendError if there is no compiler or it fails.
+    Raises BackendError if there is no compiler, or it fails, or what it built cannot be loaded.
     """
     compiler, subject = compiler_name(), package.rpartition(".")[2]
     path = shutil.which(compiler)
@@ -46,15 +47,33 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
     folder = resources.files(package)
     texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
     name = hashlib.sha256("\0".join((*texts.values(), *FLAGS, path, _processor())).encode()).hexdigest()[:32]
-    target = cache_folder() / f"{subject}-{name}.so"
-    if not target.exists():
-        words = _build(path, texts, target)
-        if words is not None:
+    place = cache_folder()
+    target = next(filter(_is_whole, sorted(place.glob(f"{subject}-{name}-*.so"))), None)
+    if target is None:
+        target, words = _build(path, texts, place, f"{subject}-{name}")
+        if target is None:
             raise BackendError(
-                f"{subject}: {compiler} could not build {purpose}: {words}. Name another compiler in the variable CXX, "
-                f"or {instead}."
+                f"{subject}: {compiler} could not build {purpose}: {words}. Name another compiler in the variable CXX "
+                f"or another folder in XDG_CACHE_HOME, or {instead}."
             )
-    return ctypes.CDLL(str(target))
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:  # a folder from which nothing may be run, for one
+        raise BackendError(
+            f"{subject}: {purpose} cannot be loaded: {error}. Name another folder in the variable XDG_CACHE_HOME, or {instead}."
+        ) from error
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library has the bytes that it was built with."""
+    try:
+        return path.stem.rpartition("-")[2] == _digest(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def compiler_name() -> str:
@@ -67,11 +86,30 @@ def parts(elements: int) -> int:
 
 
 def in_shares(count: int, run: Callable[[int], object]) -> None:
-    """run(0) ... run(count - 1), each on a thread; the first on this one. Errors reach the caller."""
-    shares = [_pool(count - 1).submit(run, k) for k in range(1, count)]
-    run(0)
+    """run(0) ... run(count - 1), each on a thread; the first on this one. Errors reach the caller.
+
+    When it ends, by an error or Ctrl-C too, no thread is at work any more: the memory it writes to may be given away.
+    """
+    shares: list[Future[object]] = []
+    try:
+        shares += [_pool(count - 1).submit(run, k) for k in range(1, count)]
+        run(0)
+    finally:
+        _wait_for(shares)
     for share in shares:
         share.result()
+
+
+def _wait_for(shares: list[Future[object]]) -> None:
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            wait(shares)
+            break
+        except KeyboardInterrupt as error:  # a share takes milliseconds
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 @cache
@@ -79,9 +117,20 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge")
 
 
-def _build(compiler: str, texts: dict[str, str], target: Path) -> str | None:
-    """Compiles next to the target and renames, so that two processes may do it at once. Returns why it failed, or None."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+if hasattr(os, "register_at_fork"):  # a forked process has the pools and none of their threads: it would wait for ever
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tuple[Path | None, str]:
+    """Compiles in `place` and renames, so that two processes may do it at once. Returns the library, or why there is none."""
+    try:
+        return _built(compiler, texts, place, name)
+    except OSError as error:
+        return None, f"{error.strerror or error}: {place}"
+
+
+def _built(compiler: str, texts: dict[str, str], place: Path, name: str) -> tuple[Path | None, str]:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         code, built = Path(folder) / next(iter(texts)), Path(folder) / "kernel.so"
         for name, source in texts.items():
             (Path(folder) / name).write_text(source, encoding="utf-8")
@@ -90,20 +139,21 @@ def _build(compiler: str, texts: dict[str, str], target: Path) -> str | None:
                 [compiler, *FLAGS, *tuning, str(code), "-o", str(built)], capture_output=True, encoding="utf-8"
             )
             if found.returncode == 0:
+                target = place / f"{name}-{_digest(built.read_bytes())}.so"
                 built.replace(target)
-                return None
+                return target, ""
     words = found.stderr.strip().splitlines()
-    return words[0] if words else "no message"
+    return None, words[0] if words else "no message"
 
 
 def cache_folder() -> Path:
     """Where things are kept; a folder for this process alone if that cannot be written or belongs to someone else."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root.stat().st_uid == os.getuid() and os.access(root, os.W_OK):
             return root
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
         pass
     return Path(_private_folder().name)
 

@@ -17,6 +17,7 @@ instructions multiplies 16-bit operands in float32, which holds the same values.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,8 @@ def chunked_cross_entropy(
     and, for a target outside 0 ... V - 1, DataError (which synchronises with a GPU). While compiling, targets are not
     checked and ignored tokens are computed, since both depend on data.
     """
-    _check(hidden, weight, targets, bias, softcap, chunk)
+    _check(hidden, weight, targets, bias)
+    _check_options(softcap, z_loss, chunk)
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     valid = labels != ignore_index
     count = valid.sum()
@@ -215,9 +217,19 @@ def _multiplies_in(computes_in: torch.dtype, device: torch.device) -> torch.dtyp
     return torch.float32 if is_narrow and slow else computes_in
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None, chunk: int | None
-) -> None:
+def _check_options(softcap: float | None, z_loss: float, chunk: int | None) -> None:
+    if (softcap is not None and not 0 < softcap < math.inf) or (
+        chunk is not None and (not isinstance(chunk, int) or chunk < 1)
+    ):
+        raise ConfigError(
+            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive, finite and whole (chunk), or "
+            "None. Leave them out."
+        )
+    if not 0 <= z_loss < math.inf:
+        raise ConfigError(f"chunked_cross_entropy: z_loss = {z_loss}; it must be at least 0. 0 leaves it out.")
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ShapeError(
             f"chunked_cross_entropy: hidden is {list(hidden.shape)}, weight {list(weight.shape)}; hidden must be [..., K] "
@@ -231,10 +243,6 @@ def _check(
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ShapeError(
             f"chunked_cross_entropy: bias is {list(bias.shape)}, it must be [{weight.shape[0]}]. Pass the head's own bias."
-        )
-    if (softcap is not None and not softcap > 0) or (chunk is not None and chunk < 1):
-        raise ConfigError(
-            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive or None. Leave them out."
         )
 
 

@@ -20,12 +20,14 @@ from narrowgauge.optim.base import NarrowOptimizer
 class InBackward:
     """What `in_backward` returns: `remove()` gives the gradients back to the loop."""
 
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        self._handles = handles
+    def __init__(self, optimizer: NarrowOptimizer, handles: list[RemovableHandle]) -> None:
+        self._optimizer, self._handles = optimizer, handles
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._handles:
+            self._optimizer.steps_in_backward = False
         self._handles.clear()
 
 
@@ -57,24 +59,29 @@ def in_backward(
             f"in_backward: clip_norm = {clip_norm}: the norm of the whole gradient is known only after the last layer has "
             "stepped. Use clip_parameter_norm, or step after backward."
         )
-    places = {parameter: (group, number) for parameter, group, number in optimizer._numbered()}
-    handles = []
-    for parameter, (group, number) in places.items():
-        if parameter.requires_grad:
-            hook = _stepping(optimizer, group, number, clip_parameter_norm)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    if optimizer.steps_in_backward:
+        raise ConfigError(
+            f"in_backward: this {type(optimizer).__name__} steps in backward already. Call remove() on what the first call returned."
+        )
+    handles, number = [], 0
+    for place, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                hook = _stepping(optimizer, place, number, clip_parameter_norm)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            number += 1
     if not handles:
         raise ConfigError("in_backward: no parameter of the optimizer requires a gradient. Unfreeze one.")
-    return InBackward(handles)
+    optimizer.steps_in_backward = True
+    return InBackward(optimizer, handles)
 
 
-def _stepping(
-    optimizer: NarrowOptimizer, group: dict[str, object], number: int, clip: float | None
-) -> Callable[[Tensor], None]:
+def _stepping(optimizer: NarrowOptimizer, place: int, number: int, clip: float | None) -> Callable[[Tensor], None]:
     @torch.no_grad()
     def hook(parameter: Tensor) -> None:
         if clip is not None:
             torch.nn.utils.clip_grad_norm_([parameter], clip)
+        group = optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
         optimizer._step([(parameter, group, number)])
         parameter.grad = None
 

@@ -49,6 +49,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise ConfigError(f'{type(self).__name__}: backend = "native" cannot be had here. {reason}')
         self.backend: Backend = backend
         self._tasks: dict[Tensor, Task] = {}
+        self.steps_in_backward = False
         if isinstance(params, nn.Module):
             params = groups(params)
         super().__init__(params, defaults)
@@ -59,6 +60,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._tasks = {}
+        self.steps_in_backward = False  # the hooks are on the parameters of the original
         for group in self.param_groups:  # of a state that torch's own optimizer saved
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -140,12 +142,27 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
         state = self.state[parameter]
         if not state:
+            self._refuse_converted(parameter, group)
             state.update(self._new_state(parameter, group, parameter.device))
             self._start_master(parameter, group, state)
         task = self._tasks.get(parameter)
         if task is None or not task.holds(parameter, state):
+            self._refuse_converted(parameter, group, state)
             task = self._tasks[parameter] = self._make_task(parameter, group, state)
         return task
+
+    def _refuse_converted(
+        self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Tensor] | None = None
+    ) -> None:
+        """Raises ConfigError for a parameter that became another type or shape since the optimizer took it."""
+        kind = f"{type(self).__name__}: a parameter of {list(parameter.shape)} is {parameter.dtype} now"
+        if reason := _refuse(parameter, group["master"]):
+            raise ConfigError(f"{kind}, which it was not when the optimizer was built: {reason}")
+        if state is not None and not _is_form(state, self._new_state(parameter, group, "meta")):
+            raise ConfigError(
+                f"{kind}, and its state was made when it had another type or shape. Convert the model before the optimizer is "
+                "built."
+            )
 
     def _make_task(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> Task:
         states = self._states(parameter, group)
@@ -223,12 +240,23 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._tasks = {}
 
     def _refuse_other_form(self, state_dict: Mapping[str, Any]) -> None:
-        kind, saved_groups = type(self).__name__, state_dict["param_groups"]
+        kind = type(self).__name__
+        if not {"state", "param_groups"} <= set(state_dict):
+            raise CheckpointError(
+                f"{kind}: what was saved has {', '.join(map(repr, state_dict)) or 'nothing'}, and no 'state' and 'param_groups'. "
+                "Pass what state_dict() of an optimizer returned."
+            )
+        saved_groups = state_dict["param_groups"]
         sizes = [[len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups)]
         if sizes[0] != sizes[1]:
             raise CheckpointError(
                 f"{kind}: the saved state has groups of {sizes[0]} parameters, this optimizer {sizes[1]}. "
                 "Build it with the groups that were saved."
+            )
+        if strangers := set(state_dict["state"]) - {place for group in saved_groups for place in group["params"]}:
+            raise CheckpointError(
+                f"{kind}: the saved state has tensors of parameter {next(iter(strangers))!r}, which none of its groups holds. "
+                "It is damaged: pass what state_dict() returned, with whole numbers as keys, or start with a fresh state."
             )
         for number, (saved, group) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
             for option in ("states", "master"):
@@ -237,6 +265,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
                         f"{kind}: group {number} was saved with {option}={saved[option]!r}, this optimizer has "
                         f"{option}={group[option]!r}. Build it with {option}={saved[option]!r}, or start with a fresh state."
                     )
+            if saved.get("maximize"):
+                raise CheckpointError(
+                    f"{kind}: group {number} was saved with maximize=True, which {kind} does not know. Minimise the negated loss, "
+                    "with a fresh state."
+                )
             for place, parameter in zip(saved["params"], group["params"], strict=True):
                 if place in state_dict["state"]:
                     expected = self._new_state(parameter, group, "meta")
@@ -257,6 +290,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 f"{where}: the saved state has another form: {words}. Build the optimizer with the states, master and "
                 "parameters that were saved, or start with a fresh state."
             )
+
+
+def _is_form(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Whether both hold tensors of the same names, types and shapes."""
+    forms = ({name: (x.dtype, x.shape) for name, x in each.items()} for each in (state, expected))
+    return next(forms) == next(forms)
 
 
 def shape_of(parameter: Tensor) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch import Tensor
+
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import Backend, NarrowOptimizer
 from narrowgauge.optim.masters import Master
@@ -103,9 +105,14 @@ def _check(
     kind: str, *, lr: float, weight_decay: float, betas: tuple[float, ...], embeddings: str, eps: float = 0.0
 ) -> None:
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-        if not value >= 0:
-            raise ConfigError(f"{kind}: {name} = {value}: must be at least 0.")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"{kind}: betas or momentum = {betas}: must be at least 0 and below 1.")
+        if not _is_number(value) or not value >= 0:
+            raise ConfigError(f"{kind}: {name} = {value!r}: must be a number of at least 0.")
+    if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
     if embeddings not in ("fp32", "same"):
         raise ConfigError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.")
+
+
+def _is_number(value: object) -> bool:
+    """A learning rate may be a tensor, as torch's schedulers allow."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -68,7 +68,8 @@ class Task:
 
     def holds(self, parameter: Tensor, state: dict[str, Tensor]) -> bool:
         """Whether parameter and state are still the memory that the task was made for."""
-        return self.address == parameter.data_ptr() and all(map(operator.is_, self.state, state.values()))
+        same = self.address == parameter.data_ptr() and self.weight.dtype == parameter.dtype
+        return same and all(map(operator.is_, self.state, state.values()))
 
     @property
     def weight_noise_key(self) -> int:

@@ -191,7 +191,7 @@ def test_bad_input_is_refused_in_words():
         chunked_cross_entropy(x, weight, targets[1:])
     with pytest.raises(ShapeError, match=r"bias is \[3\], it must be \[40\]"):
         chunked_cross_entropy(x, weight, targets, bias=torch.zeros(3))
-    with pytest.raises(ConfigError, match="must be positive or None"):
+    with pytest.raises(ConfigError, match="must be positive"):
         chunked_cross_entropy(x, weight, targets, softcap=-1.0)
 
 
@@ -230,3 +230,17 @@ def test_autocast_does_not_choose_the_type_of_the_products(monkeypatch):
     with torch.autocast("cpu", dtype=torch.bfloat16), Products():
         chunked_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)[0].backward()
     assert Products.dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"softcap": float("inf")}, "softcap = inf"),
+        ({"chunk": 2.5}, r"chunk = 2\.5"),
+        ({"z_loss": float("nan")}, "z_loss = nan"),
+        ({"z_loss": -1.0}, r"z_loss = -1\.0"),
+    ],
+)
+def test_options_that_would_make_the_loss_nan_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        chunked_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), **options)
