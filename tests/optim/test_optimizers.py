@@ -397,7 +397,6 @@ def test_stepping_in_backward_is_stepping_after_it():
     assert_same(inside.state_dict(), after.state_dict())
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_stepping_in_backward_lets_go_of_each_gradient(states):
     """A view that the optimizer kept would hold the memory, though parameter.grad is None."""
@@ -410,7 +409,8 @@ def test_stepping_in_backward_lets_go_of_each_gradient(states):
         model(torch.randn(4, 64)).square().mean().backward()
         assert len(seen) == 4 and not any(gradient() is not None for gradient in seen)
         seen.clear()
-=======
+
+
 def test_stepping_in_backward_follows_the_learning_rate_after_a_state_was_loaded():
     weight = matrix()
     optimizer = AdamW([weight], lr=1e-2)
@@ -433,7 +433,6 @@ def test_stepping_in_backward_begins_once():
     in_backward(optimizer)
     weight.sum().backward()
     assert weight.grad is None
->>>>>>> adv
 
 
 def test_stepping_in_backward_refuses_what_needs_all_gradients():
