@@ -69,8 +69,7 @@ def test_on_a_cpu_nothing_is_faster_and_nothing_is_measured(tmp_path):
     decision = decide(PROBLEM, CPU, Store(tmp_path / "auto.json"), measured)
     assert decision.recipe == "bf16" and decision.how == "no choice" and not measured.calls
     assert str(decision) == (
-        "auto, no choice at 8,192 tokens; not fp8-block: cpu has no FP8 units; cpu is no CUDA device; "
-        "not fp8-row, fp8-current: cpu has no FP8 units"
+        "auto, no choice at 8,192 tokens; not fp8-block, fp8-row, fp8-current: cpu has no FP8 units"
     )
 
 
@@ -267,7 +266,7 @@ def test_convert_decides_once_per_shape_and_describe_tells(monkeypatch):
 def test_convert_on_a_cpu_gives_bf16_and_says_why():
     model = ng.convert(small_model(), "auto", tokens=64)
     assert {layer.recipe.name for layer in model} == {"bf16"}
-    assert "not fp8-row, fp8-current: cpu has no FP8 units" in ng.describe(model)[0].note
+    assert "not fp8-block, fp8-row, fp8-current: cpu has no FP8 units" in ng.describe(model)[0].note
     assert type(ng.convert(model, None)[0]) is nn.Linear
 
 

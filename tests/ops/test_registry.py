@@ -87,7 +87,7 @@ def test_which_kernel_computes_which_recipe(device, found, gemm):
             AMPERE,
             {
                 "native": TENSOR_OR_ROW,
-                "native-block": "compute capability 8.0, cuBLAS has blocks of 128 on 9.0 alone",
+                "native-block": "compute capability 8.0, FP8 needs 8.9",
                 "triton": "compute capability 8.0, FP8 needs 8.9",
             },
         ),

@@ -71,7 +71,10 @@ def test_another_choice_than_the_checkpoints_is_refused(text, tmp_path, as_if_me
 def test_on_a_cpu_the_run_says_that_nothing_is_faster(text, tmp_path, capsys):
     config = tiny.settings(text, tmp_path / "run", steps=1)
     assert main(["train", *tiny.flags(replace(config, recipe="auto"), text)]) == 0
-    assert "bf16 (auto, no choice at 64 tokens; not fp8-block: cpu has no FP8 units" in capsys.readouterr().err
+    assert (
+        "bf16 (auto, no choice at 64 tokens; not fp8-block, fp8-row, fp8-current: cpu has no FP8 units"
+        in capsys.readouterr().err
+    )
     assert {row["recipe"] for row in run_facts(tmp_path / "run")["describe"]} == {"bf16"}
 
 
