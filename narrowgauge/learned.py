@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from narrowgauge.recipe import LearnedStep, LeverageScore
 
-RATE = 64.0  # of 1, 4, 16, 64, 256 and 1024 the best in a language model (docs/log.md)
+RATE = 64.0  # of 1, 4, 16, 64, 256 and 1024 the best in a language model, single runs (docs/log.md)
 SMALLEST_STEP = 2.0**-20  # clips everything, which pushes a step up again
 LARGEST_STEP = 2.0**20  # rounds everything to zero
 
@@ -45,9 +45,9 @@ class LearnedSteps(nn.Module):
         """The step of "x" or "w", [1] float32, whose gradient reaches the parameter as LSQ's would; None if not learned."""
         if role not in self.settings:
             return None
-        log = getattr(self, role)
-        step = _step(log.detach())
-        return step + (log - log.detach()) / (step * RATE)
+        parameter = getattr(self, role)
+        step = _step(parameter.detach())
+        return step + (parameter - parameter.detach()) / (step * RATE)
 
     def version(self) -> tuple[int, ...]:
         """Differs from an earlier one if the parameters were replaced or written since."""
@@ -57,10 +57,10 @@ class LearnedSteps(nn.Module):
     @torch.no_grad()
     def put(self, role: str, step: Tensor, writes: bool = True) -> Tensor:
         """Sets a step, [1], positive, if `writes`; returns it as `get` would give it, a rounding error away."""
-        log = step.log() / RATE
+        value = step.log() / RATE
         if writes:
-            getattr(self, role).copy_(log)
-        return _step(log)
+            getattr(self, role).copy_(value)
+        return _step(value)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -103,8 +103,8 @@ class LearnedSteps(nn.Module):
         return ", ".join(self.settings)
 
 
-def _step(log: Tensor) -> Tensor:
-    return (log * RATE).exp().clamp(SMALLEST_STEP, LARGEST_STEP)
+def _step(parameter: Tensor) -> Tensor:
+    return (parameter * RATE).exp().clamp(SMALLEST_STEP, LARGEST_STEP)
 
 
 class RowSampling(nn.Module):
