@@ -9,6 +9,8 @@
 Gradients are computed in forward, while a chunk's logits are there, for the sum itself; backward multiplies them by the gradient
 of the loss. So no product is computed twice: the same three as the plain path's. Kept for backward: grad_hidden [T, K], and
 grad_weight [V, K] in float32, which the plain path would make in backward. Ignored tokens are left out before the first product.
+A backward that keeps its graph (retain_graph=True) leaves both as they are, and so has a second [V, K] for its result; one that
+frees it multiplies in place.
 
 Types are the plain path's: operands in autocast's dtype, or hidden's without autocast; logits rounded to it; softmax and loss in
 float32. grad_weight is summed over chunks in float32, where the plain path rounds once per GEMM. A CPU without bfloat16
@@ -71,9 +73,9 @@ def chunked_cross_entropy(
     chunk    tokens of a chunk; None: as many as make a few MiB of logits on the CPU, 256 MiB on a GPU
     ->       loss float32 (float64 for float64), count int64, both 0-d; 0 and 0 if no target is valid
 
-    Divide the loss by the count, or by that of all micro-batches. Differentiable once in hidden, weight and bias. Raises ShapeError
-    and, for a target outside 0 ... V - 1, DataError (which synchronises with a GPU). While compiling, targets are not
-    checked and ignored tokens are computed, since both depend on data.
+    Divide the loss by the count, or by that of all micro-batches. Differentiable once in hidden, weight and bias, by as many
+    backward passes as keep the graph. Raises ShapeError and, for a target outside 0 ... V - 1, DataError (which synchronises with
+    a GPU). While compiling, targets are not checked and ignored tokens are computed, since both depend on data.
     """
     _check(hidden, weight, targets, bias)
     _check_options(softcap, z_loss, chunk)
@@ -143,11 +145,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
-        if grad_weight is not None:  # in place: a second copy of the head's gradient would be the largest tensor here
-            grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtypes[0])
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad_loss if _keeps_graph() else grad_weight.mul_(grad_loss)).to(ctx.dtypes[0])
         if grad_bias is not None:
             grad_bias = (grad_bias * grad_loss).to(ctx.dtypes[1])
         return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _keeps_graph() -> bool:
+    """Whether another backward pass may come, which needs what was saved as it is.
+
+    Otherwise the head's gradient is multiplied in place: a second copy would be the largest tensor here. A compiler decides about
+    memory itself.
+    """
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _logits(lhs: Tensor, rhs: Tensor, bias: Tensor | None, settings: _Settings, wide: torch.dtype) -> Tensor:

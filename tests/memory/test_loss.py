@@ -170,12 +170,26 @@ def test_no_valid_target_is_zero():
     assert_same(weight.grad, torch.zeros_like(weight))
 
 
-def test_a_second_backward_is_refused_and_not_wrong():
-    x, weight, _, targets = made()
-    loss, _ = chunked_cross_entropy(x, weight, targets)
+def test_a_kept_graph_gives_the_same_gradients_again():
+    """Exact: passes before leave no trace in what was saved, whatever gradient of the loss they brought."""
+    x, weight, bias, targets = made(bias=True)
+    loss, _ = chunked_cross_entropy(x, weight, targets, bias=bias, chunk=8)
+    for factor in (0.0, 3.0):
+        torch.autograd.grad(loss, [x, weight, bias], torch.tensor(factor), retain_graph=True)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    (loss * 0.5).backward()
+    again, _ = chunked_cross_entropy(x, weight, targets, bias=bias, chunk=8)
+    for tensor, once in zip((x, weight, bias), torch.autograd.grad(again, [x, weight, bias]), strict=True):
+        assert_same(tensor.grad, once * 1.5)
+
+
+def test_a_freed_graph_needs_no_second_gradient_of_the_head():
+    x, weight, _, targets = made()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss, _ = chunked_cross_entropy(x.detach(), weight, targets)
+    (loss * 0.5).backward()
+    assert_same(kept[0], weight.grad)  # multiplied in place
 
 
 def test_bad_input_is_refused_in_words():
