@@ -66,7 +66,7 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Sum of -log softmax(hidden @ weight.T + bias)[target] over the valid targets, and their number.
 
-    hidden   [..., K] float, last hidden states      weight  [V, K] float, the output head's      bias  [V] or None
+    hidden   [..., K] float, last hidden states      weight  [V, K] float, the output head's      bias  [V] float or None
     targets  [...] int64, of hidden's leading shape; ignore_index marks the ones that do not count
     softcap  logits become softcap * tanh(logits / softcap)
     z_loss   this times the squared log-sum-exp is added for each valid target
@@ -241,6 +241,12 @@ def _check_options(softcap: float | None, z_loss: float, chunk: int | None) -> N
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ShapeError(
+                f"chunked_cross_entropy: {name} is {list(tensor.shape)} {tensor.dtype}; it must be of a float type. "
+                "Pass the hidden states, not token ids, and the head's own weight and bias."
+            )
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ShapeError(
             f"chunked_cross_entropy: hidden is {list(hidden.shape)}, weight {list(weight.shape)}; hidden must be [..., K] "

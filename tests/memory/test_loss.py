@@ -205,6 +205,15 @@ def test_bad_input_is_refused_in_words():
         chunked_cross_entropy(x, weight, targets[1:])
     with pytest.raises(ShapeError, match=r"bias is \[3\], it must be \[40\]"):
         chunked_cross_entropy(x, weight, targets, bias=torch.zeros(3))
+    whole = x.detach().to(torch.int64)
+    with pytest.raises(
+        ShapeError, match=r"hidden is \[50, 24\] torch.int64; it must be of a float type. Pass the hidden"
+    ):
+        chunked_cross_entropy(whole, weight, targets)
+    with pytest.raises(ShapeError, match=r"weight is \[40, 24\] torch.int32; it must be of a float type"):
+        chunked_cross_entropy(x, weight.detach().to(torch.int32), targets)
+    with pytest.raises(ShapeError, match=r"bias is \[40\] torch.int64; it must be of a float type"):
+        chunked_cross_entropy(x, weight, targets, bias=torch.arange(40))
     with pytest.raises(ConfigError, match="must be positive"):
         chunked_cross_entropy(x, weight, targets, softcap=-1.0)
 
