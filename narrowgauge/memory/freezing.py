@@ -13,7 +13,7 @@ nothing is kept. Layers are taken in the order in which the model defines them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,6 +22,7 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.patterns import expanded, matches
 
 ADAMW_STATE_BYTES = 8  # two float32 moments
+OptimizerBytes = float | Callable[[nn.Parameter], int]
 Patterns = str | Iterable[str]
 
 
@@ -41,7 +42,7 @@ class FreezeReport:
     lowest_trainable        first numbered layer or module, in the model's order, with a parameter that trains
     gradient_bytes_saved    gradients of frozen parameters, in their dtype
     optimizer_bytes_saved   optimizer state of frozen parameters, by the `optimizer_bytes` that `freeze` was given
-    optimizer_bytes         those, per parameter
+    optimizer_bytes         the same, per frozen parameter of a float type; 0 if there is none
     backward_share_saved    share of the multiplications of all Linears' grad_input and grad_weight that falls away; attention
                             and element-wise work is not counted
     ties                    sentences on parameters that have several names
@@ -53,7 +54,7 @@ class FreezeReport:
     lowest_trainable: str
     gradient_bytes_saved: int
     optimizer_bytes_saved: int
-    optimizer_bytes: int
+    optimizer_bytes: float
     backward_share_saved: float
     ties: tuple[str, ...]
 
@@ -65,46 +66,48 @@ class FreezeReport:
             [
                 *lines,
                 f"{'all':<{width}}  {self.trainable:>14,} of {self.parameters:>14,} train; lowest: {self.lowest_trainable}",
-                f"saves {gradients:.1f} MiB of gradients, {states:.1f} MiB of optimizer state at {self.optimizer_bytes} bytes per "
+                f"saves {gradients:.1f} MiB of gradients, {states:.1f} MiB of optimizer state at {self.optimizer_bytes:.3g} bytes per "
                 f"parameter, and {self.backward_share_saved:.0%} of the multiplications in backward",
                 *self.ties,
             ]
         )
 
 
-def freeze(model: nn.Module, patterns: Patterns, *, optimizer_bytes: int = ADAMW_STATE_BYTES) -> FreezeReport:
+def freeze(
+    model: nn.Module, patterns: Patterns, *, optimizer_bytes: OptimizerBytes = ADAMW_STATE_BYTES
+) -> FreezeReport:
     """Stops the parameters that `patterns` name from training, in place; all others stay as they are.
 
     patterns         one string, commas between patterns, or several strings
-    optimizer_bytes  bytes of optimizer state per parameter, for the report
+    optimizer_bytes  bytes of optimizer state per parameter, for the report, or a function that tells them of a parameter, as
+                     `ng.optim.state_bytes(ng.optim.AdamW(model, states="8bit")).of` does: states and master
 
     Raises ConfigError, before anything is changed, if a pattern matches nothing or if nothing would be left to train.
     """
     chosen = _chosen(model, patterns, "freeze")
-    if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in chosen):
+    trains = {id(parameter) for parameter in model.parameters() if parameter.requires_grad} - chosen
+    if not trains:
         raise ConfigError(
             f"freeze: {_joined(patterns)!r} leaves no parameter of {type(model).__name__} to train. Freeze fewer layers."
         )
-    for parameter in model.parameters():
-        if id(parameter) in chosen:
-            parameter.requires_grad_(False)
-    return _report(model, chosen, optimizer_bytes)
+    return _apply(model, chosen, trains, optimizer_bytes)
 
 
-def train_only(model: nn.Module, patterns: Patterns, *, optimizer_bytes: int = ADAMW_STATE_BYTES) -> FreezeReport:
+def train_only(
+    model: nn.Module, patterns: Patterns, *, optimizer_bytes: OptimizerBytes = ADAMW_STATE_BYTES
+) -> FreezeReport:
     """Lets exactly the parameters train that `patterns` name, in place; see `freeze`.
 
     Parameters of integer types cannot train: naming only such is an error too.
     """
     chosen = _chosen(model, patterns, "train_only")
-    if not any(parameter.is_floating_point() for parameter in model.parameters() if id(parameter) in chosen):
+    trains = {id(parameter) for parameter in model.parameters() if parameter.is_floating_point()} & chosen
+    if not trains:
         raise ConfigError(
             f"train_only: {_joined(patterns)!r} names integer parameters alone, which have no gradient. "
             "Name parameters of a float type."
         )
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in chosen and parameter.is_floating_point())
-    return _report(model, chosen, optimizer_bytes)
+    return _apply(model, chosen, trains, optimizer_bytes)
 
 
 def _split(patterns: Patterns) -> list[str]:
@@ -154,17 +157,23 @@ def _matched_nothing(verb: str, pattern: str, single: str, names: list[str]) -> 
     return f"{verb}: {which} matched no parameter or module. {hint}"
 
 
-def _report(model: nn.Module, chosen: set[int], optimizer_bytes: int) -> FreezeReport:
+def _apply(model: nn.Module, chosen: set[int], trains: set[int], optimizer_bytes: OptimizerBytes) -> FreezeReport:
+    """Lets the parameters train whose ids are in `trains`, no others, and reports; `chosen` are those that the patterns name."""
     parameters = list(model.parameters())
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    # Integers have neither gradient nor state.
+    frozen = [parameter for parameter in parameters if id(parameter) not in trains and parameter.is_floating_point()]
+    of = optimizer_bytes if callable(optimizer_bytes) else (lambda each: each.numel() * optimizer_bytes)
+    states = sum(of(parameter) for parameter in frozen)
+    for parameter in parameters:
+        parameter.requires_grad_(id(parameter) in trains)
     return FreezeReport(
         rows=tuple(_rows(model)),
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         lowest_trainable=next(row.name for row in _rows(model) if row.trainable),
-        gradient_bytes_saved=sum(parameter.nbytes for parameter in frozen if parameter.is_floating_point()),
-        optimizer_bytes_saved=sum(parameter.numel() * optimizer_bytes for parameter in frozen),
-        optimizer_bytes=optimizer_bytes,
+        gradient_bytes_saved=sum(parameter.nbytes for parameter in frozen),
+        optimizer_bytes_saved=int(states),
+        optimizer_bytes=states / max(sum(parameter.numel() for parameter in frozen), 1),
         backward_share_saved=_backward_share_saved(model),
         ties=tuple(_ties(model, chosen)),
     )

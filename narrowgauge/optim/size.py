@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer, kept_as
 
 
@@ -29,6 +30,16 @@ class StateBytes:
     """The table of `state_bytes`; print it."""
 
     rows: tuple[StateRow, ...]
+    _by_parameter: Mapping[Tensor, int] = field(default_factory=dict, repr=False, compare=False)
+
+    def of(self, parameter: Tensor) -> int:
+        """Bytes of the states and master of one parameter. Raises ConfigError if the optimizer does not hold it."""
+        if parameter not in self._by_parameter:
+            raise ConfigError(
+                f"state_bytes: the optimizer holds no parameter of {list(parameter.shape)} that is this one. "
+                "Build it from all parameters, before any are frozen."
+            )
+        return self._by_parameter[parameter]
 
     @property
     def parameters(self) -> int:
@@ -64,6 +75,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     optimizer without a state nothing is known, and its bytes are 0.
     """
     sums: dict[tuple[str, str], list[int]] = {}
+    by_parameter: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, NarrowOptimizer):
@@ -73,7 +85,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
                 )
             else:
                 states, rule, state = "foreign", type(optimizer).__name__, optimizer.state.get(parameter, {})
-            size = sum(_bytes(each) for each in state.values())
+            size = by_parameter[parameter] = sum(_bytes(each) for each in state.values())
             weight = parameter.numel() * parameter.element_size()
             row = sums.setdefault((states, rule), [0, 0, 0, 0])
             for place, amount in enumerate((1, parameter.numel(), weight, size)):
@@ -82,7 +94,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
         tuple(
             StateRow(states=states, rule=rule, tensors=n, parameters=p, weight_bytes=w, state_bytes=b)
             for (states, rule), (n, p, w, b) in sums.items()
-        )
+        ),
+        by_parameter,
     )
 
 

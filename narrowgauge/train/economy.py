@@ -11,6 +11,7 @@ from narrowgauge import memory
 from narrowgauge.optim.precision import Precision
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.objective import Batch, inputs_of
+from narrowgauge.train.optimizer import planned_bytes
 
 
 def economize(
@@ -27,7 +28,8 @@ def economize(
     """
     words = []
     if config.freeze:
-        words.append(str(memory.freeze(model, config.freeze)))
+        kept = planned_bytes(config, model, rung)
+        words.append(str(memory.freeze(model, config.freeze, optimizer_bytes=kept.of)))
     if config.compress_activations:
         technique = memory.compress_activations(model)
         assert technique is not None

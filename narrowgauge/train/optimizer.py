@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures
+from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures, state_bytes
+from narrowgauge.optim.size import StateBytes
 from narrowgauge.train.config import TrainConfig
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
@@ -24,19 +25,33 @@ def build_optimizer(config: TrainConfig, model: nn.Module, rung: Precision) -> t
     return optimizer
 
 
+def planned_bytes(config: TrainConfig, model: nn.Module, rung: Precision) -> StateBytes:
+    """What the optimizer of the run would keep for the parameters of `model` that train as it stands; nothing is allocated."""
+    return state_bytes(
+        _narrow(config, model, rung)
+    )  # torch's AdamW keeps as many bytes, but only tells them after a step
+
+
 def _build(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:
-    master = config.master or _MASTERS[rung.update]
-    if config.optimizer == "adamw" and config.states == "fp32" and master is None:
+    if config.optimizer == "adamw" and config.states == "fp32" and _master(config, rung) is None:
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
         return torch.optim.AdamW(plain, **_adam_settings(config), fused=True)
+    return _narrow(config, model, rung)
+
+
+def _narrow(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:
     parts = groups(model, weight_decay=config.weight_decay, embeddings=config.embedding_states)
-    shared: dict[str, Any] = {"states": config.states, "master": master, "seed": config.seed}
+    shared: dict[str, Any] = {"states": config.states, "master": _master(config, rung), "seed": config.seed}
     if config.optimizer == "adamw":
         return AdamW(parts, **_adam_settings(config), **shared)
     if config.optimizer == "lion":
         return Lion(parts, lr=config.learning_rate, betas=(config.beta1, config.beta2), **shared)
     return SGD(parts, lr=config.learning_rate, momentum=config.beta1, **shared)
+
+
+def _master(config: TrainConfig, rung: Precision) -> str | None:
+    return config.master or _MASTERS[rung.update]
 
 
 def _adam_settings(config: TrainConfig) -> dict[str, Any]:

@@ -30,6 +30,37 @@ def test_patterns_name_modules_and_parameters():
     assert "MiB of optimizer state at 8 bytes per parameter" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"states": "fp32"}),
+        (torch.float32, {"states": "8bit"}),
+        (torch.float32, {"states": "4bit", "embeddings": "same"}),
+        (torch.bfloat16, {"states": "fp8", "master": "bf16-remainder"}),
+    ],
+    ids=str,
+)
+def test_saved_states_are_those_that_the_optimizer_would_keep(dtype, options):
+    """Exact: what it keeps for all parameters less what it keeps for those that train."""
+    model = llama(hidden_size=128, intermediate_size=160).to(dtype)  # matrices large enough for narrow states
+    whole = ng.optim.state_bytes(ng.optim.AdamW(model, **options))
+    report = freeze(model, "embed*,layers.0-2", optimizer_bytes=whole.of)
+    rest = ng.optim.state_bytes(ng.optim.AdamW(model, **options))
+    assert report.optimizer_bytes_saved == whole.total - rest.total > 0
+    assert report.optimizer_bytes == report.optimizer_bytes_saved / (report.parameters - report.trainable)
+    assert f"at {report.optimizer_bytes:.3g} bytes per parameter" in str(report)
+    with pytest.raises(ConfigError, match="Build it from all parameters, before any are frozen"):
+        freeze(model, "layers.3.mlp", optimizer_bytes=rest.of)
+    assert model.model.layers[3].mlp.up_proj.weight.requires_grad  # refused before anything is changed
+
+
+def test_integer_parameters_have_no_state_to_save():
+    model = llama()
+    model.table = nn.Parameter(torch.zeros(1000, dtype=torch.int64), requires_grad=False)
+    report = freeze(model, "layers.0")
+    assert report.optimizer_bytes_saved == 2 * report.gradient_bytes_saved  # float32 gradients, and two moments
+
+
 def test_freezing_adds_up_and_train_only_decides_all():
     model = llama()
     freeze(model, "embed*")

@@ -44,6 +44,26 @@ def test_frozen_layers_stay_and_have_no_optimizer_state(make, capsys):
     assert "memory" in (run / "run.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"states": "fp32"}, {"states": "8bit"}, {"optimizer": "sgd", "states": "4bit", "precision": "bf16-o2"}],
+    ids=str,
+)
+def test_the_bytes_that_freezing_saves_are_those_of_the_states_chosen(make, capsys, settings):
+    """Exact but for the three digits of the sentence: two runs' optimizers, with and without the frozen layers."""
+    shape = {"hidden_size": 64, "intermediate_size": 128}
+    name = "-".join(settings.values())
+
+    def kept(run):
+        found, _ = checkpoint.newest_valid(run / "checkpoints")
+        return found, sum(tensor.nbytes for tensor in found.tensors["optimizer"].values())
+
+    found, whole = kept(finished(make, f"whole-{name}", **shape, **settings))
+    _, rest = kept(finished(make, f"frozen-{name}", freeze="embed*,layers.0", **shape, **settings))
+    frozen = sum(t.numel() for n, t in found.tensors["weights"].items() if "embed" in n or "layers.0." in n)
+    assert f"optimizer state at {(whole - rest) / frozen:.3g} bytes per parameter" in capsys.readouterr().err
+
+
 def test_what_cannot_be_is_refused(make):
     with pytest.raises(InvalidSettings, match="checkpointing = 'some': must be one of 'none'"):
         make(checkpointing="some")
