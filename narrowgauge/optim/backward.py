@@ -20,14 +20,25 @@ from narrowgauge.optim.base import NarrowOptimizer
 class InBackward:
     """What `in_backward` returns: `remove()` gives the gradients back to the loop."""
 
-    def __init__(self, optimizer: NarrowOptimizer, handles: list[RemovableHandle]) -> None:
-        self._optimizer, self._handles = optimizer, handles
+    def __init__(self, optimizer: NarrowOptimizer, clip: float | None) -> None:
+        self._optimizer, self._clip = optimizer, clip
+        self._handles: list[RemovableHandle] = []
+
+    def _hook(self, place: int) -> None:
+        """Hooks the parameters of one group that train."""
+        groups = self._optimizer.param_groups
+        first = sum(len(group["params"]) for group in groups[:place])
+        for number, parameter in enumerate(groups[place]["params"], first):
+            if parameter.requires_grad:
+                hook = _stepping(self._optimizer, place, number, self._clip)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         if self._handles:
             self._optimizer.steps_in_backward = False
+            self._optimizer._hook_group = None
         self._handles.clear()
 
 
@@ -42,7 +53,8 @@ def in_backward(
 
     clip_parameter_norm  scales each parameter's own gradient down to this 2-norm; not the same as clip_norm
     Raises ConfigError for what needs all gradients at once. Schedulers work as ever: they change lr between the passes.
-    A second backward pass is a second step.
+    A second backward pass is a second step. A group that add_param_group brings later steps in backward too. A parameter that does
+    not require a gradient when it comes is left to `optimizer.step()`.
     """
     if not isinstance(optimizer, NarrowOptimizer):
         raise ConfigError(
@@ -63,17 +75,14 @@ def in_backward(
         raise ConfigError(
             f"in_backward: this {type(optimizer).__name__} steps in backward already. Call remove() on what the first call returned."
         )
-    handles, number = [], 0
-    for place, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                hook = _stepping(optimizer, place, number, clip_parameter_norm)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))
-            number += 1
-    if not handles:
+    stepping = InBackward(optimizer, clip_parameter_norm)
+    for place in range(len(optimizer.param_groups)):
+        stepping._hook(place)
+    if not stepping._handles:
         raise ConfigError("in_backward: no parameter of the optimizer requires a gradient. Unfreeze one.")
     optimizer.steps_in_backward = True
-    return InBackward(optimizer, handles)
+    optimizer._hook_group = stepping._hook
+    return stepping
 
 
 def _stepping(optimizer: NarrowOptimizer, place: int, number: int, clip: float | None) -> Callable[[Tensor], None]:

@@ -50,9 +50,30 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.backend: Backend = backend
         self._tasks: dict[Tensor, Task] = {}
         self.steps_in_backward = False
+        self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
+        super().__init__(self._not_empty(params), defaults)
+
+    def _not_empty(self, params: Any) -> Any:
+        """What torch takes as parameters or groups. Raises ConfigError if there are none, and says why."""
+        kind = type(self).__name__
         if isinstance(params, nn.Module):
-            params = groups(params)
-        super().__init__(params, defaults)
+            found = groups(params)
+            if not found:
+                frozen = sum(parameter.numel() for parameter in params.parameters())
+                raise ConfigError(
+                    f"{kind}: {type(params).__name__} has no parameter that requires a gradient"
+                    + (f"; all {frozen:,} are frozen. Unfreeze a layer." if frozen else ". Pass the model that trains.")
+                )
+            return found
+        if isinstance(params, Tensor):
+            return params  # torch refuses it in words
+        params = list(params)
+        if not params:
+            raise ConfigError(
+                f"{kind}: the list of parameters is empty. Pass the model, or parameters that train; a generator that was read "
+                "before is empty, and so is a filter on requires_grad when all layers are frozen."
+            )
+        return params
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"backend": self.backend}
@@ -61,6 +82,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._tasks = {}
         self.steps_in_backward = False  # the hooks are on the parameters of the original
+        self._hook_group = None
         for group in self.param_groups:  # of a state that torch's own optimizer saved
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -72,6 +94,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         except ConfigError:
             self.param_groups.pop()
             raise
+        if self._hook_group is not None:
+            self._hook_group(len(self.param_groups) - 1)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         kind = type(self).__name__

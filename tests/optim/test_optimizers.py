@@ -374,6 +374,25 @@ def test_a_sparse_gradient_is_refused():
         AdamW(embedding.parameters()).step()
 
 
+@pytest.mark.parametrize("kind", RULES.values(), ids=RULES)
+def test_no_parameters_are_refused_in_words(kind):
+    frozen = nn.Linear(3, 2).requires_grad_(False)
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: the list of parameters is empty. Pass the model"):
+        kind([])
+    with pytest.raises(ConfigError, match="so is a filter on requires_grad when all layers are frozen"):
+        kind(p for p in frozen.parameters() if p.requires_grad)
+    with pytest.raises(
+        ConfigError, match=r"Linear has no parameter that requires a gradient; all 8 .* Unfreeze a layer"
+    ):
+        kind(frozen)
+    with pytest.raises(
+        ConfigError, match=r"Tanh has no parameter that requires a gradient. Pass the model that trains"
+    ):
+        kind(nn.Tanh())
+    with pytest.raises(TypeError, match="params argument"):
+        kind(next(frozen.parameters()))
+
+
 def test_stepping_in_backward_is_stepping_after_it():
     def train(inside: bool) -> tuple[nn.Module, int]:
         torch.manual_seed(0)
@@ -421,6 +440,30 @@ def test_stepping_in_backward_follows_the_learning_rate_after_a_state_was_loaded
     before = weight.detach().clone()
     weight.sum().backward()
     assert_same(weight.detach(), before)
+
+
+def test_a_group_that_comes_later_steps_in_backward_too():
+    """Exact: as if it had been there from the start, with the numbers that its rounding draws."""
+
+    def train(late: bool) -> tuple[list[nn.Parameter], Any]:
+        weights = [matrix(torch.bfloat16), matrix(torch.bfloat16)]
+        optimizer = AdamW(weights[:1], lr=1e-2, master="stochastic")
+        if late:
+            handle = in_backward(optimizer)
+        optimizer.add_param_group({"params": weights[1:], "lr": 1e-3})
+        if not late:
+            handle = in_backward(optimizer)
+        for _ in range(2):
+            sum(weight.square().sum() for weight in weights).backward()
+            assert all(weight.grad is None for weight in weights)
+        return weights, handle
+
+    (early, _), (late, handle) = train(False), train(True)
+    for one, other in zip(early, late, strict=True):
+        assert_same(one.detach(), other.detach())
+    handle.remove()
+    late[1].sum().backward()
+    assert late[1].grad is not None
 
 
 def test_stepping_in_backward_begins_once():
