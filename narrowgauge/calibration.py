@@ -74,7 +74,8 @@ class ClippedRms:
 
     clip  in standard deviations; what lies beyond saturates. 2.475 is the best for a Gaussian in 15 levels (INT4): its mean
           squared error is 0.0129 of the variance, against 0.0303 with the first step that LSQ takes. A rotated operand is
-          nearly Gaussian. (For 16 levels, QuEST's constant is 2.514; for E2M1, Quartet's is 2.923.)
+          nearly Gaussian. One huge number makes the scale large and is itself clipped; see `quantize.reference.tile_rms` for
+          what a sum of squares beyond float32 does. (For 16 levels, QuEST's constant is 2.514; for E2M1, Quartet's is 2.923.)
     """
 
     clip: float = 2.475

@@ -385,6 +385,16 @@ def test_a_poisoned_gradient_shows_itself_and_keeps_all_rows() -> None:
 # --- neighbours -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", FOUR_BIT, ids=str)
+def test_one_huge_input_is_clipped_and_poisons_nothing(recipe: Recipe) -> None:
+    layer, x, gy = layer_of(recipe)
+    x[3, 5] = 1e30
+    found = run(layer, x, gy)
+    assert all(value.isfinite().all() for value in found.values())
+    x[3, 5] = math.inf
+    assert not layer(x).isfinite().any()
+
+
 @pytest.mark.parametrize("forward", [RMS, LSQ], ids=["rms", "learned"])
 @pytest.mark.parametrize("signs", ["none", "random"])
 def test_checkpointing_is_bitwise_neutral(forward: Cast, signs: str) -> None:

@@ -16,6 +16,8 @@ from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import two_level_scales
 from narrowgauge.tiles import WHOLE, as_tiles, filled_up, per_tile, scale_shape, tile_sizes, times_scale
 
+_SHRINK = 2.0**-100  # of numbers whose squares overflow: nothing that counts beside them vanishes
+
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """Largest magnitude in each tile.
@@ -42,9 +44,25 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
 def tile_rms(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """sqrt(mean x**2) of each tile, in the shape of the scales; a tile cut short by the edge counts what it has.
 
-    The squares are summed in float32: magnitudes below 1e-19 count as zero, above 1e19 they make the tile infinite.
+    The squares are summed in float32: magnitudes below 1e-19 count as zero. Where the sum overflows, from magnitudes of 1e19 on, it is
+    taken anew of x made smaller, so that finite numbers have a finite spread; infinity and NaN stay what they are. Only a GPU in
+    eager mode leaves such a tile infinite: to look for it would be a synchronisation or one more read of x in every call.
     """
-    return _tile_norm(x, tile, 2.0).square().div(_tile_sizes(x, tile)).sqrt()
+    sizes = _tile_sizes(x, tile)
+    rms = _rms(x, tile, sizes)
+    if torch.compiler.is_compiling():  # in the same loop
+        return torch.where(rms.isinf(), _large_rms(x, tile, sizes), rms)
+    if x.device.type == "cpu" and math.isinf(float(rms.sum())):
+        return torch.where(rms.isinf(), _large_rms(x, tile, sizes), rms)
+    return rms
+
+
+def _rms(x: Tensor, tile: tuple[int, int], sizes: Tensor) -> Tensor:
+    return _tile_norm(x, tile, 2.0).square().div(sizes).sqrt()
+
+
+def _large_rms(x: Tensor, tile: tuple[int, int], sizes: Tensor) -> Tensor:
+    return _rms(x.to(torch.float32) * _SHRINK, tile, sizes) / _SHRINK
 
 
 def tile_mean(x: Tensor, tile: tuple[int, int]) -> Tensor:
