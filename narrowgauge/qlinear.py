@@ -6,6 +6,7 @@ themselves are in products.py.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from narrowgauge.straight_through import StraightThrough, steps_from_data
 
 __all__ = ["Observer", "QLinear", "WeightCache", "linear"]
 
+# Submodules that recipes add -> what they hold, in words.
+_ADDED = {"scaling": "amax windows", "steps": "learned steps", "sampling": "readings of the sampler"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -50,6 +53,8 @@ class QLinear(nn.Linear):
 
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
     anew. `observer` sees every operand in eager mode (see `Observer`).
+    Loading the state of an ordinary Linear leaves the recipe's own state (amax windows, learned steps) as it is, and warns once;
+    one that has a part of such state must have all of it.
     `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
     `decision` is what recipe "auto" decided for the layer (narrowgauge.auto.Decision), None where it did not.
     """
@@ -193,6 +198,22 @@ class QLinear(nn.Linear):
         super()._apply(fn, recurse)
         self.empty_cache()
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As ever; but what a recipe added to the layer is not missing where an unconverted one was saved."""
+        added = {name: words for name, words in _ADDED.items() if getattr(self, name, None) is not None}
+        heads = tuple(f"{prefix}{name}." for name in _ADDED)
+        if added and f"{prefix}weight" in state_dict and not any(key.startswith(heads) for key in state_dict):
+            for name in added:  # into a copy that load_state_dict made
+                own = getattr(self, name).state_dict()
+                state_dict.update({f"{prefix}{name}.{key}": value for key, value in own.items()})
+            warnings.warn(
+                f"load_state_dict: what is loaded was saved before the model was converted: it has no {', '.join(added.values())}. "
+                "They stay as they are: of a model just converted they begin with the data of the next steps. Where they are of other "
+                "weights, convert again.",
+                stacklevel=2,
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _planned(self, device: torch.device) -> Plans:
         assert self._recipe is not None
