@@ -31,7 +31,7 @@ from narrowgauge.auto.layers import decisions
 from narrowgauge.blocks import Block, blocks
 from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.learned import decide
+from narrowgauge.learned import decide, warn_of_untrained
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
 from narrowgauge.ops.rotate import rotated_length
@@ -285,15 +285,17 @@ def advance(model: nn.Module) -> None:
 
     Call it once after `optimizer.step()`. From the first call on, each weight is quantized once per step in eager mode and
     reused over micro-batches; before it, at each forward. Works without host synchronisation, but for one small read if a
-    recipe samples rows, and one per layer in the cold start of learned steps.
+    recipe samples rows, and one per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
     """
-    layers = [layer for _, layer in _quantized(model)]
+    named = dict(_quantized(model))
+    layers = list(named.values())
     for layer in layers:
         layer.empty_cache(keep=True)
         if layer.shared_inputs is not None:
             layer.shared_inputs.clear()
         if layer.steps is not None:
             layer.steps.advance()
+    warn_of_untrained([(name, layer, layer.steps) for name, layer in named.items() if layer.steps is not None])
     decide([layer.sampling for layer in layers if layer.sampling is not None])
     roll([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
 

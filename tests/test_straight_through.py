@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import INT4, INT4X2, INT8
-from narrowgauge.learned import LARGEST_STEP, RATE, SMALLEST_STEP
+from narrowgauge.learned import LARGEST_STEP, RATE, SMALLEST_STEP, WATCHED
 from narrowgauge.qlinear import QLinear, linear
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
 from tests.compare import assert_same, sqnr_db
@@ -346,6 +347,72 @@ def test_loading_stays_strict_where_something_would_be_lost() -> None:
     ordinary = torch.nn.Sequential(torch.nn.Linear(64, 48))
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*steps"):
         ordinary.load_state_dict(whole)
+
+
+# --- steps that nobody trains ---------------------------------------------------------------------------------------------------
+
+SOON = recipe_of(replace(LSQ, calibrate=LearnedStep(cold_steps=1, residual_every=1)), None)
+OPTIMIZERS = {
+    "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr),
+    "fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True),
+    "sgd": lambda p, lr: torch.optim.SGD(p, lr=30 * lr),
+    "raw pointers": lambda p, lr: ng.optim.AdamW(p, lr=lr),
+}
+
+
+def train_late(kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: object) -> list[int]:
+    """The steps at which something was warned of; `late`: the model is converted after the optimizer was built."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+    rate = lr if callable(lr) else lambda step: lr
+    if not late:
+        ng.convert(model, SOON)
+    optimizer = OPTIMIZERS[kind](list(model.parameters()), rate(0))
+    ng.convert(model, SOON)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(changes.get(name.rpartition(".")[2], True))
+    said, x = [], torch.randn(16, 32)
+    for step in range(steps):
+        model.train(changes.get("trains", True))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step) * (30 if kind == "sgd" else 1)
+        (model(x) - x).square().mean().backward()
+        if changes.get("updates", True):
+            optimizer.step()
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ng.advance(model)
+        said += [step for warning in caught if "no learned step of 2 layers, '0' the first," in str(warning.message)]
+        assert len(caught) == said.count(step)
+    return said
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_that_an_optimizer_does_not_hold_are_told_of_once(kind: str) -> None:
+    assert train_late(kind, late=True, steps=40) == [WATCHED]
+    assert train_late(kind, late=False, steps=40) == []
+
+
+def test_steps_that_nothing_should_move_are_not_told_of() -> None:
+    late = {"kind": "adamw", "late": True, "steps": 40}
+    assert train_late(**late, lr=0.0) == []
+    assert train_late(**late, lr=lambda step: 0.0 if step < 20 else 1e-3) == [2 * WATCHED], "at the next look"
+    assert train_late("adamw", late=False, steps=80, lr=lambda step: 1e-9 * step) == [], "a warm-up in very small steps"
+    assert train_late(**late, weight=False) == [], "frozen layers"
+    assert train_late(**late, x=False, w=False) == [], "frozen steps"
+    assert train_late(**late, updates=False) == [], "no optimizer step"
+    assert train_late(**late, updates=False, trains=False) == [], "evaluation"
+
+
+def test_a_watched_layer_is_copied_saved_and_given_another_recipe() -> None:
+    layer, *_ = layer_of(SOON)
+    for _ in range(3):
+        ng.advance(layer)
+    assert layer.steps is not None and layer.steps.watch is not None
+    assert copy.deepcopy(layer).steps.watch is None
+    layer.load_state_dict(layer.state_dict())
+    assert layer.steps.watch is None and layer.steps.is_watched
 
 
 def test_a_recipe_with_the_same_steps_keeps_the_parameters() -> None:
