@@ -9,6 +9,9 @@
     shuffle   the steps, so that lengths do not drift through the epoch; the one with the most positions goes first, where
               memory that does not suffice is noticed
 
+Packed rows go the same way: a row is as long as the examples in it. Rows that nothing fills (examples above half a row, the last
+row) are so no wider than they must be. Where packing would still pad more than one example a row, each has its own.
+
 Nothing is lost or duplicated unless `ragged` says so. Every rank computes the same plan; the state is (epoch, step).
 The length distribution within a step is not that of the data, though it is over an epoch: a loss must be normalized by
 targets (see `targets`), or short examples weigh more than long ones.
@@ -17,7 +20,7 @@ targets (see `targets`), or short examples weigh more than long ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +40,7 @@ class Batching:
 
     batch_size       rows per rank and step: as many steps in an epoch as plain shuffling has
     token_budget     positions (rows x width) per rank and step, padding included
-    row_length       pack examples into rows of this length instead of padding each; None pads
+    row_length       pack examples into rows of at most this length instead of padding each; None pads
     world            ranks
     multiple         widths are multiples of it; a power of two
     tokens_multiple  rows x width is a multiple of it; a power of two, 16 for 8-bit products
@@ -110,10 +113,11 @@ class Batching:
 class Plan:
     """One epoch: steps[step][rank] lists the examples (or, packed, the tuples of examples) of one batch.
 
-    widths    what the collator pads to; packed, the row length alone
+    widths    what the collator pads to
     skipped   examples left out because they are too long
     dropped   examples left out because they fill no whole step (ragged "drop")
     repeated  examples drawn a second time (ragged "repeat")
+    alone     why packing put one example into each row, as a sentence; ''
     """
 
     steps: list[list[list[Item]]]
@@ -122,14 +126,15 @@ class Plan:
     skipped: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     repeated: int = 0
+    alone: str = ""
 
     def __len__(self) -> int:
         return len(self.steps)
 
     @property
     def notes(self) -> list[str]:
-        """What does not go into every epoch, in sentences with counts."""
-        found = []
+        """What does not go into every epoch, in sentences with counts; and how packing was refused."""
+        found = [self.alone] if self.alone else []
         if self.skipped:
             found.append(f"{len(self.skipped)} examples are longer than the budget and are left out.")
         if self.dropped:
@@ -158,15 +163,30 @@ def plan(
     skipped = chosen[~fitting[chosen]].tolist()
     chosen = chosen[fitting[chosen]]
     chosen = chosen[permutation(len(chosen), b"examples:%d:%d" % (batching.seed, epoch))]
-    cut = _packed if batching.row_length is not None else _padded
-    steps, widths, dropped, repeated = cut(sizes, chosen, fitting, batching, epoch)
+    if batching.row_length is None:
+        rows = Rows(chosen.tolist(), sizes[chosen], _widths(sizes[fitting], batching))
+    else:
+        rows = _packed(sizes, chosen, fitting, batching, epoch)
+    steps, left_out, again = _in_classes(rows, batching)
+    widths = rows.widths
     work = [[batch_positions(sizes, batch, widths, batching) for batch in step] for step in steps]
     report = _report(sizes, chosen, steps, work, batching.multiple)
-    return Plan(_ordered(steps, work, batching.seed, epoch), widths, report, skipped, dropped, repeated)
+    dropped = list(examples_of(left_out))
+    repeated = sum(1 for _ in _drawn(steps)) - len(chosen) if again else 0
+    return Plan(_ordered(steps, work, batching.seed, epoch), widths, report, skipped, dropped, repeated, rows.alone)
 
 
 Steps = list[list[list[Item]]]
-_Cut = tuple[Steps, tuple[int, ...], list[int], int]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What batches are made of: examples or packed rows, the tokens of each, and the widths that they may be padded to."""
+
+    items: list[Item]
+    tokens: Indices
+    widths: tuple[int, ...]
+    alone: str = ""
 
 
 def _fitting(sizes: Indices, batching: Batching) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -199,30 +219,67 @@ def _widest(batching: Batching) -> int:
 
 def _usable(width: int, batching: Batching) -> int:
     """The next width of which the budget holds whole rows: an odd width may need more rows at once than a wider one."""
-    while not batching.rows(width):
+    limit = batching.row_length
+    while (limit is None or width < limit) and not batching.rows(width):
         width += batching.multiple
-    return width
+    return width if limit is None else min(width, limit)
 
 
-def _padded(sizes: Indices, chosen: Indices, fitting: np.ndarray[Any, Any], batching: Batching, epoch: int) -> _Cut:
-    chosen_widths = choose_widths(sizes[fitting], count=batching.classes, multiple=batching.multiple)
-    widths = tuple(sorted({_usable(width, batching) for width in chosen_widths}))
-    classes = np.searchsorted(widths, sizes[chosen])
-    queue = chosen[np.argsort(-classes, kind="stable")]
-    width = np.asarray(widths, dtype=np.int64)[np.sort(classes)[::-1]] if len(queue) else queue
-    steps, dropped, repeated = _cut(queue.tolist(), width.tolist(), batching)
-    return steps, widths, dropped, repeated
+def _widths(tokens: Indices, batching: Batching) -> tuple[int, ...]:
+    chosen = choose_widths(tokens, count=batching.classes, multiple=batching.multiple)
+    return tuple(sorted({_usable(width, batching) for width in chosen}))
 
 
-def _packed(sizes: Indices, chosen: Indices, fitting: np.ndarray[Any, Any], batching: Batching, epoch: int) -> _Cut:
+def _packed(sizes: Indices, chosen: Indices, fitting: np.ndarray[Any, Any], batching: Batching, epoch: int) -> Rows:
+    """Rows of several examples; or of one each, if that pads less. Which of both, and the widths, the lengths of all decide."""
     assert batching.row_length is not None
-    rows = [tuple(chosen[row].tolist()) for row in pack(sizes[chosen], batching.row_length)]
+    rows = pack(sizes[chosen], batching.row_length)
+    tokens = _tokens(sizes[chosen], rows)
+    every = sizes[fitting]
+    whole = tokens if len(chosen) == len(every) else _tokens(every, pack(every, batching.row_length))
+    widths = _widths(whole, replace(batching, classes=max(1, batching.classes - 1)))
+    if not widths or widths[-1] < batching.row_length:  # examples that a resumption leaves may fill rows further
+        widths = (*(widths if batching.classes > 1 else ()), batching.row_length)
+    alone = _widths(every, batching)
+    together, apart = _positions(whole, widths, batching), _positions(every, alone, batching)
+    if apart < together:
+        packed, padded = (Waste(int(every.sum()), positions).percent for positions in (together, apart))
+        words = (
+            f"Rows of {batching.row_length} tokens would be padded by {packed:.1f} % with several examples in a row and by "
+            f"{padded:.1f} % with one: each example has its own. Longer rows hold more."
+        )
+        return Rows([(index,) for index in chosen.tolist()], sizes[chosen], alone, words)
     order = permutation(len(rows), b"rows:%d:%d" % (batching.seed, epoch))
-    steps, dropped, repeated = _cut([rows[place] for place in order], [batching.row_length] * len(rows), batching)
-    lost = [index for item in dropped for index in item]
-    if repeated:  # rows; a plan counts examples
-        repeated = sum(1 for step in steps for batch in step for _ in examples_of(batch)) - len(chosen)
-    return steps, (batching.row_length,), lost, repeated
+    return Rows([tuple(chosen[rows[place]].tolist()) for place in order], tokens[order], widths)
+
+
+def _tokens(sizes: Indices, rows: list[list[int]]) -> Indices:
+    """Of each packed row."""
+    return np.fromiter((int(sizes[row].sum()) for row in rows), dtype=np.int64, count=len(rows))
+
+
+def _positions(tokens: Indices, widths: tuple[int, ...], batching: Batching) -> int:
+    """What rows of so many tokens come to, in batches of one rank that leave none out."""
+    width: list[int] = _by_class(tokens, widths)[1].tolist()
+    steps, _, _ = _cut(list(range(len(width))), width, replace(batching, ragged="smaller", world=1))
+    total, start = 0, 0
+    for step in steps:  # in order, so the first row of each is its widest
+        rows = len(step[0])
+        total += rows * width_of(width[start], rows, widths, batching.tokens_multiple)
+        start += rows
+    return total
+
+
+def _by_class(tokens: Indices, widths: tuple[int, ...]) -> tuple[Indices, Indices]:
+    """(places of the rows from the widest class to the narrowest, width of each)."""
+    classes = np.searchsorted(widths, tokens)
+    order = np.argsort(-classes, kind="stable")
+    return order, np.asarray(widths, dtype=np.int64)[classes[order]] if len(tokens) else tokens
+
+
+def _in_classes(rows: Rows, batching: Batching) -> tuple[Steps, list[Item], int]:
+    order, width = _by_class(rows.tokens, rows.widths)
+    return _cut([rows.items[place] for place in order], width.tolist(), batching)
 
 
 def _cut(queue: list[Any], width: list[int], batching: Batching) -> tuple[Steps, list[Any], int]:
@@ -269,9 +326,9 @@ def _smaller(tail: list[Any], width: int, batching: Batching) -> Iterator[list[A
 
 
 def _longest(sizes: Indices, batch: list[Item], batching: Batching) -> int:
-    if batching.row_length is not None:
-        return batching.row_length
-    return int(sizes[batch].max())
+    if batching.row_length is None:
+        return int(sizes[batch].max())
+    return max(int(sizes[list(item)].sum()) for item in batch if isinstance(item, tuple))
 
 
 def batch_positions(sizes: Indices, batch: list[Item], widths: tuple[int, ...], batching: Batching) -> tuple[int, int]:
@@ -293,11 +350,16 @@ def _ordered(steps: Steps, work: Work, seed: int, epoch: int) -> Steps:
 
 
 def _report(sizes: Indices, chosen: Indices, steps: Steps, work: Work, multiple: int) -> PaddingReport:
-    drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
+    drawn = np.fromiter(_drawn(steps), dtype=np.int64)
     planned = Waste(int(sizes[drawn].sum()), sum(positions for step in work for positions, _ in step))
     rows = len(drawn) // max(1, sum(map(len, steps)))
     lengths = sizes[chosen]
     return PaddingReport(fixed_waste(lengths, multiple), shuffled_waste(lengths, max(1, rows), multiple), planned)
+
+
+def _drawn(steps: Steps) -> Iterator[int]:
+    """Every example of the epoch, as often as it is drawn."""
+    return (index for step in steps for batch in step for index in examples_of(batch))
 
 
 def examples_of(batch: list[Item]) -> Iterator[int]:

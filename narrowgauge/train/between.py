@@ -123,9 +123,6 @@ def _around_packing(config: TrainConfig) -> Iterator[Problem]:
             ("token_budget", "packing"),
             f"token_budget = {config.token_budget}: holds no row of packing = {config.packing}. Raise it, or shorten rows.",
         )
-    for key in ("length_buckets", "pad_multiple"):
-        if _is_set(config, key):
-            yield _unused(config, key, "packing")
 
 
 def _unused_with_model(config: TrainConfig) -> Iterator[Problem]:

@@ -40,7 +40,7 @@ def test_every_example_is_drawn_once(form, lengths, world, seed, epoch):
         return
     assert sorted(drawn(found)) == list(range(len(lengths)))
     assert all(len(step) == world and all(step) for step in found.steps)
-    assert not found.notes
+    assert found.notes == [found.alone] * bool(found.alone)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -51,7 +51,7 @@ def test_what_is_dropped_or_repeated_is_counted(form, lengths, world, ragged):
     if ragged == "drop":
         assert set(counts.values()) <= {1}
         assert sorted([*counts, *found.dropped]) == list(range(len(lengths)))
-        assert bool(found.dropped) == bool(found.notes)
+        assert bool(found.dropped) + bool(found.alone) == len(found.notes)
     else:
         assert set(counts) == set(range(len(lengths)))
         assert sum(counts.values()) - len(lengths) == found.repeated
@@ -136,6 +136,47 @@ def test_packing_wastes_less_than_padding():
     assert max(sizes) <= 128
 
 
+@given(
+    lengths=st.lists(st.integers(1, 128), min_size=1, max_size=80),
+    size=st.sampled_from([{"batch_size": 1}, {"batch_size": 6}, {"token_budget": 128}, {"token_budget": 520}]),
+    multiple=st.sampled_from([1, 8, 64]),
+    tokens_multiple=st.sampled_from([1, 16]),
+    classes=st.integers(1, 10),
+)
+def test_packing_never_pads_more_than_not_packing(lengths, size, multiple, tokens_multiple, classes):
+    """Property: in sum over the epoch, counted on the batches as the collator makes them."""
+    options = {**size, "multiple": multiple, "tokens_multiple": tokens_multiple, "classes": classes}
+    packed, padded = plan(lengths, Batching(row_length=128, **options)), plan(lengths, Batching(**options))
+    counts = [found.padding.planned for found in (packed, padded)]
+    assert counts[0].tokens == counts[1].tokens == sum(lengths)
+    assert counts[0].positions <= counts[1].positions
+    assert sorted(drawn(packed)) == list(range(len(lengths)))
+    assert max(packed.widths) <= 128 and len(packed.widths) <= classes
+
+
+def test_examples_that_do_not_go_into_a_row_together_are_padded_as_without_packing():
+    """Exact: beyond half a row each stands alone, in rows no wider than its length asks for."""
+    lengths = np.random.default_rng(0).integers(65, 81, 300)
+    packed = plan(lengths, Batching(batch_size=8, row_length=128))
+    padded = plan(lengths, Batching(batch_size=8))
+    assert packed.padding.planned == padded.padding.planned
+    assert packed.padding.planned.percent < 10 < 43 < 100 * (1 - lengths.mean() / 128)
+
+
+def test_a_plan_says_when_packing_would_pad_more():
+    lengths = [60] * 100 + [40] * 2
+    found = plan(lengths, Batching(batch_size=2, row_length=112, classes=1))
+    assert found.notes == [found.alone]
+    assert found.alone == (
+        "Rows of 112 tokens would be padded by 45.7 % with several examples in a row and by 6.9 % with one: each example has its "
+        "own. Longer rows hold more."
+    )
+    assert {len(row) for step in found.steps for batch in step for row in batch} == {1}
+    for epoch, among in ((1, None), (0, [3, 100, 101])):
+        other = plan(lengths, Batching(batch_size=2, row_length=112, classes=1), epoch, among=among)
+        assert (other.alone, other.widths) == (found.alone, found.widths)
+
+
 def test_too_long_is_an_error_with_count_and_longest_or_skipped():
     lengths = [10, 700, 20, 513, 512]
     with pytest.raises(DataError, match=r"2 of 5 examples do not fit token_budget 512.*longest has 700 \(example 1\)"):
@@ -158,9 +199,10 @@ def test_no_examples_are_no_steps():
 
 def test_the_rest_of_an_epoch_keeps_the_widths():
     lengths = np.random.default_rng(0).integers(3, 100, 300)
-    found = plan(lengths, Batching(token_budget=512), among=range(40, 90))
-    assert sorted(drawn(found)) == list(range(40, 90))
-    assert found.widths == plan(lengths, Batching(token_budget=512)).widths
+    for form in FORMS:
+        found = plan(lengths, batching_of(form), among=range(40, 90))
+        assert sorted(drawn(found)) == list(range(40, 90))
+        assert found.widths == plan(lengths, batching_of(form)).widths
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def settle_the_task(drawn: dict) -> None:
     left_out = {
         "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
         "prompt_column": drawn.get("messages_column"), "completion_column": drawn.get("messages_column"),
-        "train_on": not drawn.get("messages_column"), "length_buckets": drawn.get("packing"), "pad_multiple": drawn.get("packing"),
+        "train_on": not drawn.get("messages_column"),
     }  # fmt: skip
     for key, because in left_out.items():
         if because:
