@@ -19,7 +19,8 @@ def coloured_sample(
 ) -> Text:
     """The first `tokens` tokens, a border between them, as a rich Text: green is learnt, dim is only seen, special reversed.
 
-    Learnt runs also stand in double brackets, so that a log without colours shows them. labels as in an `Examples` item; None
+    Learnt runs also stand in double brackets, so that a log without colours shows them. No line end stands at its end: whoever
+    prints it adds the one. labels as in an `Examples` item; None
     colours none. A byte-level token that is half a character shows as U+FFFD. rich comes with narrowgauge[train].
     """
     from rich.text import Text
@@ -36,6 +37,8 @@ def coloured_sample(
         style = f"{LEARNT if learnt else SEEN}{' ' + SPECIAL if int(id) in special else ''}"
         text.append(_visible(tokenizer.decode([int(id)])), style)
         learning = learnt
+    if text.plain.endswith("\n"):
+        text.right_crop(1)  # its sign stays
     if learning:
         text.append("⟧", "bold")
     if len(shown) < len(input_ids):

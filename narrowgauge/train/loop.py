@@ -97,16 +97,16 @@ def _train_reference(config: TrainConfig, folder: RunFolder, task: Task, stop: S
     )
     with RunFolder.claim(path, resume=True) as own:
         own.write_config(reference)
-        return _train_and_log(reference, own, task, stop)
+        return _train_and_log(reference, own, task, stop, previews=False)  # the run before has shown the same data
 
 
-def _train_and_log(config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest) -> int:
+def _train_and_log(config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest, previews: bool = True) -> int:
     """One run from its newest checkpoint, or from the start, to its end."""
     with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
         trainer = Trainer.start(config, folder, task, log)
         with console(config.steps, config.log_every, trainer.step) as show:
             folder.write_run(trainer.facts())
-            trainer.announce(show)
+            trainer.announce(show, previews)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:

@@ -164,7 +164,8 @@ class Trainer:
             "precision": config.precision,
         } | optimizer
 
-    def announce(self, show: Console) -> None:
+    def announce(self, show: Console, previews: bool = True) -> None:
+        """What the run is, before its first step. previews: and an example of its data."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         show.say(
             f"{self.config.recipe}{words.elsewhere(self.config.layers_recipe)} ({self.config.precision}) on "
@@ -184,7 +185,7 @@ class Trainer:
             if stage.step > self.step:
                 show.say(f"To come at {stage}")
         show.say("\n".join([f"Loss: {self.objective.words}.", *self.saving]))
-        for part in self.task.preview():
+        for part in self.task.preview() if previews else ():
             show.say(part)
         if self.config.compile and self.config.tensor_every:
             show.say("Compiled code cannot be observed: no tensor statistics in this run.")

@@ -435,3 +435,25 @@ def test_the_sample_shows_what_is_learnt(write, chat_tokenizer, tmp_path):
     short = coloured_sample(chat_tokenizer, item["input_ids"], None, tokens=3)
     assert short.plain.endswith(f" ... {len(item['input_ids']) - 3} more")
     assert np.ndim(item["input_ids"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "expected"),
+    [
+        ([1, 2], None, "a|↵"),
+        ([1, 2], [-100, 2], "a⟦↵⟧"),
+        ([2, 1], None, "↵\n|a"),
+        ([1, 2, 1], [1, 2, 1], "⟦a|↵⟧ ... 1 more"),
+        ([], None, ""),
+    ],
+)
+def test_a_coloured_sample_ends_without_a_line_end(ids, labels, expected):
+    """Whoever prints it adds one, so that neither an empty line follows nor the next text on the same line."""
+
+    class Words:
+        all_special_ids = ()
+
+        def decode(self, ids):
+            return {1: "a", 2: "\n"}[ids[0]]
+
+    assert coloured_sample(Words(), ids, labels, tokens=2).plain == expected

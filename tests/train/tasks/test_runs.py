@@ -274,3 +274,11 @@ def test_from_the_command_line(place, tmp_path, capfd):
     assert "accuracy" in capfd.readouterr().err
     assert main([*words[:3], "--data", "x.csv"]) == 2
     assert "task = 'classification': needs model" in capfd.readouterr().err
+
+
+def test_a_comparison_shows_the_example_once(make, capsys):
+    config = make("completion", steps=1, recipe="fp8-row", compare="bf16")
+    assert loop.run(config) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert sum("⟦" in line for line in said) == sum(line.startswith("First epoch, padding") for line in said) == 1
+    assert sum(line.startswith("bf16: finished at step 1 of 1") for line in said) == 1
