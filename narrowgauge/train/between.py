@@ -72,12 +72,6 @@ def _around_auto(config: TrainConfig) -> Iterator[Problem]:
         return
     if config.save:
         yield _unused(config, "save", "recipe" if config.recipe == "auto" else "recipes")
-    if config.task != "text" and not (config.token_budget or config.packing or config.max_length):
-        yield Problem(
-            ("recipe", "max_length"),
-            "recipe = 'auto': chooses by the tokens of a step, and examples may be of any length. "
-            "Set token_budget, packing or max_length.",
-        )
 
 
 def _around_the_task(config: TrainConfig) -> Iterator[Problem]:

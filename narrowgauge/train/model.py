@@ -46,18 +46,20 @@ def build(
     make: Callable[[], Any],
     device: torch.device,
     rung: Precision,
+    tokens: int,
     choices: Mapping[str, str] | None = None,
 ) -> Any:
     """The converted model on `device`, in the dtype of its rung, in training mode. Random weights come from config.seed.
 
     make     gives the float32 model: `language_model`, or `pretrained` for another task
+    tokens   rows of a forward pass, by which recipe "auto" chooses
     choices  what recipe "auto" chose when the run began, for a run that is resumed
     """
     seed_all(config.seed)
     model = make().to(device).train()
     for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
         parameter.data = parameter.data.to(rung.weights)
-    convert(model, _patterns(config), tokens=tokens_at_once(config), compiled=config.compile, choices=choices)
+    convert(model, _patterns(config), tokens=tokens, compiled=config.compile, choices=choices)
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -94,15 +96,6 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return {"name": type(model).__name__, "vocab_size": getattr(sizes, "vocab_size", None)} | {
         renamed.get(key, key): value for key, value in known.items()
     }
-
-
-def tokens_at_once(config: TrainConfig) -> int:
-    """Rows of the matrices in a forward pass, at most; 0 where examples of a table may be of any length."""
-    if config.task == "text":
-        tokens = config.batch_size * config.sequence_length
-    else:
-        tokens = config.token_budget or config.batch_size * (config.packing or config.max_length)
-    return tokens // config.micro_batches
 
 
 def _patterns(config: TrainConfig) -> dict[str, str | Recipe | None]:

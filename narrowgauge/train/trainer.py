@@ -79,7 +79,7 @@ class Trainer:
         """Builds everything, and takes up the newest valid checkpoint of the folder if it has one."""
         device = chosen_device(config.device)
         rung = precision.get(config.precision)
-        model = build(config, task.model, device, rung, _choices_before(folder))
+        model = build(config, task.model, device, rung, task.tokens_at_once(), _choices_before(folder))
         feed = task.feed(model)
         # before the optimizer: it holds what trains, no more
         saving = economize(config, model, rung, device, feed.probe, task.options)

@@ -16,7 +16,6 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.registry import Device
 from narrowgauge.train import loop, machine
 from narrowgauge.train.config import replace
-from narrowgauge.train.model import tokens_at_once
 from tests.train import tiny
 
 
@@ -76,20 +75,6 @@ def test_on_a_cpu_the_run_says_that_nothing_is_faster(text, tmp_path, capsys):
         in capsys.readouterr().err
     )
     assert {row["recipe"] for row in run_facts(tmp_path / "run")["describe"]} == {"bf16"}
-
-
-def test_tokens_at_once(text, tmp_path):
-    config = tiny.settings(text, tmp_path / "run", batch_size=8, micro_batches=2)
-    assert tokens_at_once(config) == 64
-    table = {"task": "causal-lm", "model": "somewhere", "sequence_length": 256, "vocab_size": 4096, "recipe": "auto"}
-    config = tiny.settings(text, tmp_path / "run", **table, batch_size=8, max_length=100)
-    assert tokens_at_once(config) == 800
-    config = tiny.settings(text, tmp_path / "run", **table, batch_size=16, token_budget=4096, micro_batches=4)
-    assert tokens_at_once(config) == 1024
-    with pytest.raises(
-        ConfigError, match=r"'auto': chooses by the tokens of a step.* Set token_budget, packing or max_length"
-    ):
-        tiny.settings(text, tmp_path / "run", **table)
 
 
 def test_save_is_a_recipes_own(text, tmp_path):

@@ -17,6 +17,8 @@ from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.scores import perplexity
 from narrowgauge.train.tasks.task import Feed, Scorer
 
+ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "auto" measured
+
 
 @dataclass
 class TableTask:
@@ -57,6 +59,11 @@ class TableTask:
 
     def steps(self, epochs: int) -> int:
         return tables.epoch_steps(self.table.train.lengths, tables.batching(self.config), epochs)
+
+    def tokens_at_once(self) -> int:
+        plan = self._sampler.plan
+        batches = max(1, len(plan)) * self.config.micro_batches
+        return max(ALIGNED, round(plan.padding.planned.positions / batches / ALIGNED) * ALIGNED)
 
     def words(self) -> str:
         summary, looked_at = self.table.summary, len(self._evaluated)

@@ -87,6 +87,9 @@ class Task(Protocol):
     def steps(self, epochs: int) -> int:
         """Optimizer steps of so many passes over the data."""
 
+    def tokens_at_once(self) -> int:
+        """Rows of the matrices in a forward pass; of a table the mean of the first epoch's micro-batches."""
+
     def words(self) -> str:
         """The data, for the first line of the console."""
 

@@ -85,6 +85,9 @@ class TextTask:
     def steps(self, epochs: int) -> int:
         return math.ceil(epochs * self._batches().windows / self.config.batch_size)
 
+    def tokens_at_once(self) -> int:
+        return self.config.batch_size * self.config.sequence_length // self.config.micro_batches
+
     def words(self) -> str:
         summary = self.corpus.summary
         return (

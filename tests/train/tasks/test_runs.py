@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from narrowgauge.auto import Decision, layers
 from narrowgauge.cli import main
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.train import checkpoint, loop
@@ -282,3 +283,19 @@ def test_a_comparison_shows_the_example_once(make, capsys):
     said = capsys.readouterr().err.splitlines()
     assert sum("⟦" in line for line in said) == sum(line.startswith("First epoch, padding") for line in said) == 1
     assert sum(line.startswith("bf16: finished at step 1 of 1") for line in said) == 1
+
+
+def test_auto_knows_the_tokens_of_a_table(make, monkeypatch):
+    """Exact: the mean micro-batch of the first epoch, to the next multiple of 16; no limit on lengths is needed."""
+    asked = set()
+
+    def decide(problem, device):
+        asked.add(problem.tokens)
+        return Decision(recipe="bf16", tokens=problem.tokens, how="measured", seconds={"bf16": 2.0})
+
+    monkeypatch.setattr(layers, "decide", decide)
+    config = make("classification", recipe="auto", steps=1, micro_batches=2)
+    assert loop.run(config) == 0
+    facts = run_json(config)["data"]
+    steps = math.ceil(facts["train_examples"] / config.batch_size)
+    assert asked == {round(facts["padding"]["planned"]["positions"] / (2 * steps) / 16) * 16}
