@@ -239,6 +239,7 @@ class Products(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             how, turn = settings.plans.grad_weight, Turn.of(recipe.grad_weight.rotate, gy.T)
             if both is not None:
+                assert both.turned is not None
                 lhs = both.turned
             elif lhs is not None and settings.plans.turn_gy:
                 lhs = turned(lhs)

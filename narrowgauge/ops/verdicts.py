@@ -9,6 +9,7 @@ rotate/proof.py, and optim/proof.py.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -40,11 +41,20 @@ BOOK: dict[tuple[Hashable, ...], Verdict] = {}  # (op, kernel, what it was tried
 
 
 def once(op: str, kernel: str, kind: Hashable, device_type: str, index: int, compare: Compare) -> str | None:
-    """Why the kernel failed its proof for this kind of call on this device, or None. Proves it if that is still to do."""
+    """Why the kernel failed its proof for this kind of call on this device, or None. Proves it if that is still to do.
+
+    A failure is a warning as well: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
+    """
     key = (op, kernel, kind, index)
     if key not in BOOK:
         refuse_capture(op, kernel, device_type, index)
-        BOOK[key] = examine(op, compare, torch.device(device_type, index))
+        verdict = BOOK[key] = examine(op, compare, torch.device(device_type, index))
+        if verdict.reason is not None:
+            warnings.warn(
+                f"{op}: the {kernel} kernel is not used, and a slower one is, because {verdict.reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return BOOK[key].reason
 
 

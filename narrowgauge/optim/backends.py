@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from narrowgauge.errors import BackendError
 from narrowgauge.ops import verdicts
@@ -31,15 +32,17 @@ from narrowgauge.triton import refuse as refuse_triton
 class Spec:
     """What a backend is chosen by.
 
+    subclass  the parameter's class if that computes in its own way, as a DTensor does: kernels take addresses, which it may not have
     kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (proof.py)
     """
 
     device: Device
+    subclass: str = ""
     kind: Kind | None = None
 
 
 def _refuse_triton(spec: Spec) -> str | None:
-    reason = refuse_triton(spec.device.type, spec.device.capability)
+    reason = refuse_triton(spec.device.type, spec.device.capability) or _refuse_subclass(spec)
     if reason is not None or spec.kind is None or spec.device.index is None:
         return reason
     kind = spec.kind
@@ -49,10 +52,14 @@ def _refuse_triton(spec: Spec) -> str | None:
     )  # fmt: skip
 
 
+def _refuse_subclass(spec: Spec) -> str | None:
+    return f"the parameter is a {spec.subclass}, whose memory may be elsewhere" if spec.subclass else None
+
+
 def _refuse_native(spec: Spec) -> str | None:
     if spec.device.type != "cpu":
         return f"computes on the CPU, the tensor is on {spec.device.type}"
-    return native.refuse() or None
+    return _refuse_subclass(spec) or native.refuse() or None
 
 
 def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
@@ -91,12 +98,13 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
 
 def _spec(task: Task) -> Spec:
     device = task.weight.device
-    facts = device_facts(device.type, device.index)
-    if facts.type != "cuda":
-        return Spec(facts)
+    facts, kind = device_facts(device.type, device.index), type(task.source)
+    subclass = kind.__name__ if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ else ""
+    if facts.type != "cuda" or subclass:
+        return Spec(facts, subclass)
     from narrowgauge.optim.triton_step import kind_of
 
-    return Spec(facts, kind_of(task))
+    return Spec(facts, subclass, kind_of(task))
 
 
 def words(choice: Choice[Spec]) -> str:

@@ -6,8 +6,8 @@ of a million elements, and a list of arguments ends at a few kilobytes; so addre
 when a tensor is new, and what changes at every step (addresses of gradients, constants, the key of the noise) in a sheet: a few
 kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
 
-Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Not measured on
-a GPU yet.
+Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded E4M3 has 8
+in a thread: with 16 it takes 254 of the 255 registers there are. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from narrowgauge.optim.update import Kept, Task
 from narrowgauge.triton.launch import launch
 
 ELEMENTS, WARPS = 2048, 4
+EXPANDING_WARPS = 8
 HEAD = 16  # whole numbers of a sheet before the addresses
 ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -137,7 +138,9 @@ class Batch:
 
     def __init__(self, form: Form, tasks: Sequence[Task]) -> None:
         self.form, self.tasks = form, tuple(tasks)
-        lines, counts, device = [], [], tasks[0].weight.device
+        lines: list[list[int]] = []
+        counts: list[int] = []
+        device = tasks[0].weight.device
         for task in tasks:
             rows, columns = task.weight.shape
             per_row = -(-columns // task.tile)
@@ -164,7 +167,8 @@ class Batch:
         from narrowgauge.optim import triton_kernel
 
         tables = _tables(sheet.device)
-        launch(triton_kernel.step, self.programs, self.which, self.table, sheet, tables, F=self.form, warps=WARPS)
+        warps = EXPANDING_WARPS if self.form.first.expands or self.form.second.expands else WARPS
+        launch(triton_kernel.step, self.programs, self.which, self.table, sheet, tables, F=self.form, warps=warps)
 
 
 def step(tasks: Sequence[Task], kept: dict[Any, Batch]) -> None:

@@ -94,6 +94,26 @@ def test_a_step_is_seen_by_who_looks_at_versions(backend):
     assert parameter._version > before
 
 
+class Wrapped(torch.Tensor):
+    """Its memory is elsewhere, as that of a DTensor."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_the_memory_of_a_subclass_is_left_alone():
+    parameter = nn.Parameter(torch.randn(64, 128))
+    optimizer = AdamW([parameter], states="8bit", backend="torch")
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    task = optimizer._tasks[parameter]
+    assert backends._spec(task).subclass == ""
+    task.source = torch.Tensor._make_wrapper_subclass(Wrapped, (64, 128))
+    choice = backends.KERNELS.choose(backends._spec(task))
+    assert choice.kernel.name == "torch" and "a Wrapped, whose memory may be elsewhere" in backends.words(choice)
+
+
 # --- proof ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +198,11 @@ def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
         with_one_bit_off(tasks)
 
     monkeypatch.setattr(backends, "_step_by_triton", broken)
-    spec = backends.Spec(Device("cpu", index=0), kind())
+    spec = backends.Spec(Device("cpu", index=0), kind=kind())
+    with pytest.warns(
+        RuntimeWarning, match="optim: the triton kernel is not used, .* because its weight of tensor 1 is wrong"
+    ):
+        backends.KERNELS.choose(spec)
     for _ in range(2):
         choice = backends.KERNELS.choose(spec)
         assert choice.kernel.name != "triton" and "is wrong on cpu" in dict(choice.refusals)["triton"]

@@ -223,9 +223,7 @@ def find_the_broken_kernel() -> None:
         worst, reason = proof.compare(run, PROVEN["8bit"], torch.device("cpu"))
     finally:
         triton_kernel.noise_bits = whole
-    assert (
-        worst == float("inf") and reason is not None and reason.startswith("its weight of tensor 0 is wrong")
-    ), reason
+    assert worst == float("inf") and reason is not None and reason.startswith("its weight of tensor 0 is wrong"), reason
 
 
 def main(beginning: str = "") -> None:
