@@ -16,7 +16,8 @@ import torch
 import narrowgauge as ng
 from narrowgauge import products, recipes, straight_through
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.quantize import together
+from narrowgauge.ops.quantize import quantize, together
+from narrowgauge.qtensor import QTensor
 from tests.compare import assert_same
 
 IN, OUT, TOKENS = 80, 48, 40
@@ -137,6 +138,44 @@ def test_a_weight_that_an_optimizer_wrote_is_cast_anew(monkeypatch):
     model[0].empty_cache()
     assert_same(cached, model(x))
     assert not torch.equal(cached, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8"])
+def test_on_a_gpu_operands_are_the_references_bits_and_nothing_waits(poisoned_memory, recipe):
+    """Every operand of the first step (a window gives the tensor's own amax then), and a second step without synchronisation."""
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(256, 384)), recipe).to("cuda", torch.bfloat16)
+    ng.advance(model)
+    seen = []
+    model[0].observer = lambda gemm, role, original, operand: seen.append((gemm, role, original.clone(), operand))
+
+    def step() -> None:
+        x = torch.randn(160, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = model(x)
+        y.backward(torch.randn_like(y))
+
+    step()
+    assert len(seen) == 6
+    for gemm, role, original, operand in seen:
+        if (gemm, role) == ("grad_weight", "x") and model[0].recipe.save == "quantized":
+            original = seen[0][2]  # what its codes were made of
+        if not isinstance(operand, QTensor) or operand.is_expanded:
+            continue  # a product that this GPU emulates
+        if (gemm, role) in (("grad_input", "w"), ("grad_weight", "gy"), ("grad_weight", "x")):
+            original = original if tuple(original.shape) == operand.shape else original.T
+        expected = quantize(original.cpu(), operand.cast, backend="reference")
+        assert_same(operand.scale.contiguous(), expected.scale, at=f"{gemm} {role} scale")
+        assert_same(operand.data.contiguous(), expected.data, at=f"{gemm} {role}")
+    model[0].observer = None
+    ng.advance(model)
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        ng.advance(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("recipe", ["int4-hq-bs", "int4-hq-lss"])

@@ -29,7 +29,7 @@ from narrowgauge.optim.update import Kept, Task
 from narrowgauge.triton.launch import launch
 
 ELEMENTS, WARPS = 2048, 4
-EXPANDING_WARPS = 8
+EXPANDING_ELEMENTS = 1024
 HEAD = 16  # whole numbers of a sheet before the addresses
 ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -98,11 +98,14 @@ class Form:
 
 @cache
 def form_of(kind: Kind) -> Form:
+    """The constants of a kind of task; the same object for the same kind."""
     wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
+    first, second = MomentForm.of(kind.first), MomentForm.of(kind.second)
+    elements = EXPANDING_ELEMENTS if first.expands or second.expands else ELEMENTS
     return Form(
-        rule=rules.KINDS[kind.rule], nesterov=kind.nesterov, first=MomentForm.of(kind.first),
-        second=MomentForm.of(kind.second), weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient],
-        master=masters.KINDS[kind.master], tile=kind.tile, tiles=ELEMENTS // kind.tile, aligned=kind.aligned,
+        rule=rules.KINDS[kind.rule], nesterov=kind.nesterov, first=first, second=second,
+        weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
+        tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned,
         width=4 if wide or kind.master == "fp32" else 8,
     )  # fmt: skip
 
@@ -167,8 +170,7 @@ class Batch:
         from narrowgauge.optim import triton_kernel
 
         tables = _tables(sheet.device)
-        warps = EXPANDING_WARPS if self.form.first.expands or self.form.second.expands else WARPS
-        launch(triton_kernel.step, self.programs, self.which, self.table, sheet, tables, F=self.form, warps=warps)
+        launch(triton_kernel.step, self.programs, self.which, self.table, sheet, tables, F=self.form, warps=WARPS)
 
 
 def step(tasks: Sequence[Task], kept: dict[Any, Batch]) -> None:
