@@ -142,7 +142,7 @@ def test_a_weight_that_an_optimizer_wrote_is_cast_anew(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8"])
-def test_on_a_gpu_operands_are_the_references_bits_and_nothing_waits(poisoned_memory, recipe):
+def test_on_a_gpu_operands_are_the_references_bits_and_nothing_waits(recipe):
     """Every operand of the first step (a window gives the tensor's own amax then), and a second step without synchronisation."""
     model = ng.convert(torch.nn.Sequential(torch.nn.Linear(256, 384)), recipe).to("cuda", torch.bfloat16)
     ng.advance(model)

@@ -4,8 +4,8 @@
     native    CPUs: kernel.cpp, compiled once per machine (native.py)
     torch     everywhere: plain torch in chunks, several times slower; the definition (update.py)
 
-All compute the same bits. Which one it is, and why not a faster one, is what `backends` tells; a warning says it once where plain torch
-stands in for a kernel that should have been there.
+All compute the same bits. Which one it is, and why not a faster one, is what `computed_by` and `state_bytes` of an optimizer tell; a
+warning says it once where plain torch stands in for a kernel that should have been there.
 """
 
 from __future__ import annotations
