@@ -216,11 +216,9 @@ def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _scale_before(x: Tensor, hadamard: Hadamard, cast: Cast) -> Tensor:
-    """The scale [1, 1] of x H by its root mean square, from x."""
-    assert isinstance(cast.calibrate, ClippedRms)
-    count = max(x.shape[0] * rotated_length(x.shape[1], hadamard), 1)
-    norm = torch.linalg.vector_norm(x.detach(), dtype=torch.float32).reshape(1, 1)
-    return cast.scale(norm.square().div(count).sqrt() * cast.calibrate.clip, cast.format)
+    """The scale [1, 1] of x H by its root mean square, which is that of x, and of the zeros that x is filled up with."""
+    filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
+    return cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
 
 
 def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings: Settings) -> QTensor | Tensor:
