@@ -26,9 +26,10 @@ from narrowgauge.delayed import observe
 from narrowgauge.ops.mm import Plan, high_precision, plan
 from narrowgauge.ops.noise import draw
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
+from narrowgauge.ops.quantize.together import in_one_read
 from narrowgauge.ops.rotate import draw_signs, rotate
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import GEMMS, Cast, Hadamard, LearnedStep, Recipe, Window
+from narrowgauge.recipe import GEMMS, Cast, Gemm, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.sharing import Share
 from narrowgauge.tiles import WHOLE
 
@@ -59,14 +60,28 @@ class WeightCache:
         """The weight as an operand of `gemm`, built at most once per step."""
         if weight.is_inference():  # has no version counter
             return build()
+        casts = self._of(weight, settings)
+        if gemm not in casts:
+            casts[gemm] = build()
+        return casts[gemm]
+
+    def has(self, gemm: str, weight: Tensor, settings: Settings) -> bool:
+        """Whether the weight, as it is now, was cast for `gemm` already."""
+        return gemm in self._of(weight, settings)
+
+    def amax(self, weight: Tensor, settings: Settings) -> Tensor | None:
+        """The amax of the weight's window [1, 1], where both orientations were cast by it."""
+        found = self._of(weight, settings).get("amax")
+        assert found is None or isinstance(found, Tensor)
+        return found
+
+    def _of(self, weight: Tensor, settings: Settings) -> dict[str, QTensor | Tensor]:
+        """The casts of the weight as it is now; another thread may bring another one meanwhile, but not into these."""
         address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
         key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe), settings.steps_version)
         if key != self.key:
             self.key, self.held, self.casts = key, weight.detach(), {}
-        casts = self.casts  # of this key, should another thread bring another one meanwhile
-        if gemm not in casts:
-            casts[gemm] = build()
-        return casts[gemm]
+        return self.casts
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,8 @@ class Plans:
 
     output, grad_input, grad_weight       the kernel of each product and the form of its operands
     turn_x, turn_w, turn_gy               whether one quantization serves both products that read the tensor
+    both_x, both_w, both_gy               whether both products read codes of the same cast, one the tensor's, one its transpose's:
+                                          then one read gives both, where a kernel does so (see `ops.quantize.together`)
     """
 
     output: Plan
@@ -83,6 +100,9 @@ class Plans:
     turn_x: bool
     turn_w: bool
     turn_gy: bool
+    both_x: bool = False
+    both_w: bool = False
+    both_gy: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, device: torch.device) -> Plans:
@@ -99,7 +119,18 @@ class Plans:
             turn_gy=_serves_both(recipe.grad_input.lhs, recipe.grad_weight.lhs)
             and recipe.grad_input.rotate is recipe.grad_weight.rotate is None
             and grad_input.expand == grad_weight.expand,
+            both_x=_in_both(recipe.output.lhs, recipe.grad_weight.rhs, recipe.output, recipe.grad_weight)
+            and output.expand is grad_weight.expand is None,
+            both_w=_in_both(recipe.output.rhs, recipe.grad_input.rhs, recipe.output, recipe.grad_input)
+            and output.expand is grad_input.expand is None,
+            both_gy=_in_both(recipe.grad_input.lhs, recipe.grad_weight.lhs, recipe.grad_input, recipe.grad_weight)
+            and grad_input.expand is grad_weight.expand is None,
         )
+
+
+def _in_both(cast: Cast | None, transposed: Cast | None, *gemms: Gemm) -> bool:
+    """Whether the same cast applies to a tensor and its transpose, neither rotated."""
+    return cast is not None and cast == transposed and all(gemm.rotate is None for gemm in gemms)
 
 
 @dataclass(frozen=True)
@@ -107,6 +138,7 @@ class Settings:
     """What the products need besides tensors.
 
     records  whether delayed scaling notes what it sees: in training, not in evaluation
+    grads    whether autograd records, so that a backward pass may come
     is_cold  whether learned steps are in their cold start
     sampled  the products whose rows are sampled in this step
     share    the casts of x that other layers made or will use, open during forward
@@ -117,6 +149,7 @@ class Settings:
     plans: Plans
     out_dtype: torch.dtype
     records: bool = True
+    grads: bool = True
     cache: WeightCache | None = None
     observer: Observer | None = None
     is_cold: bool = False
@@ -164,9 +197,11 @@ class Products(torch.autograd.Function):
         gy_live: Tensor | None,
     ) -> Tensor:
         recipe, how = settings.recipe, settings.plans.output
-        x_amax, w_amax = _amax(x, x_live, settings), _amax(weight, w_live, settings)
         turn = Turn.of(recipe.output.rotate, x)
-        lhs, kept, ctx.kept_cast = _cast_input(x, x_amax, turn, settings, ctx.needs_input_grad[1])
+        lhs, kept, ctx.kept_cast, x_amax = _cast_input(x, x_live, turn, settings, ctx.needs_input_grad[1])
+        w_amax = _weight_in_both(weight, w_live, settings, ctx.needs_input_grad[0])
+        if w_amax is None:
+            w_amax = _amax(weight, w_live, settings)
         rhs = _weight_operand("output", weight, settings, how, w_amax, turn)
         show(settings, "output", ("x", seen(settings, turn, x), lhs), ("w", seen(settings, turn, weight), rhs))
         y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
@@ -184,11 +219,15 @@ class Products(torch.autograd.Function):
         settings: Settings = ctx.settings
         recipe = settings.recipe
         grad_input = grad_weight = grad_bias = lhs = None
-        gy_amax = _amax(gy, ctx.gy_live, settings)
-        how = settings.plans.grad_input
+        cast, how = recipe.grad_input.lhs, settings.plans.grad_input
+        both = None
+        if settings.plans.both_gy and ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
+            assert cast is not None
+            both = in_one_read(gy, cast, ctx.gy_live, records=settings.records)
+        gy_amax = _amax(gy, ctx.gy_live, settings) if both is None else both.amax
         if ctx.needs_input_grad[0]:
             turn = Turn.of(recipe.grad_input.rotate, gy)
-            lhs = operand(turn(gy), recipe.grad_input.lhs, how.expand, gy_amax, settings)
+            lhs = operand(turn(gy), cast, how.expand, gy_amax, settings) if both is None else both.plain
             rhs = _weight_operand("grad_input", weight, settings, how, w_amax, turn)
             show(
                 settings,
@@ -199,7 +238,10 @@ class Products(torch.autograd.Function):
             grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
         if ctx.needs_input_grad[1]:
             how, turn = settings.plans.grad_weight, Turn.of(recipe.grad_weight.rotate, gy.T)
-            if lhs is not None and settings.plans.turn_gy:
+            if both is not None:
+                assert both.turned is not None
+                lhs = both.turned
+            elif lhs is not None and settings.plans.turn_gy:
                 lhs = turned(lhs)
             else:
                 lhs = operand(turn(gy.T), recipe.grad_weight.lhs, how.expand, gy_amax, settings)
@@ -217,27 +259,64 @@ class Products(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
+Kept = tuple[Tensor | None, ...]
+
+
 def _cast_input(
-    x: Tensor, amax: Tensor | None, turn: Turn, settings: Settings, keeps: bool
-) -> tuple[QTensor | Tensor, tuple[Tensor | None, ...], Cast | None]:
-    """x as the operand of `output`, and what `_keep` leaves of it for backward; shared with layers that read the same x."""
-    recipe, expand = settings.recipe, settings.plans.output.expand
+    x: Tensor, live: Tensor | None, turn: Turn, settings: Settings, keeps: bool
+) -> tuple[QTensor | Tensor, Kept, Cast | None, Tensor | None]:
+    """x as the operand of `output`, what `_keep` leaves of it for backward, by which cast, and the amax of its window.
+
+    Shared with layers that read the same x.
+    """
+    recipe, plans = settings.recipe, settings.plans
     cast, again = recipe.output.lhs, recipe.grad_weight.rhs if recipe.save == "quantized" else None
     keeps_codes = keeps and again is not None
 
-    def build() -> tuple[QTensor | Tensor, tuple[Tensor | None, ...], Cast | None]:
-        lhs = operand(turn(x), cast, expand, amax, settings)
-        return (lhs, *(_keep(x, lhs, settings, amax) if keeps_codes else ((None, None, None), None)))
+    def build() -> tuple[QTensor | Tensor, Kept, Cast | None, Tensor | None]:
+        one = None
+        if cast is not None and plans.output.expand is None and turn.hadamard is None:
+            # Whether or not there is a backward pass, noise is drawn alike: checkpointing repeats a forward pass that had none.
+            both = keeps_codes and plans.both_x and (settings.grads or cast.rounding == "stochastic")
+            one = in_one_read(x, cast, live, records=settings.records, both=both)
+        if one is not None and one.turned is not None:
+            kept = (one.turned.data, one.turned.scale, one.turned.global_scale)
+            return one.plain, kept, one.turned.cast, one.amax
+        amax = _amax(x, live, settings) if one is None else one.amax
+        lhs = operand(turn(x), cast, plans.output.expand, amax, settings) if one is None else one.plain
+        return (lhs, *(_keep(x, lhs, settings, amax) if keeps_codes else ((None, None, None), None)), amax)
 
     alone = cast is None or turn.is_random or not all(is_shareable(each) for each in (cast, again))
     if settings.share is None or alone or (keeps_codes and Turn.is_random_in(recipe.grad_weight.rotate)):
-        lhs, kept, kept_cast = build()
+        lhs, kept, kept_cast, amax = build()
     else:
-        kept_by = (again, recipe.grad_weight.rotate, settings.plans.turn_x) if keeps_codes else None
-        key = (cast, turn.hadamard, expand, settings.out_dtype, kept_by)
-        lhs, kept, kept_cast = settings.share.get(key, build)
+        kept_by = (again, recipe.grad_weight.rotate, plans.turn_x) if keeps_codes else None
+        key = (cast, turn.hadamard, plans.output.expand, settings.out_dtype, kept_by)
+        lhs, kept, kept_cast, amax = settings.share.get(key, build)
     # x itself is not shared: this layer's autograd node keeps the one that it was given.
-    return lhs, ((x, None, None) if keeps and not keeps_codes else kept), kept_cast
+    return lhs, ((x, None, None) if keeps and not keeps_codes else kept), kept_cast, amax
+
+
+def _weight_in_both(weight: Tensor, live: Tensor | None, settings: Settings, keeps: bool) -> Tensor | None:
+    """Puts both orientations of the weight into the cache, from one read of it; the amax [1, 1] of its window, or None.
+
+    None as well where that is not to be had; `_weight_operand` then makes each when it is wanted. Rounded to nearest only: what
+    draws random numbers must draw them at every forward pass.
+    """
+    cast, cache = settings.recipe.output.rhs, settings.cache
+    if cache is None or not keeps or not settings.plans.both_w or cast is None or cast.rounding == "stochastic":
+        return None
+    if weight.is_inference() or (amax := cache.amax(weight, settings)) is not None:
+        return None if weight.is_inference() else amax
+    if cache.has("output", weight, settings):
+        return None
+    one = in_one_read(weight, cast, live, records=settings.records)
+    if one is None:
+        return None
+    for gemm, made in (("output", one.plain), ("grad_input", one.turned), ("amax", one.amax)):
+        if made is not None:
+            cache.get(gemm, weight, settings, lambda made=made: made)  # type: ignore[misc]
+    return one.amax
 
 
 def is_shareable(cast: Cast | None) -> bool:

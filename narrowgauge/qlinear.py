@@ -152,6 +152,7 @@ class QLinear(nn.Linear):
             Plans.of(self._recipe, x.device) if compiling else self._planned(x.device),
             _out_dtype(x),
             self.training,
+            compiling or torch.is_grad_enabled(),
             None if compiling else self._cache,
             None if compiling else self.observer,
             share=None if compiling or self._shared is None else self._shared.of(x),

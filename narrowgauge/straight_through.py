@@ -37,9 +37,10 @@ from narrowgauge.ops.codes import decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.mm import Plan
 from narrowgauge.ops.quantize import calibrated_amax
 from narrowgauge.ops.rotate import rotated_length, unrotate
+from narrowgauge.ops.rotate.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.products import Plans, Settings, Turn, is_shareable, operand, seen, show, turned
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, LearnedStep, Recipe
+from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
 from narrowgauge.tiles import WHOLE
 
 
@@ -187,16 +188,37 @@ class StraightThrough(torch.autograd.Function):
 # --- the operands of the forward product ---------------------------------------------------------------------------------------
 
 
-def _coded(rotated: Tensor, cast: Cast, step: Tensor | None, packed: bool = False, bits: bool = False) -> Coded:
-    """x H [outer, K] -> its codes. A learned step is used as it is."""
-    rotated = rotated.to(torch.float32)
-    if step is None or 0 in rotated.shape:
-        scale = cast.scale(calibrated_amax(rotated, cast), cast.format)
+def _coded(
+    x: Tensor, turn: Turn, cast: Cast, step: Tensor | None, packed: bool = False, bits: bool = False
+) -> tuple[Coded, Tensor | None]:
+    """x [outer, inner] -> the codes of x H, and x H itself if it was in memory. A learned step is used as it is.
+
+    Where a kernel rotates, encodes and packs in one pass over x, it never is, and a scale from the spread is that of x itself: a
+    rotation keeps the norm. The two differ by the rounding of sums.
+    """
+    by_norm = isinstance(cast.calibrate, ClippedRms) and cast.tile == (WHOLE, WHOLE)
+    if turn.hadamard is not None and (step is not None or by_norm) and in_one_pass(x, turn.hadamard, cast.format):
+        rotated = None
+        scale = _scale_before(x, turn.hadamard, cast) if step is None else _guarded(step, x)
+        found = rotate_and_encode(x, turn.hadamard, turn.signs, scale, cast.format, packed=packed, bits=bits)
     else:
-        # 0 * sum: NaN and infinity in x show themselves through the scale, as they do through an amax.
-        scale = step.detach().reshape(1, 1) + rotated.sum() * 0.0
-    found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
-    return Coded(cast, found.codes, scale, found.bits, packed=found.packed)
+        rotated = turn(x).to(torch.float32)
+        learned = step is not None and 0 not in rotated.shape
+        scale = _guarded(step, rotated) if learned else cast.scale(calibrated_amax(rotated, cast), cast.format)
+        found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
+    return Coded(cast, found.codes, scale, found.bits, packed=found.packed), rotated
+
+
+def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
+    """The step as a scale [1, 1]. 0 * sum: NaN and infinity in x show themselves through it, as they do through an amax."""
+    assert step is not None
+    return step.detach().reshape(1, 1) + x.sum(dtype=torch.float32) * 0.0
+
+
+def _scale_before(x: Tensor, hadamard: Hadamard, cast: Cast) -> Tensor:
+    """The scale [1, 1] of x H by its root mean square, which is that of x, and of the zeros that x is filled up with."""
+    filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
+    return cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
 
 
 def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings: Settings) -> QTensor | Tensor:
@@ -206,7 +228,7 @@ def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings
     def build() -> QTensor | Tensor:
         if cast is None:
             return operand(turn(weight), None, None, None, settings)
-        return _coded(turn(weight), cast, step).operand(how)
+        return _coded(weight, turn, cast, step)[0].operand(how)
 
     if settings.cache is None or turn.is_random:
         return build()
@@ -224,13 +246,13 @@ def _input(x: Tensor, turn: Turn, step: Tensor | None, settings: Settings, masks
     learned = masks and isinstance(cast.calibrate, LearnedStep)
 
     def build() -> Coded:
-        rotated = turn(x)
-        coded = _coded(rotated, cast, step, packed=reads or learned, bits=masks)
+        coded, rotated = _coded(x, turn, cast, step, packed=reads or learned, bits=masks)
         if not learned:
             return coded
         assert isinstance(cast.calibrate, LearnedStep) and coded.codes is not None
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device)
-        residual = _residual(rotated[rows], coded.codes[rows], coded).to(torch.float16)
+        some = turn(x[rows]) if rotated is None else rotated[rows]
+        residual = _residual(some, coded.codes[rows], coded).to(torch.float16)
         return replace(coded, residual=residual, rows=rows)
 
     if settings.share is None or turn.is_random or not is_shareable(cast):
@@ -260,12 +282,16 @@ def _again(weight: Tensor, scale: Tensor | None, cast: Cast | None, turn: Turn) 
     """w of the forward product, made again from the weight."""
     if cast is None or scale is None:
         return None
-    rotated = turn(weight)
-    found = encode(rotated, scale, cast.format, bits=True)
+    if turn.hadamard is not None and in_one_pass(weight, turn.hadamard, cast.format):
+        rotated = None
+        found = rotate_and_encode(weight, turn.hadamard, turn.signs, scale, cast.format, bits=True)
+    else:
+        rotated = turn(weight)
+        found = encode(rotated, scale, cast.format, bits=True)
     coded = Coded(cast, found.codes, scale, found.bits)
     if not isinstance(cast.calibrate, LearnedStep):
         return coded
-    return replace(coded, residual=_residual(rotated, found.codes, coded))
+    return replace(coded, residual=_residual(turn(weight) if rotated is None else rotated, found.codes, coded))
 
 
 def _drawn_rows(rows: int, every: int, device: torch.device) -> Tensor:

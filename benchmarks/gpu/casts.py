@@ -1,7 +1,7 @@
 """Does quantizing run at the speed of memory? Bytes that must move, over the time, as a share of the measured copy rate.
 
 Counted is what no kernel can avoid: 2 bytes read per bfloat16 element, 1 written per code, 4 per scale. A second read, for a maximum
-that must be known first, is not counted and shows as a smaller share.
+that must be known first, is not counted and shows as a smaller share. "both" are codes of x and of x.T.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 import narrowgauge as ng
-from benchmarks.gpu.bench import SETS, Bench, rotating
+from benchmarks.gpu.bench import SETS, Bench, Build, rotating
 from narrowgauge import recipes
+from narrowgauge.ops.quantize.together import quantize_both, quantize_both_delayed, quantize_delayed
 from narrowgauge.recipe import Cast
 
 
@@ -33,5 +34,28 @@ def main(bench: Bench) -> None:
         q = ng.quantize(sets[0], cast, amax=amax)
         builds[name] = lambda cast=cast, amax=amax: rotating(lambda x: ng.quantize(x, cast, amax=amax), sets)
         work[name] = (float(sets[0].nbytes + q.nbytes), "copy")
+    _together(sets, {"tensor": tensor, "row": row, "1x128": block, "128x128": square}, builds, work)
     if bench.has_time("casts"):
         bench.compare("casts", builds, "copy", work=work, facts={"rows": rows, "columns": columns, "mode": "eager"})
+
+
+def _together(
+    sets: list[torch.Tensor],
+    casts: dict[str, Cast | None],
+    builds: dict[str, Build],
+    work: dict[str, tuple[float, str]],
+) -> None:
+    """What one read gives at once: both orientations, and this step's amax."""
+    x = sets[0]
+    for name, cast in casts.items():
+        assert cast is not None
+        plain, turned = quantize_both(x, cast)
+        builds[f"{name}, both"] = lambda cast=cast: rotating(lambda x: quantize_both(x, cast), sets)
+        work[f"{name}, both"] = (float(x.nbytes + plain.nbytes + turned.nbytes), "copy")
+    cast, live = casts["tensor"], torch.tensor([6.0, 0.0, 0.0], device=x.device)
+    assert cast is not None
+    codes = ng.quantize(x, cast).nbytes
+    builds["tensor, delayed"] = lambda: rotating(lambda x: quantize_delayed(x, cast, live), sets)
+    builds["tensor, delayed, both"] = lambda: rotating(lambda x: quantize_both_delayed(x, cast, live), sets)
+    work["tensor, delayed"] = (float(x.nbytes + codes), "copy")
+    work["tensor, delayed, both"] = (float(x.nbytes + 2 * codes), "copy")

@@ -14,6 +14,7 @@ from narrowgauge import __version__, recipes
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.proof import VERDICTS
 from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.verdicts import BOOK
 from narrowgauge.recipe import Gemm, Recipe
 
 
@@ -78,7 +79,8 @@ def threads_words() -> str:
 
 def _proofs(device: torch.device) -> list[str]:
     """What the kernels' proofs on this device found; they were made for the table above if not before."""
-    found = [verdict for (*_, index), verdict in VERDICTS.items() if index == device.index]
+    books = (*VERDICTS.items(), *BOOK.items())
+    found = [verdict for key, verdict in books if key[-1] == device.index]
     if not found:
         return []
     right = [verdict for verdict in found if verdict.reason is None]

@@ -24,14 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import CheckpointError, ConfigError, closest
-from narrowgauge.optim import masters, moments, native, noise, rules
+from narrowgauge.ops.registry import Kernel
+from narrowgauge.optim import backends, masters, moments, noise, rules
 from narrowgauge.optim.groups import groups
 from narrowgauge.optim.moments import Moment, States
-from narrowgauge.optim.update import Kept, Task, allocate, step_in_torch
+from narrowgauge.optim.replay import ReplayedStep
+from narrowgauge.optim.update import Kept, Task, allocate
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Backend = Literal["auto", "native", "torch"]
+Backend = Literal["auto", "triton", "native", "torch"]
 
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
@@ -43,12 +45,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
     moment_names: ClassVar[tuple[str, ...]]
 
     def __init__(self, params: Any, defaults: dict[str, Any], backend: Backend = "auto") -> None:
-        if backend not in ("auto", "native", "torch"):
-            raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is 'auto', 'native' or 'torch'.")
-        if backend == "native" and (reason := native.refuse()):
-            raise ConfigError(f'{type(self).__name__}: backend = "native" cannot be had here. {reason}')
+        if backend not in ("auto", *backends.NAMES):
+            names = ", ".join(map(repr, ("auto", *backends.NAMES)))
+            raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
         self.backend: Backend = backend
-        self._tasks: dict[Tensor, Task] = {}
+        self._forget_tasks()
         self.steps_in_backward = False
         self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
         super().__init__(self._not_empty(params), defaults)
@@ -75,12 +76,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
             )
         return params
 
+    def _forget_tasks(self) -> None:
+        self._tasks: dict[Tensor, Task] = {}
+        self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
+
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"backend": self.backend}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._tasks = {}
+        self._forget_tasks()
         self.steps_in_backward = False  # the hooks are on the parameters of the original
         self._hook_group = None
         for group in self.param_groups:  # of a state that torch's own optimizer saved
@@ -99,6 +104,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         kind = type(self).__name__
+        if self.backend != "auto":
+            for device in dict.fromkeys(parameter.device for parameter in group["params"]):
+                if reason := backends.refuse(self.backend, device):
+                    raise ConfigError(f'{kind}: backend = "{self.backend}" cannot be had here. {reason}')
         for option, known in (("states", moments.STATES), ("master", masters.KINDS)):
             if group[option] not in known:
                 names = [str(each) for each in known if each is not None]
@@ -128,39 +137,62 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _step(self, chosen: list[tuple[Tensor, dict[str, Any], int]]) -> None:
         if not chosen:
             return
-        tasks = [self._task(parameter, group) for parameter, group, _ in chosen]
-        steps = [task.step for task in tasks]
-        torch._foreach_add_(steps, 1.0)
-        found: dict[tuple[int, float], tuple[rules.Constants, int]] = {}
-        compiled, strided = [], []
-        for (parameter, group, number), task, count in zip(chosen, tasks, torch.stack(steps).tolist(), strict=True):
-            shared = found.get((id(group), count))
-            if shared is None:
-                shared = rules.constants(self.rule, group, int(count)), noise.step_key(group["seed"], int(count))
-                found[id(group), count] = shared
-            task.constants, task.noise_key = shared[0], noise.key(shared[1], number)
+        if any(each[0].is_cuda for each in chosen) and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                f"{type(self).__name__}: a step inside a CUDA graph would repeat the learning rate and step count of its capture. "
+                "Make optimizer.replayable() before the capture, call its capture() instead of step(), and its before_replay() "
+                "before each replay."
+            )
+        tasks = self._next(chosen)
+        strided = []
+        by_backend: dict[str, tuple[Any, list[Task]]] = {}
+        for (parameter, _, _), task in zip(chosen, tasks, strict=True):
             task.gradient = _usable(parameter.grad)
             if task.weight.data_ptr() != task.address:  # a copy, of a parameter that is not contiguous
                 strided.append((parameter, task.weight))
                 task.weight.copy_(parameter.reshape(task.weight.shape))
-            if self._compiles(parameter):
-                compiled.append(task)
-            else:
-                step_in_torch(task)
-        if compiled:
-            native.step(compiled)
+            kernel = self._kernel(task)
+            by_backend.setdefault(kernel.name, (kernel, []))[1].append(task)
+        for kernel, members in by_backend.values():
+            kernel.run(members, self._kept)
         for parameter, weight in strided:
             parameter.copy_(weight.view(parameter.shape))
+        # Kernels write where autograd does not see it; who keeps something made of a weight looks at its version.
+        torch.autograd.graph.increment_version([parameter for parameter, _, _ in chosen])
         for task in tasks:
             task.gradient = None  # or it would outlive the parameter's
 
-    def _compiles(self, parameter: Tensor) -> bool:
-        if self.backend == "torch" or not parameter.is_cpu:
-            return False
-        if self.backend == "auto" and (reason := native.refuse()):
-            native.tell_once(reason)
-            return False
-        return True
+    def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[Task]:
+        """The tasks with the constants and the key of their next step, which is counted unless it is only looked at."""
+        tasks = [self._task(parameter, group) for parameter, group, _ in chosen]
+        steps = [task.step for task in tasks]
+        if counts:
+            torch._foreach_add_(steps, 1.0)
+        found: dict[tuple[int, float], tuple[rules.Constants, int]] = {}
+        for (_, group, number), task, count in zip(chosen, tasks, torch.stack(steps).tolist(), strict=True):
+            step, shared = int(count) + (not counts), found.get((id(group), count))
+            if shared is None:
+                shared = rules.constants(self.rule, group, step), noise.step_key(group["seed"], step)
+                found[id(group), count] = shared
+            (task.constants, task.step_key), task.number = shared, number
+        return tasks
+
+    def replayable(self) -> ReplayedStep:
+        """The step for a CUDA graph, to be made before its capture; see `replay`."""
+        return ReplayedStep(self)
+
+    def _kernel(self, task: Task) -> Kernel[backends.Spec]:
+        """The backend that computes the task; chosen anew when gradients come in another type, or at another alignment."""
+        assert task.gradient is not None
+        key = task.gradient.dtype, task.gradient.data_ptr() % 16 == 0
+        if task.backend is None or task.backend[0] != key:
+            task.backend = key, backends.choose(task, self.backend)
+        kernel: Kernel[backends.Spec] = task.backend[1].kernel
+        return kernel
+
+    def computed_by(self, parameter: Tensor) -> str:
+        """The backend of a parameter's step, of plain torch with the reason: "triton", "torch (compute capability 7.5, needs 8.0)"."""
+        return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend)
 
     def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task:
         """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
@@ -173,6 +205,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if task is None or not task.holds(parameter, state):
             self._refuse_converted(parameter, group, state)
             task = self._tasks[parameter] = self._make_task(parameter, group, state)
+            self._kept.clear()  # or it would keep what the old task holds
         return task
 
     def _refuse_converted(
@@ -261,7 +294,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 for name, value in saved.items()
                 if isinstance(value, Tensor)
             }
-        self._tasks = {}
+        self._forget_tasks()
 
     def _refuse_other_form(self, state_dict: Mapping[str, Any]) -> None:
         kind = type(self).__name__

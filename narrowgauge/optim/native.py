@@ -9,7 +9,6 @@ Threads are Python's: a ctypes call releases the interpreter lock, and each thre
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Sequence
 from functools import cache
 
@@ -58,14 +57,6 @@ def refuse() -> str:
     except BackendError as error:
         return str(error)
     return ""
-
-
-@cache
-def tell_once(reason: str) -> None:
-    """That the slow backend is in use, and why."""
-    warnings.warn(
-        f"narrowgauge.optim steps in plain torch, several times slower: {reason}", RuntimeWarning, stacklevel=2
-    )
 
 
 def step(tasks: Sequence[Task]) -> None:

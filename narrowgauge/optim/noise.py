@@ -39,11 +39,12 @@ def step_key(seed: int, step: int) -> int:
 
 def key(step_key: int, parameter: int) -> int:
     """32 bits for an update of a parameter."""
-    return mix(step_key ^ _of_parameter(parameter))
+    return mix(step_key ^ of_parameter(parameter))
 
 
 @cache
-def _of_parameter(number: int) -> int:
+def of_parameter(number: int) -> int:
+    """What a parameter's number adds to the key of its step."""
     return mix(number + 0x9E3779B9)
 
 

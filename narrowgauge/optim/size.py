@@ -1,4 +1,4 @@
-"""What the states of an optimizer cost, by the rule that decided."""
+"""What the states of an optimizer cost, by the rule that decided, and who computes their step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from narrowgauge.optim.base import NarrowOptimizer, kept_as
 
 @dataclass(frozen=True, kw_only=True)
 class StateRow:
-    """Parameters that one rule put into one form. Bytes of states and masters, with scales and step counts."""
+    """Parameters that one rule put into one form. Bytes of states and masters, with scales and step counts.
+
+    backend  who computes their step: "triton", "native", or "torch" and why no faster one does; '' of a foreign optimizer
+    """
 
     states: str
     rule: str
+    backend: str
     tensors: int
     parameters: int
     weight_bytes: int
@@ -54,15 +58,16 @@ class StateBytes:
         return self.total / max(self.parameters, 1)
 
     def __str__(self) -> str:
-        lines = [["states", "because", "tensors", "parameters", "bytes", "bytes per parameter"]]
+        lines = [["states", "because", "tensors", "parameters", "bytes", "bytes per parameter", "computed by"]]
         for row in self.rows:
             share = row.state_bytes / max(row.parameters, 1)
             lines.append(
-                [row.states, row.rule, f"{row.tensors}", f"{row.parameters:,}", f"{row.state_bytes:,}", f"{share:.3f}"]
-            )
+                [row.states, row.rule, f"{row.tensors}", f"{row.parameters:,}", f"{row.state_bytes:,}", f"{share:.3f}",
+                 row.backend]
+            )  # fmt: skip
         tensors = sum(row.tensors for row in self.rows)
         lines.append(
-            ["all", "", f"{tensors}", f"{self.parameters:,}", f"{self.total:,}", f"{self.per_parameter:.3f}"]
+            ["all", "", f"{tensors}", f"{self.parameters:,}", f"{self.total:,}", f"{self.per_parameter:.3f}", ""]
         )  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
@@ -74,26 +79,28 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     Measured on the state where there is one. Ours are told before the first step too, from their forms; of a foreign
     optimizer without a state nothing is known, and its bytes are 0.
     """
-    sums: dict[tuple[str, str], list[int]] = {}
+    sums: dict[tuple[str, str, str], list[int]] = {}
     by_parameter: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, NarrowOptimizer):
                 states, rule = kept_as(parameter, group)
+                backend = optimizer.computed_by(parameter)
                 state: Mapping[str, Any] = optimizer.state.get(parameter) or optimizer._new_state(
                     parameter, group, "meta"
                 )
             else:
-                states, rule, state = "foreign", type(optimizer).__name__, optimizer.state.get(parameter, {})
+                states, rule, backend = "foreign", type(optimizer).__name__, ""
+                state = optimizer.state.get(parameter, {})
             size = by_parameter[parameter] = sum(_bytes(each) for each in state.values())
             weight = parameter.numel() * parameter.element_size()
-            row = sums.setdefault((states, rule), [0, 0, 0, 0])
+            row = sums.setdefault((states, rule, backend), [0, 0, 0, 0])
             for place, amount in enumerate((1, parameter.numel(), weight, size)):
                 row[place] += amount
     return StateBytes(
         tuple(
-            StateRow(states=states, rule=rule, tensors=n, parameters=p, weight_bytes=w, state_bytes=b)
-            for (states, rule), (n, p, w, b) in sums.items()
+            StateRow(states=states, rule=rule, backend=backend, tensors=n, parameters=p, weight_bytes=w, state_bytes=b)
+            for (states, rule, backend), (n, p, w, b) in sums.items()
         ),
         by_parameter,
     )

@@ -41,8 +41,10 @@ class Task:
     step               the tensor among them that counts steps
     weight             [rows, columns]; a copy if the parameter is not contiguous
     master             [rows, columns] or None; master_scale [rows, tiles] with fp16-scaled
-    gradient, constants, noise_key   of the step at hand; the gradient contiguous, of the parameter's shape
+    gradient, constants, step_key    of the step at hand; the gradient contiguous, of the parameter's shape
+    number             the parameter's place in the groups, which its noise depends on
     native             what the compiled backend keeps with it
+    backend            who computes it, for gradients of a kind
     """
 
     source: Tensor
@@ -56,8 +58,10 @@ class Task:
     master_scale: Tensor | None = None
     gradient: Tensor | None = None
     constants: rules.Constants | None = None
-    noise_key: int = 0
+    step_key: int = 0
+    number: int = 0
     native: Any = None
+    backend: tuple[Any, Any] | None = None
     step: Tensor
     address: int = field(init=False)
     elements: int = field(init=False)
@@ -70,6 +74,10 @@ class Task:
         """Whether parameter and state are still the memory that the task was made for."""
         same = self.address == parameter.data_ptr() and self.weight.dtype == parameter.dtype
         return same and all(map(operator.is_, self.state, state.values()))
+
+    @property
+    def noise_key(self) -> int:
+        return noise.key(self.step_key, self.number)
 
     @property
     def weight_noise_key(self) -> int:

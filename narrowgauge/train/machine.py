@@ -13,6 +13,7 @@ from torch import nn
 from narrowgauge.conversion import describe
 from narrowgauge.diagnose.hardware import c_compiler, cpp_compiler, processor_name, threads_words
 from narrowgauge.errors import ConfigError
+from narrowgauge.optim import state_bytes
 
 
 def chosen_device(name: str) -> torch.device:
@@ -81,6 +82,18 @@ def emulated_on_gpu(model: nn.Module, device: torch.device) -> list[str]:
     return [
         f"Not on narrow units, so no faster than bfloat16 ({count} layer{'s' if count > 1 else ''}): {words}."
         for words, count in layers.items()
+    ]
+
+
+def stepped_in_torch(optimizer: torch.optim.Optimizer) -> list[str]:
+    """A sentence for each reason for which tensors are stepped in plain torch instead of by a kernel."""
+    tensors: dict[str, int] = {}
+    for row in state_bytes(optimizer).rows:
+        if row.backend.startswith("torch ("):
+            tensors[row.backend] = tensors.get(row.backend, 0) + row.tensors
+    return [
+        f"The optimizer steps {count} tensors in plain torch, several times slower than its kernel: {words[7:-1]}."
+        for words, count in tensors.items()
     ]
 
 

@@ -35,7 +35,14 @@ from narrowgauge.train.best import Best
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.economy import economize
-from narrowgauge.train.machine import chosen_device, device_words, emulated_on_gpu, peak_bytes, unused_gpu
+from narrowgauge.train.machine import (
+    chosen_device,
+    device_words,
+    emulated_on_gpu,
+    peak_bytes,
+    stepped_in_torch,
+    unused_gpu,
+)
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, describe_model
 from narrowgauge.train.objective import Batch, Objective, count_targets, learning_rate, summed_loss
@@ -176,6 +183,7 @@ class Trainer:
             unused_gpu(self.device),
             *summary(self.model),
             *emulated_on_gpu(self.model, self.device),
+            *stepped_in_torch(self.optimizer),
         ):
             if line:
                 show.say(line)

@@ -75,6 +75,25 @@ def cast_delayed(x, codes, maxima, live, key, n, C: tl.constexpr, PARTS: tl.cons
 
 
 @triton.jit
+def settled(maxima, live, amax_out, scale_out, is_first, RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
+    """(scale, live[IN_USE]) once maxima [PARTS] is whole: amax as `delayed.observe` chooses it; the first program writes both and live."""
+    in_use = tl.load(live + IN_USE)
+    own_bits = tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0)
+    own = own_bits.to(tl.float32, bitcast=True)
+    finite = own_bits < 0x7F800000
+    amax = tl.where(finite & (in_use > 0), in_use, own)
+    scale = scale_of(amax.to(tl.int32, bitcast=True), C)
+    if is_first:
+        tl.store(amax_out, amax)
+        tl.store(scale_out, scale)
+        if RECORDS:  # nobody else reads these two
+            seen = tl.load(live + SEEN)
+            tl.store(live + SEEN, tl.where(finite, tl.maximum(seen, own), seen))
+            tl.store(live + POISONED, tl.where(finite, tl.load(live + POISONED), 1.0))
+    return scale, in_use
+
+
+@triton.jit
 def settle(
     x,
     codes,
@@ -95,19 +114,7 @@ def settle(
     since that scale makes NaN of all of them.
     """
     part = tl.program_id(0)
-    in_use = tl.load(live + IN_USE)
-    own_bits = tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0)
-    own = own_bits.to(tl.float32, bitcast=True)
-    finite = own_bits < 0x7F800000
-    amax = tl.where(finite & (in_use > 0), in_use, own)
-    scale = scale_of(amax.to(tl.int32, bitcast=True), C)
-    if part == 0:
-        tl.store(amax_out, amax)
-        tl.store(scale_out, scale)
-        if RECORDS:  # nobody else reads these two
-            seen = tl.load(live + SEEN)
-            tl.store(live + SEEN, tl.where(finite, tl.maximum(seen, own), seen))
-            tl.store(live + POISONED, tl.where(finite, tl.load(live + POISONED), 1.0))
+    scale, in_use = settled(maxima, live, amax_out, scale_out, part == 0, RECORDS, C, PARTS)
     if in_use <= 0:
         for start in range(part.to(tl.int64) * BLOCK, n, PARTS * BLOCK):
             index = start + tl.arange(0, BLOCK)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _mix(x):
+def mix(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -19,7 +19,7 @@ def uniform(key, row, length, column):
     """
     low, high = tl.load(key).to(tl.uint32), tl.load(key + 1).to(tl.uint32)
     index = (row.to(tl.uint32) * tl.cast(length, tl.uint32) + low) + column.to(tl.uint32)
-    bits = _mix(_mix(index) ^ high)
+    bits = mix(mix(index) ^ high)
     return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
 
 

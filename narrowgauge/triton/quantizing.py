@@ -28,6 +28,7 @@ PARTS = (
     32,
     512,
 )  # programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200
+DELAYED_PARTS = 64  # places that programs share for the maximum: few enough to read, enough not to queue
 LONGEST_BLOCK, ROW_BLOCK, ROW_WARPS = 8192, 4096, 8
 TURN_ROWS, TURN_COLUMNS, TURN_WARPS = 64, 128, 8
 SIDE, SIDE_WARPS = 128, 16
@@ -107,6 +108,29 @@ def delayed(
         flat.settle, parts, x, output.codes, maxima, live, used, output.scale, key, x.numel(), RECORDS=records, **sizes
     )
     return output.finished(), used
+
+
+def both_delayed(x: Tensor, cast: Cast, C: Settings, live: Tensor, records: bool) -> tuple[QTensor, QTensor, Tensor]:
+    """x and x.T by the scale of earlier steps, with the amax that was used [1, 1]."""
+    memory, is_turned = in_memory_order(x)
+    plain = Output((x.shape[0], x.shape[1]), cast, x.device)
+    turned = Output((x.shape[1], x.shape[0]), cast, x.device)
+    first, second = (turned, plain) if is_turned else (plain, turned)
+    maxima = torch.zeros(DELAYED_PARTS, dtype=torch.int32, device=x.device)
+    used = torch.empty(1, 1, dtype=torch.float32, device=x.device)
+    outer, inner = memory.shape
+    programs = -(-outer // TURN_ROWS) * -(-inner // TURN_COLUMNS)
+    shape = (outer, inner, memory.stride(0))
+    sizes: dict[str, Any] = {
+        "C": C, "PARTS": DELAYED_PARTS, "ROWS": TURN_ROWS, "COLUMNS": TURN_COLUMNS, "warps": TURN_WARPS,
+    }  # fmt: skip
+    launch(turning.turn_delayed, programs, memory, first.codes, second.codes, maxima, live, *shape, **sizes)
+    launch(
+        turning.settle_both, programs, memory, first.codes, second.codes, maxima, live, used, plain.scale, *shape,
+        RECORDS=records, **sizes,
+    )  # fmt: skip
+    turned.scale = plain.scale
+    return plain.finished(), turned.finished(), used
 
 
 def in_memory_order(x: Tensor) -> tuple[Tensor, bool]:

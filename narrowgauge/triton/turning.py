@@ -2,6 +2,7 @@
 
     maxima   the bits of the largest magnitude of each row and of each column of x, one read      (not for a scale per tensor)
     turn     casts with the scales of these, and writes the codes of x, of x.T, or of both
+    turn_delayed, settle_both    the same by the tensor's scale of earlier steps, and its amax, from one read    (delayed scaling)
 
 A program takes ROWS x COLUMNS elements. The codes of x.T are transposed through shared memory, so both are written in long runs.
 With one scale per tensor, rounded to nearest, the codes of x.T are those of x, and are computed once.
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.triton.elements import encode, magnitude_bits, pack
+from narrowgauge.triton.flat import IN_USE, settled
 from narrowgauge.triton.noise import uniform
 from narrowgauge.triton.scales import divided, divisor, scale_of
 
@@ -129,3 +131,71 @@ def turn(
                 tl.store(turned_scales + column, by_column, mask=column < columns)
         found = _coded(values, scale, turned_key, column[None, :], row[:, None], rows, C)
         store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
+
+
+@triton.jit
+def _turn_both(
+    values, codes, turned, scale, row, column, rows, columns, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Casts values [ROWS, COLUMNS] to nearest by one scale and stores both orientations."""
+    found = _coded(values, scale, None, row, column, columns, C)
+    store_codes(found, codes, row, column, rows, columns, C, ROWS, COLUMNS)
+    store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
+
+
+@triton.jit
+def turn_delayed(
+    x,
+    codes,
+    turned,
+    maxima_out,
+    live,
+    rows,
+    columns,
+    stride,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Codes of x and of x.T by the scale of live[IN_USE], if that is above zero; maxima_out [PARTS] int32 of x, zero before."""
+    down, across = place_of_program(columns, COLUMNS)
+    row = down * ROWS + tl.arange(0, ROWS)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
+    tl.atomic_max(maxima_out + tl.program_id(0) % PARTS, largest, sem="relaxed")
+    in_use = tl.load(live + IN_USE)
+    if in_use > 0:
+        scale = scale_of(in_use.to(tl.int32, bitcast=True), C)
+        _turn_both(values, codes, turned, scale, row, column, rows, columns, C, ROWS, COLUMNS)
+
+
+@triton.jit
+def settle_both(
+    x,
+    codes,
+    turned,
+    maxima_in,
+    live,
+    amax_out,
+    scale_out,
+    rows,
+    columns,
+    stride,
+    RECORDS: tl.constexpr,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """After turn_delayed what `flat.settle` does for one orientation; casts only where no earlier step gave a scale."""
+    scale, in_use = settled(maxima_in, live, amax_out, scale_out, tl.program_id(0) == 0, RECORDS, C, PARTS)
+    if in_use <= 0:
+        down, across = place_of_program(columns, COLUMNS)
+        row = down * ROWS + tl.arange(0, ROWS)
+        column = across * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+        _turn_both(values, codes, turned, scale, row, column, rows, columns, C, ROWS, COLUMNS)

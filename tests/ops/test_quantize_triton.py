@@ -12,7 +12,7 @@ from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
 from narrowgauge.ops.noise import DeviceKey, Key, draw
 from narrowgauge.ops.quantize import KERNELS, dequantize, quantize, tile_amax, triton_kernel
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.quantize.together import quantize_both, quantize_delayed, refuse_delayed
+from narrowgauge.ops.quantize.together import quantize_both, quantize_both_delayed, quantize_delayed, refuse_delayed
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, POW2
@@ -233,6 +233,12 @@ def test_delayed_scaling_in_one_pass(gpu, in_use, spoiled):
         assert_same(live, expected_live)
         assert_same(used, amax, any_nan=True)
         assert_same(dequantize(got), dequantize(quantize(x, Cast(format=E4M3), amax=amax)), any_nan=True)
+        live = torch.tensor([in_use, 0.5, 0.0], device=gpu)
+        *both, used = quantize_both_delayed(x.to(gpu), Cast(format=E4M3), live, backend="triton")
+        assert_same(live, expected_live)
+        assert_same(used, amax, any_nan=True)
+        for got, of in zip(both, (x, x.T), strict=True):
+            assert_same(dequantize(got), dequantize(quantize(of, Cast(format=E4M3), amax=amax)), any_nan=True)
 
 
 @pytest.mark.gpu

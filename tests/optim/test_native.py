@@ -13,7 +13,7 @@ from torch import nn
 
 from narrowgauge import compiled
 from narrowgauge.errors import BackendError, ConfigError
-from narrowgauge.optim import SGD, AdamW, Lion, native
+from narrowgauge.optim import SGD, AdamW, Lion, backends, native
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from tests.compare import assert_same
@@ -105,7 +105,7 @@ def test_without_a_compiler_it_says_so_once_and_steps_in_torch(monkeypatch):
         raise BackendError("optim: no C++ compiler 'none' is here.")
 
     monkeypatch.setattr(native, "_library", none)
-    native.tell_once.cache_clear()
+    backends.tell_once.cache_clear()
     parameters = weights(torch.float32)
     optimizer = AdamW(parameters, states="8bit")
     before = parameters[0].detach().clone()
@@ -118,7 +118,7 @@ def test_without_a_compiler_it_says_so_once_and_steps_in_torch(monkeypatch):
     assert not torch.equal(before, parameters[0])
     with pytest.raises(ConfigError, match='backend = "native" cannot be had here'):
         AdamW(weights(torch.float32), backend="native")
-    native.tell_once.cache_clear()
+    backends.tell_once.cache_clear()
 
 
 @needs_compiler

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge import triton
 from narrowgauge.auto import Decision, layers
 from narrowgauge.cli import main
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.registry import Device
+from narrowgauge.optim import backends
 from narrowgauge.train import loop, machine
 from narrowgauge.train.config import replace
 from tests.train import tiny
@@ -96,6 +98,20 @@ def test_a_gpu_that_emulates_says_why(monkeypatch):
         "Not on narrow units, so no faster than bfloat16 (1 layer): fp8-current: emulated exactly in bfloat16 "
         "(native: compute capability 8.0, FP8 needs 8.9)."
     ]
+
+
+def test_an_optimizer_without_its_kernel_says_why(monkeypatch):
+    """As on a GPU that Triton does not serve; torch's own optimizer is nobody's fallback."""
+    model = nn.Linear(64, 128)
+    optimizer = ng.optim.AdamW(model, states="8bit")
+    monkeypatch.setattr(backends, "device_facts", lambda kind, index: Device("cuda", (7, 5)))
+    assert machine.stepped_in_torch(optimizer) == [
+        "The optimizer steps 2 tensors in plain torch, several times slower than its kernel: compute capability 7.5, needs 8.0."
+    ]
+    monkeypatch.setattr(backends, "device_facts", lambda kind, index: Device("cuda", (9, 0)))
+    monkeypatch.setattr(triton, "unavailable", lambda: "")
+    assert machine.stepped_in_torch(optimizer) == []
+    assert machine.stepped_in_torch(torch.optim.AdamW(model.parameters())) == []
 
 
 def test_a_driver_that_torch_cannot_use_is_named(monkeypatch, tmp_path):

@@ -28,19 +28,19 @@ CASTS = {
     "int8-row": Cast(format=INT8, tile=(1, WHOLE)),
     "e5m2-stochastic": Cast(format=E5M2, rounding="stochastic"),
 }
-WAYS = ("one", "both", "delayed")
+WAYS = ("one", "both", "delayed", "both-delayed")
 # Kernels and kinds of numbers, once each, on the GPU that matters most; then what differs on the others.
 QUICK = [
     ("tensor", "one", 90), ("tensor", "both", 90), ("tensor-e5m2", "delayed", 90), ("row", "one", 90), ("row", "both", 90),
     ("vector", "both", 90), ("mx", "both", 100), ("int4", "one", 90), ("tensor", "one", 80), ("tensor-e5m2", "one", 89),
-    ("e5m2-stochastic", "both", 90),
+    ("e5m2-stochastic", "both", 90), ("tensor", "both-delayed", 90),
 ]  # fmt: skip
 MATRIX = [
     (cast, way, sm)
     for sm in TARGETS
     for cast in CASTS
     for way in WAYS
-    if (cast, way, sm) not in QUICK and (way != "delayed" or cast.startswith("tensor"))
+    if (cast, way, sm) not in QUICK and ("delayed" not in way or cast.startswith("tensor"))
 ]
 
 
@@ -53,6 +53,7 @@ def kernels(cast: str, way: str, sm: int, columns: int = 4096, dtype: torch.dtyp
         "one": lambda: quantizing.one(x, how, C, None, key),
         "both": lambda: quantizing.both(x, how, C, None, key, key),
         "delayed": lambda: quantizing.delayed(x, how, C, torch.zeros(3), True, None),
+        "both-delayed": lambda: quantizing.both_delayed(x, how, C, torch.zeros(3), True),
     }
     return list(compiled([quantizing], sm, calls[way]).values())
 

@@ -24,21 +24,20 @@ generator of their own, and nothing is recorded for autograd.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from narrowgauge.errors import BackendError, OutOfMemoryError
 from narrowgauge.formats import IntFormat
+from narrowgauge.ops import verdicts
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize import reference as quantization
 from narrowgauge.ops.registry import Kernel, constant_while_compiling
+from narrowgauge.ops.verdicts import Verdict
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import CURRENT, Cast
 
@@ -47,20 +46,6 @@ Run = Callable[..., Tensor]
 ROWS, COLUMNS, CONTRACTED = 136, 264, 272
 SPREAD = 6  # tiles of the operands differ by up to 2**(2 * SPREAD)
 SEED = 20260529
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a proof found.
-
-    reason     why the kernel is refused, as a clause; None: it passed
-    worst      largest error as a share of what is allowed
-    elapsed_s  what the proof took, the first compilation or loading of the kernel included
-    """
-
-    reason: str | None
-    worst: float
-    elapsed_s: float
 
 
 VERDICTS: dict[tuple[str, Cast, Cast, int], Verdict] = {}
@@ -86,11 +71,7 @@ def _failure(name: str, lhs: Cast, rhs: Cast, device_type: str, index: int) -> s
     """Why the kernel failed its proof, or None. Proves it if that is still to do, also in the middle of a compilation."""
     key = (name, _plain(lhs), _plain(rhs), index)
     if key not in VERDICTS:
-        if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise BackendError(
-                f"mm: {name} was never checked on cuda:{index}, and it cannot be while a CUDA graph is captured. "
-                "Run one step before the capture."
-            )
+        verdicts.refuse_capture("mm", name, device_type, index)
         VERDICTS[key] = examine(_RUNS[name], key[1], key[2], torch.device(device_type, index))
     return VERDICTS[key].reason
 
@@ -101,19 +82,8 @@ def _plain(cast: Cast) -> Cast:
 
 
 def examine(run: Run, lhs: Cast, rhs: Cast, device: torch.device) -> Verdict:
-    """The proof itself. A kernel that raises is refused with its own words; OutOfMemoryError if the device has no room for it."""
-    started_at_s = time.perf_counter()
-    with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        try:
-            worst, reason = _compare(run, lhs, rhs, device)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"mm: {device} has no memory left for the check of a kernel, which takes a few MiB. Free some, or "
-                f"lower the batch size. ({_first_line(error)})"
-            ) from error
-        except Exception as error:  # whatever torch, cuBLAS or Triton raise, it is the reason of the refusal
-            worst, reason = float("inf"), f"it failed when it was tried on {device}: {_first_line(error)}"
-    return Verdict(reason, worst, time.perf_counter() - started_at_s)
+    """The proof itself, see `verdicts.examine`."""
+    return verdicts.examine("mm", lambda device: _compare(run, lhs, rhs, device), device)
 
 
 def _compare(run: Run, lhs: Cast, rhs: Cast, device: torch.device) -> tuple[float, str | None]:
@@ -180,8 +150,3 @@ def _on(operand: QTensor, device: torch.device) -> QTensor:
         scale=operand.scale.to(device),
         global_scale=None if shared is None else shared.to(device),
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"

@@ -25,7 +25,7 @@ from torch import Tensor
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
 from narrowgauge.ops.noise import DeviceKey, Key
-from narrowgauge.ops.quantize import compiled_kernel, reference, triton_kernel
+from narrowgauge.ops.quantize import compiled_kernel, proof, reference, triton_kernel
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
@@ -41,7 +41,7 @@ def _in_torch(
 
 
 KERNELS: Registry[Spec] = Registry("quantize")
-KERNELS.register(Kernel("triton", triton_kernel.refuse, triton_kernel.run))
+KERNELS.register(proof.proven("quantize", Kernel("triton", triton_kernel.refuse, triton_kernel.run), proof.check_one))
 KERNELS.register(Kernel("native-cpp", compiled_kernel.refuse, compiled_kernel.run))
 KERNELS.register(Kernel("reference", lambda spec: None, _in_torch))
 

@@ -2,6 +2,8 @@
 
     quantize_both(x, cast)            quantize(x, cast) and quantize(x.T, cast), codes of each in its own row-major order
     quantize_delayed(x, cast, live)   quantize(x, cast, amax) for the amax that delayed scaling gives x, and that amax [1, 1]
+    quantize_both_delayed             both
+    in_one_read                       the one of these that a cast asks for, where a kernel does it in one read
 
 The references say just that. The Triton kernels read x once (`triton_kernel`); of a tensor with an amax that is not finite,
 `quantize_delayed` may then leave other codes under its scale, which is NaN and makes NaN of all of them.
@@ -9,16 +11,18 @@ The references say just that. The Triton kernels read x once (`triton_kernel`); 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from narrowgauge.delayed import observe
-from narrowgauge.ops.noise import DeviceKey, Key
-from narrowgauge.ops.quantize import quantize, tile_amax, triton_kernel
+from narrowgauge.ops.noise import DeviceKey, Key, draw
+from narrowgauge.ops.quantize import proof, quantize, tile_amax, triton_kernel
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
+from narrowgauge.recipe import Cast, Window
 from narrowgauge.tiles import WHOLE
 
 Noise = Tensor | Key | DeviceKey | None
@@ -33,6 +37,17 @@ def _delayed_in_turn(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tupl
     return quantize(x, cast, amax=amax), amax
 
 
+def _both_delayed_in_turn(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, QTensor, Tensor]:
+    q, amax = _delayed_in_turn(x, cast, live, records)
+    return q, quantize(x.T, cast, amax=amax), amax
+
+
+def _refuse_both_delayed(spec: Spec) -> str | None:
+    if spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest":
+        return "rounds to nearest by one scale per tensor"
+    return triton_kernel.refuse(spec)
+
+
 def refuse_delayed(spec: Spec) -> str | None:
     """Why the kernel in one pass does not quantize such a tensor, or None."""
     if spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest":
@@ -43,12 +58,37 @@ def refuse_delayed(spec: Spec) -> str | None:
 
 
 BOTH: Registry[Spec] = Registry("quantize_both")
-BOTH.register(Kernel("triton", triton_kernel.refuse, triton_kernel.both))
+BOTH.register(
+    proof.proven("quantize_both", Kernel("triton", triton_kernel.refuse, triton_kernel.both), proof.check_both)
+)
 BOTH.register(Kernel("reference", lambda spec: None, _both_in_turn))
 
 DELAYED: Registry[Spec] = Registry("quantize_delayed")
-DELAYED.register(Kernel("triton", refuse_delayed, triton_kernel.delayed))
+DELAYED.register(
+    proof.proven("quantize_delayed", Kernel("triton", refuse_delayed, triton_kernel.delayed), proof.check_delayed)
+)
 DELAYED.register(Kernel("reference", lambda spec: None, _delayed_in_turn))
+
+BOTH_DELAYED: Registry[Spec] = Registry("quantize_both_delayed")
+BOTH_DELAYED.register(
+    proof.proven(
+        "quantize_both_delayed",
+        Kernel("triton", _refuse_both_delayed, triton_kernel.both_delayed),
+        proof.check_delayed,
+    )
+)
+BOTH_DELAYED.register(Kernel("reference", lambda spec: None, _both_delayed_in_turn))
+
+
+def reads_once(x: Tensor, cast: Cast, delayed: bool, both: bool = True) -> bool:
+    """Whether a kernel gives both orientations, or codes and the next step's amax, from one read of x; else it is done in turn."""
+    if torch.compiler.is_compiling():
+        return False
+    spec = Spec.of(x, cast, None, None)
+    if cast.rounding == "stochastic":
+        spec = replace(spec, noise="key")
+    registry = (BOTH_DELAYED if both else DELAYED) if delayed else BOTH
+    return registry.choose(spec).kernel.name != "reference"
 
 
 @torch.no_grad()
@@ -71,3 +111,42 @@ def quantize_delayed(
     live     [3] of the tensor's `delayed.AmaxWindow`; if it records, updated as `delayed.observe` does
     """
     return DELAYED.choose(Spec.of(x, cast), backend).kernel.run(x, cast, live, records)
+
+
+@torch.no_grad()
+def quantize_both_delayed(
+    x: Tensor, cast: Cast, live: Tensor, *, records: bool = True, backend: str | None = None
+) -> tuple[QTensor, QTensor, Tensor]:
+    """x [outer, inner], not empty -> (x and x.T quantized, the amax [1, 1] by which), see the module and `quantize_delayed`."""
+    return BOTH_DELAYED.choose(Spec.of(x, cast), backend).kernel.run(x, cast, live, records)
+
+
+@dataclass(frozen=True)
+class OneRead:
+    """A tensor cast once, perhaps with the cast of its transpose, and the amax [1, 1] of its window if it has one."""
+
+    plain: QTensor
+    turned: QTensor | None = None
+    amax: Tensor | None = None
+
+
+def in_one_read(x: Tensor, cast: Cast, live: Tensor | None, *, records: bool, both: bool = True) -> OneRead | None:
+    """Both orientations of x, or one and its window's amax, where a kernel reads x once for them; None: nothing was done.
+
+    live  of the window that gives the cast its amax, None for a cast without one
+    """
+    delayed = isinstance(cast.calibrate, Window)
+    if x.numel() == 0 or delayed != (live is not None) or not (delayed or both):
+        return None
+    if not reads_once(x, cast, delayed, both):
+        return None
+    if live is None:
+        return OneRead(*quantize_both(x, cast, noise=_drawn(x, cast), turned_noise=_drawn(x.T, cast)))
+    if both:
+        return OneRead(*quantize_both_delayed(x, cast, live, records=records))
+    q, amax = quantize_delayed(x, cast, live, records=records)
+    return OneRead(q, None, amax)
+
+
+def _drawn(x: Tensor, cast: Cast) -> Noise:
+    return draw(tuple(x.shape), x.device) if cast.rounding == "stochastic" else None

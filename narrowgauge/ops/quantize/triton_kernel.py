@@ -2,7 +2,7 @@
 
     tile            launches                              reads of x, and what else is on offer
     tensor          maxima, cast                          2, the second from the cache where x fits; both orientations
-    tensor, delayed cast with maxima, settle              1
+    tensor, delayed cast with maxima, settle              1; both orientations
     row             one                                   1, a row longer than 8,192 elements 2, the second from the cache
     blocks          one                                   1; both orientations
 
@@ -80,6 +80,11 @@ def both(
 def delayed(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, Tensor]:
     """See `ops.quantize.quantize_delayed`."""
     return _kernels().delayed(x.detach().contiguous(), cast, _constants(x, cast, None), live, records, None)
+
+
+def both_delayed(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, QTensor, Tensor]:
+    """See `ops.quantize.quantize_both_delayed`."""
+    return _kernels().both_delayed(x.detach(), cast, _constants(x, cast, None), live, records)
 
 
 def _kernels() -> Any:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import Format, IntFormat
+from narrowgauge.ops import verdicts
 from narrowgauge.ops.codes import Codes, encode
 from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts
-from narrowgauge.ops.rotate import rotate
+from narrowgauge.ops.rotate import proof, rotate
 from narrowgauge.recipe import Cast, Hadamard
 from narrowgauge.triton import refuse as refuse_device
 from narrowgauge.triton import settings
@@ -50,6 +51,17 @@ def refuse(spec: Spec) -> str | None:
     return reason
 
 
+def _refuse_or_fail(spec: Spec) -> str | None:
+    """As `refuse`, and where the kernel fails its proof on the device at hand."""
+    reason = refuse(spec)
+    if reason is not None or spec.device.index is None:
+        return reason
+    return verdicts.once(
+        "rotate_and_encode", "triton", (spec.order, spec.format, spec.dtype), spec.device.type, spec.device.index,
+        lambda device: proof.compare(_in_triton, spec.order, spec.format, spec.dtype, device),
+    )  # fmt: skip
+
+
 def _in_triton(
     x: Tensor, hadamard: Hadamard, signs: Tensor | None, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> Codes:
@@ -68,8 +80,20 @@ def _in_turn(
 
 
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
-KERNELS.register(Kernel("triton", refuse, _in_triton))
+KERNELS.register(Kernel("triton", _refuse_or_fail, _in_triton))
 KERNELS.register(Kernel("reference", lambda spec: None, _in_turn))
+
+
+def in_one_pass(x: Tensor, hadamard: Hadamard, format: Format) -> bool:
+    """Whether a kernel rotates and encodes in one pass over x; else there is no gain over `rotate`."""
+    if torch.compiler.is_compiling() or x.ndim != 2:
+        return False
+    return KERNELS.choose(_spec(x, hadamard, format)).kernel.name != "reference"
+
+
+def _spec(x: Tensor, hadamard: Hadamard, format: Format) -> Spec:
+    facts = device_facts(x.device.type, x.device.index)
+    return Spec(facts, x.dtype, (x.shape[0], x.shape[1]), hadamard.block, format)
 
 
 @torch.no_grad()
@@ -88,6 +112,5 @@ def rotate_and_encode(
 
     signs  [whole blocks of inner] float32 or None, see `draw_signs`; scale [1, 1] float32
     """
-    facts = device_facts(x.device.type, x.device.index)
-    spec = Spec(facts, x.dtype, (x.shape[0], x.shape[1]), hadamard.block, format)
-    return KERNELS.choose(spec, backend).kernel.run(x, hadamard, signs, scale, format, packed, bits)
+    kernel = KERNELS.choose(_spec(x, hadamard, format), backend).kernel
+    return kernel.run(x, hadamard, signs, scale, format, packed, bits)

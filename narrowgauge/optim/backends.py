@@ -1,0 +1,142 @@
+"""Who computes an optimizer's step: the first of these that does not refuse a tensor.
+
+    triton    NVIDIA GPUs: one launch for many tensors, states decoded and encoded in registers (triton_step.py)
+    native    CPUs: kernel.cpp, compiled once per machine (native.py)
+    torch     everywhere: plain torch in chunks, several times slower; the definition (update.py)
+
+All compute the same bits. Which one it is, and why not a faster one, is what `computed_by` and `state_bytes` of an optimizer tell; a
+warning says it once where plain torch stands in for a kernel that should have been there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import BackendError
+from narrowgauge.ops import verdicts
+from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts
+from narrowgauge.optim import native
+from narrowgauge.optim.proof import Kind, compare
+from narrowgauge.optim.update import Task, step_in_torch
+from narrowgauge.triton import refuse as refuse_triton
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a backend is chosen by.
+
+    subclass  the parameter's class if that computes in its own way, as a DTensor does: kernels take addresses, which it may not have
+    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (proof.py)
+    """
+
+    device: Device
+    subclass: str = ""
+    kind: Kind | None = None
+
+
+def _refuse_triton(spec: Spec) -> str | None:
+    reason = refuse_triton(spec.device.type, spec.device.capability) or _refuse_subclass(spec)
+    if reason is not None or spec.kind is None or spec.device.index is None:
+        return reason
+    kind = spec.kind
+    return verdicts.once(
+        "optim", "triton", kind, spec.device.type, spec.device.index,
+        lambda device: compare(lambda tasks: _step_by_triton(tasks, {}), kind, device),
+    )  # fmt: skip
+
+
+def _refuse_subclass(spec: Spec) -> str | None:
+    return f"the parameter is a {spec.subclass}, whose memory may be elsewhere" if spec.subclass else None
+
+
+def _refuse_native(spec: Spec) -> str | None:
+    if spec.device.type != "cpu":
+        return f"computes on the CPU, the tensor is on {spec.device.type}"
+    return _refuse_subclass(spec) or native.refuse() or None
+
+
+def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
+    from narrowgauge.optim import triton_step
+
+    triton_step.step(tasks, kept)
+
+
+def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
+    for task in tasks:
+        step_in_torch(task)
+
+
+KERNELS: Registry[Spec] = Registry("optim")
+KERNELS.register(Kernel("triton", _refuse_triton, _step_by_triton))
+KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: native.step(tasks)))
+KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch))
+NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
+
+
+def choose(task: Task, backend: str) -> Choice[Spec]:
+    """The backend of a task, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it."""
+    choice = _choice(_spec(task), backend)
+    if backend == "auto" and choice.kernel.name == "torch":
+        tell_once(words(choice))
+    return choice
+
+
+def _choice(spec: Spec, backend: str) -> Choice[Spec]:
+    """As the registry chooses; one that is named without asking the others, of which one would build a library to answer."""
+    named = [kernel for kernel in KERNELS.kernels if kernel.name == backend]
+    if named and named[0].refuse(spec) is None:
+        return Choice(named[0], ())
+    return KERNELS.choose(spec, None if backend == "auto" else backend)
+
+
+def _spec(task: Task) -> Spec:
+    device = task.weight.device
+    facts, kind = device_facts(device.type, device.index), type(task.source)
+    subclass = kind.__name__ if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ else ""
+    if facts.type != "cuda" or subclass:
+        return Spec(facts, subclass)
+    from narrowgauge.optim.triton_step import kind_of
+
+    return Spec(facts, subclass, kind_of(task))
+
+
+def words(choice: Choice[Spec]) -> str:
+    """Why the choice is not a faster one, without the backends that are for other devices; '' if it is the device's own."""
+    others = ("needs a CUDA device", "computes on the CPU")
+    return "; ".join(why for _, why in choice.refusals if not why.startswith(others))
+
+
+@cache
+def tell_once(reason: str) -> None:
+    """That the slow backend is in use, and why."""
+    warnings.warn(
+        f"narrowgauge.optim steps in plain torch, several times slower: {reason or 'no kernel is for this device.'}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def computed_by(task: Task | None, device: torch.device, backend: str) -> str:
+    """Which backend steps a tensor, by its task if it has stepped; of plain torch, unless it was asked for, with the reason."""
+    if task is not None and task.backend is not None:
+        choice: Choice[Spec] = task.backend[1]
+    else:
+        choice = _choice(Spec(device_facts(device.type, device.index)), backend)
+    why = words(choice) if backend == "auto" and choice.kernel.name == "torch" else ""
+    return choice.kernel.name + (f" ({why})" if why else "")
+
+
+def refuse(backend: str, device: torch.device) -> str:
+    """Why this backend cannot compute on the device, or ''."""
+    try:
+        _choice(Spec(device_facts(device.type, device.index)), backend)
+    except BackendError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,123 @@
+"""The optimizer's Triton kernel must prove itself on a device before it may step there: the definition's bits, on two small tensors.
+
+    5 rows of two tiles and 48 elements (53 where rows of the call are no multiple of 16), and 3 rows of one tile: several programs, a
+    short tile, and two lines of the table
+
+Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, and from the second step on a
+NaN; then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
+square root or a quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
+
+Once per process, device, and form of a tensor's step (`triton_step.Form`): about ten milliseconds of a processor, the compilation that the
+step needs anyway, and a wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowgauge.ops import verdicts
+from narrowgauge.optim import masters, noise, rules
+from narrowgauge.optim.moments import Moment
+from narrowgauge.optim.update import Task, allocate, step_in_torch
+
+STEPS, SEED = 3, 20260614
+GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.9}
+
+Run = Callable[[Sequence[Task]], None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a sample is made for: everything about a task but its numbers and sizes. See `update.Task`."""
+
+    rule: rules.Name
+    nesterov: bool
+    first: Moment
+    second: Moment
+    weight: torch.dtype
+    gradient: torch.dtype
+    master: masters.Master
+    tile: int
+    aligned: bool
+
+    @classmethod
+    def of(cls, task: Task, aligned: bool) -> Kind:
+        """Of a task whose gradient and constants are known."""
+        c, gradient = task.constants, task.gradient
+        assert c is not None and gradient is not None
+        return cls(
+            c.rule, c.nesterov, task.first.format, task.second.format, task.weight.dtype, gradient.dtype, task.master_kind,
+            task.tile, aligned,
+        )  # fmt: skip
+
+
+def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | None]:
+    """(0 or infinity, what differs from the definition as a clause, or None)."""
+    expected, found = _tasks(kind, torch.device("cpu")), _tasks(kind, device)
+    for step in range(1, STEPS + 1):
+        for tasks in (expected, found):
+            constants = rules.constants(kind.rule, {**GROUP, "nesterov": kind.nesterov}, step)
+            for task in tasks:
+                task.constants, task.step_key = constants, noise.step_key(SEED, step)
+                task.gradient = _gradient(task, step, kind.gradient).to(task.weight.device)
+        for task in expected:
+            step_in_torch(task)
+        run(found)
+    for place, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        for name, x in _tensors(wanted).items():
+            reason = verdicts.difference(f"{name} of tensor {place}", _tensors(got)[name], x, device)
+            if reason is not None:
+                return float("inf"), reason
+    return 0.0, None
+
+
+def _tasks(kind: Kind, device: torch.device) -> list[Task]:
+    generator = torch.Generator().manual_seed(SEED)
+    odd = 0 if kind.aligned else 5
+    tasks = []
+    for number, (rows, columns) in enumerate(((5, 2 * kind.tile + 48 + odd), (3, kind.tile + odd))):
+        weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight)
+        master, scale = _master(kind, weight)
+        tasks.append(
+            Task(
+                source=weight.to(device), state=(), tile=kind.tile, weight=weight.to(device),
+                first=allocate(kind.first, rows, columns, kind.tile, device),
+                second=allocate(kind.second, rows, columns, kind.tile, device),
+                master_kind=kind.master, master=None if master is None else master.to(device),
+                master_scale=None if scale is None else scale.to(device), step=torch.zeros(()), number=number,
+            )
+        )  # fmt: skip
+    return tasks
+
+
+def _master(kind: Kind, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    if kind.master == "fp32":
+        return weight.to(torch.float32), None
+    if kind.master == "bf16-remainder":
+        return torch.zeros(weight.shape, dtype=torch.int16), None
+    if kind.master == "fp16-scaled":
+        tiles = -(-weight.shape[1] // kind.tile)
+        return torch.zeros(weight.shape, dtype=torch.float16), torch.zeros(len(weight), tiles, dtype=torch.bfloat16)
+    return None, None
+
+
+def _gradient(task: Task, step: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED + 10 * step + task.number)
+    shape = task.weight.shape
+    g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+    g[1], g[2, :4] = 0.0, 1e-39
+    if step > 1:
+        g[0, 7] = float("nan")
+    return g.to(dtype)
+
+
+def _tensors(task: Task) -> dict[str, Tensor]:
+    """By name all that a step changes."""
+    found = {"weight": task.weight, "master": task.master, "master's scale": task.master_scale}
+    for name, kept in (("first moment", task.first), ("second moment", task.second)):
+        found |= {name: kept.codes, f"{name}'s scale": kept.scale, f"{name}'s expansion": kept.expansion}
+    return {name: x for name, x in found.items() if x is not None}

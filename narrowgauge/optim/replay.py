@@ -1,0 +1,98 @@
+"""The optimizer's step inside a CUDA graph: launches that read what changes from memory, which is filled before each replay.
+
+    replayed = optimizer.replayable()
+    with torch.cuda.graph(graph):
+        loss = step_of_the_model()              # gradients are where this leaves them, at every replay
+        replayed.capture()                      # instead of optimizer.step()
+    for batch in batches:
+        replayed.before_replay()                # counts the step; learning rate, corrections and noise as they are now
+        graph.replay()
+
+The numbers are those of `step`: they are worked out on the host and travel to the GPU in one copy, in the order of the stream, so
+nothing waits. Every parameter must be stepped by the Triton kernel, and one ordinary step must have been made before (of all the
+parameters that the graph steps): it compiles, proves the kernels, and writes their tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ConfigError
+
+
+class ReplayedStep:
+    """See the module; of a `base.NarrowOptimizer`. Holds the gradients, weights and states of the capture, as the graph does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._chosen: list[tuple[Tensor, dict[str, Any], int]] = []
+        self._gradients: list[Tensor] = []
+        self._captured: dict[torch.device, list[Any]] = {}  # of `triton_step.Batch`
+        counts: dict[torch.device, int] = {}
+        for parameter, _, _ in optimizer._numbered():
+            counts[parameter.device] = counts.get(parameter.device, 0) + 1
+        # A batch for each parameter would be the most: a head, an address, and one to make it even.
+        self._sheets = {
+            device: torch.zeros(18 * count, dtype=torch.int64, device=device) for device, count in counts.items()
+        }
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Launches the step of every parameter that has a gradient; nothing is computed until the graph is replayed."""
+        from narrowgauge.optim import triton_step
+
+        optimizer = self._optimizer
+        self._chosen = [each for each in optimizer._numbered() if each[0].grad is not None]
+        tasks = optimizer._next(self._chosen, counts=False)
+        for (parameter, _, _), task in zip(self._chosen, tasks, strict=True):
+            task.gradient = parameter.grad
+            self._check(parameter, task)
+        self._gradients = [parameter.grad for parameter, _, _ in self._chosen if parameter.grad is not None]
+        for device, sheet in self._sheets.items():
+            members = [task for task in tasks if task.weight.device == device and task.elements]
+            if members:
+                self._captured[device] = triton_step.batches_of(members, optimizer._kept, makes=False)
+                triton_step.run(self._captured[device], sheet)
+        for task in tasks:
+            task.gradient = None
+
+    def _check(self, parameter: Tensor, task: Any) -> None:
+        kind = f"{type(self._optimizer).__name__}.capture"
+        gradient = task.gradient
+        if task.backend is None:
+            raise ConfigError(
+                f"{kind}: a parameter of {list(parameter.shape)} has never stepped. Run one step before the capture."
+            )
+        if (name := self._optimizer._kernel(task).name) != "triton":
+            raise ConfigError(
+                f"{kind}: a parameter of {list(parameter.shape)} on {parameter.device} is stepped by {name}, which works out its "
+                "numbers on the host. Leave the optimizer out of the graph, and call step() after each replay."
+            )
+        if not gradient.is_contiguous() or task.weight.data_ptr() != task.address:
+            raise ConfigError(
+                f"{kind}: a parameter of {list(parameter.shape)}, or its gradient, is not contiguous. Make it so before the optimizer "
+                "is built, or leave the optimizer out of the graph."
+            )
+
+    @torch.no_grad()
+    def before_replay(self) -> None:
+        """Counts the step and sends its numbers: the learning rate as it is now, corrections, the key of the noise."""
+        from narrowgauge.optim import triton_step
+
+        if not self._captured:
+            raise ConfigError(
+                f"{type(self._optimizer).__name__}.before_replay: nothing was captured. Call capture() inside torch.cuda.graph."
+            )
+        tasks = self._optimizer._next(self._chosen)
+        for task, gradient in zip(tasks, self._gradients, strict=True):
+            task.gradient = gradient
+        for device, batches in self._captured.items():
+            numbers = torch.tensor(triton_step.sheet_of(batches), dtype=torch.int64)
+            sent = numbers.pin_memory() if device.type == "cuda" else numbers
+            self._sheets[device][: len(numbers)].copy_(sent, non_blocking=True)
+        torch.autograd.graph.increment_version([parameter for parameter, _, _ in self._chosen])
+        for task in tasks:
+            task.gradient = None

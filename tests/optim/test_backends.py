@@ -1,0 +1,211 @@
+"""Who steps a tensor, and what is said of it (exact); the proof of the GPU's kernel, with plain torch in its place (exact)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge import triton
+from narrowgauge.errors import ConfigError
+from narrowgauge.ops import verdicts
+from narrowgauge.ops.registry import Device
+from narrowgauge.optim import SGD, AdamW, backends, native, proof, state_bytes
+from narrowgauge.optim.masters import KINDS
+from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.update import step_in_torch
+
+CPU = torch.device("cpu")
+
+
+def kind(states: str = "8bit", **changes) -> proof.Kind:
+    pair = STATES[states]
+    whole = proof.Kind(
+        "adamw", False, pair.first, pair.second, torch.float32, torch.float32, None, pair.tile, aligned=True
+    )
+    return replace(whole, **changes)
+
+
+def in_torch(tasks):
+    for task in tasks:
+        step_in_torch(task)
+
+
+# --- choice --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "words"),
+    [
+        (Device("cuda", (9, 0)), "triton", ""),
+        (Device("cuda", (8, 0)), "triton", ""),
+        (Device("cuda", (7, 5)), "torch", "compute capability 7.5, needs 8.0"),
+        (Device("mps"), "torch", ""),
+    ],
+)
+def test_a_device_gets_its_kernel(monkeypatch, device, name, words):
+    monkeypatch.setattr(triton, "unavailable", lambda: "")
+    choice = backends.KERNELS.choose(backends.Spec(device))
+    assert choice.kernel.name == name and backends.words(choice) == words
+
+
+def test_without_triton_a_gpu_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(
+        triton, "unavailable", lambda: "triton is not installed; torch's CUDA builds for Linux bring it"
+    )
+    choice = backends.KERNELS.choose(backends.Spec(Device("cuda", (9, 0))))
+    assert choice.kernel.name == "torch" and "triton is not installed" in backends.words(choice)
+
+
+def test_a_cpu_is_stepped_by_the_compiled_kernel_or_says_why():
+    parameter = nn.Parameter(torch.randn(64, 128))
+    optimizer = AdamW([parameter], states="8bit")
+    expected = f"torch ({native.refuse()})" if native.refuse() else "native"
+    assert optimizer.computed_by(parameter) == expected
+    assert [row.backend for row in state_bytes(optimizer).rows] == [expected]
+    assert expected.splitlines()[0] in str(state_bytes(optimizer))
+
+
+def test_what_was_asked_for_is_told_without_a_reason():
+    parameter = nn.Parameter(torch.randn(64, 128))
+    optimizer = SGD([parameter], backend="torch")
+    parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        assert optimizer.computed_by(parameter) == "torch"
+        optimizer.step()
+
+
+def test_a_kernel_for_another_device_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r'AdamW: backend = "triton" cannot be had here\. .*needs a CUDA device'):
+        AdamW([nn.Parameter(torch.zeros(4))], backend="triton")
+    with pytest.raises(ConfigError, match="backend = 'cuda'; it is one of 'auto', 'triton', 'native', 'torch'"):
+        AdamW([nn.Parameter(torch.zeros(4))], backend="cuda")
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_step_is_seen_by_who_looks_at_versions(backend):
+    parameter = nn.Parameter(torch.randn(64, 128))
+    optimizer = AdamW([parameter], states="8bit", backend=backend)
+    parameter.grad = torch.ones_like(parameter)
+    before = parameter._version
+    optimizer.step()
+    assert parameter._version > before
+
+
+class Wrapped(torch.Tensor):
+    """Its memory is elsewhere, as that of a DTensor."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_the_memory_of_a_subclass_is_left_alone():
+    parameter = nn.Parameter(torch.randn(64, 128))
+    optimizer = AdamW([parameter], states="8bit", backend="torch")
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    task = optimizer._tasks[parameter]
+    assert backends._spec(task).subclass == ""
+    task.source = torch.Tensor._make_wrapper_subclass(Wrapped, (64, 128))
+    choice = backends.KERNELS.choose(backends._spec(task))
+    assert choice.kernel.name == "torch" and "a Wrapped, whose memory may be elsewhere" in backends.words(choice)
+
+
+# --- proof ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_the_definition_passes(states):
+    for changes in (
+        {},
+        {"weight": torch.bfloat16, "gradient": torch.bfloat16, "master": "stochastic", "aligned": False},
+    ):
+        assert proof.compare(in_torch, kind(states, **changes), CPU) == (0.0, None)
+
+
+@pytest.mark.parametrize("master", [name for name in KINDS if name])
+def test_the_definition_passes_with_every_master(master):
+    given = kind(weight=torch.bfloat16, gradient=torch.float32, master=master)
+    assert proof.compare(in_torch, given, CPU) == (0.0, None)
+    assert proof.compare(in_torch, replace(given, rule="lion", second=STATES["8bit"].first), CPU)[1] is None
+
+
+def with_other_noise(tasks):
+    for task in tasks:
+        task.number += 1
+    in_torch(tasks)
+    for task in tasks:
+        task.number -= 1
+
+
+def with_one_tensor_twice(tasks):
+    in_torch([tasks[0], tasks[0]])
+
+
+def with_the_scale_of_the_next_tile(tasks):
+    in_torch(tasks)
+    tasks[0].first.scale.copy_(tasks[0].first.scale.roll(1, 1))
+
+
+def with_one_bit_off(tasks):
+    in_torch(tasks)
+    tasks[1].weight[2, -1] *= 1 + 2.0**-23
+
+
+def with_another_root(tasks):
+    """A correction that is off by a unit in the last place."""
+    for task in tasks:
+        c = task.constants
+        task.constants = replace(c, correction=float(torch.nextafter(torch.tensor(c.correction), torch.tensor(9.0))))
+    in_torch(tasks)
+
+
+def without_nan(tasks):
+    for task in tasks:
+        task.gradient = task.gradient.nan_to_num(0.0)
+    in_torch(tasks)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (with_other_noise, "its weight of tensor 0 is wrong on cpu in "),  # what the second moment made of it
+        (with_one_tensor_twice, "its weight of tensor 0 is wrong on cpu in "),
+        (with_the_scale_of_the_next_tile, "its weight of tensor 0 is wrong on cpu in "),
+        (with_one_bit_off, "its weight of tensor 1 is wrong on cpu in "),
+        (with_another_root, "its weight of tensor 0 is wrong on cpu in "),
+        (without_nan, "its weight of tensor 0 is wrong on cpu in "),
+    ],
+    ids=["noise", "table", "scale", "bit", "root", "nan"],
+)
+def test_wrong_kernels_are_found(run, words):
+    worst, reason = proof.compare(run, kind(), CPU)
+    assert worst == float("inf") and reason is not None and reason.startswith(words), reason
+
+
+def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
+    """On the device that it was tried on, once; the others go on."""
+    monkeypatch.setattr(verdicts, "BOOK", {})
+    monkeypatch.setattr(triton, "refuse", lambda *device: None)
+    monkeypatch.setattr(backends, "refuse_triton", lambda *device: None)
+    runs = []
+
+    def broken(tasks, kept):
+        runs.append(tasks)
+        with_one_bit_off(tasks)
+
+    monkeypatch.setattr(backends, "_step_by_triton", broken)
+    spec = backends.Spec(Device("cpu", index=0), kind=kind())
+    with pytest.warns(
+        RuntimeWarning, match="optim: the triton kernel is not used, .* because its weight of tensor 1 is wrong"
+    ):
+        backends.KERNELS.choose(spec)
+    for _ in range(2):
+        choice = backends.KERNELS.choose(spec)
+        assert choice.kernel.name != "triton" and "is wrong on cpu" in dict(choice.refusals)["triton"]
+    assert len(runs) == proof.STEPS
+    monkeypatch.setattr(backends, "_step_by_triton", lambda tasks, kept: in_torch(tasks))
+    assert backends.KERNELS.choose(replace(spec, kind=kind("4bit"))).kernel.name == "triton"
