@@ -130,14 +130,14 @@ def test_processes_that_train_the_same_tokenizer_at_once(texts, tmp_path, monkey
         (made.folder / module.SEAL).write_text("{}", encoding="utf-8")
     else:
         shutil.rmtree(made.folder)
-    flush = module.flush
+    publish = module.publish
 
-    def beside(path):
-        flush(path)
-        monkeypatch.setattr(module, "flush", flush)
+    def beside(draft, path):
+        monkeypatch.setattr(module, "publish", publish)
         train_bpe(texts, 300, tmp_path)
+        publish(draft, path)
 
-    monkeypatch.setattr(module, "flush", beside)
+    monkeypatch.setattr(module, "publish", beside)
     assert train_bpe(texts, 300, tmp_path).vocab_size == made.vocab_size
     assert [path.name for path in tmp_path.iterdir()] == [made.folder.name]
 
