@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -467,3 +468,11 @@ def test_the_sample_shows_what_is_learnt(write, chat_tokenizer, tmp_path):
     short = coloured_sample(chat_tokenizer, item["input_ids"], None, tokens=3)
     assert short.plain.endswith(f" ... {len(item['input_ids']) - 3} more")
     assert np.ndim(item["input_ids"]) == 1
+
+
+def test_the_sample_shows_control_characters_and_never_prints_them():
+    """Text from the data could else clear the terminal, or ring its bell."""
+    tokens = ["\x1b[2J", "\x07\r", "\x9b\x7f", "größe\t", "数\n"]
+    tokenizer = SimpleNamespace(all_special_ids=[], decode=lambda ids: tokens[ids[0]])
+    shown = coloured_sample(tokenizer, range(len(tokens)), None).plain
+    assert shown == "␛[2J|␇␍|\\x9b␡|größe→\t|数↵\n"
