@@ -74,9 +74,10 @@ class Draft:
         self.size += len(raw)
 
     def publish(self) -> None:
-        self.file.close()
+        self.file.flush()
         flush(self.name)
         publish(self.name, self.path)
+        self.file.close()  # which gives back the lock, so not before the draft has its place
 
     def discard(self) -> None:
         with suppress(OSError):  # what is still buffered may not fit the disk; it is not wanted either

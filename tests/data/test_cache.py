@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.data import cache
 from narrowgauge.data.cache import Damaged, TokenWriter, open_entry, write
-from narrowgauge.data.storage import Draft, storage
+from narrowgauge.data.storage import Draft, storage, sweep
 from narrowgauge.errors import StorageError
 
 KEY = "0" * 32
@@ -159,6 +159,21 @@ def test_the_entry_of_a_process_that_was_as_fast_is_never_gone(tmp_path, monkeyp
     monkeypatch.setattr(os, "rename", look)
     make(tmp_path, {"train": [[1, 2]], "validation": [[3]]})
     assert seen == [[[1, 2], [3]]] * 3
+
+
+def test_a_draft_is_locked_until_it_has_its_place(tmp_path, monkeypatch):
+    """Else another process could sweep it away while it is flushed; one without content is as old as its making."""
+    rename = os.rename
+
+    def beside(source, target):
+        os.utime(source, (0, 0))
+        sweep(tmp_path)
+        rename(source, target)
+
+    monkeypatch.setattr("narrowgauge.data.storage.os.rename", beside)
+    draft = Draft(tmp_path / f"tokens-{KEY}.validation.bin")
+    draft.publish()
+    assert draft.path.exists()
 
 
 @pytest.mark.parametrize("name", ["tokens", "examples"])
