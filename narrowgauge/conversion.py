@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import isfinite
 
 import torch
 from torch import nn
@@ -424,7 +425,7 @@ def _four_bit_notes(layer: QLinear) -> list[str]:
     if layer.sampling is not None:
         notes += [
             f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
-            f" (sampling adds {variance:.2g} relative variance)"
+            + (f" (sampling adds {variance:.2g} relative variance)" if isfinite(variance) else " so far")
             for product, variance in zip(layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True)
             if product in layer.sampling.settings
         ]

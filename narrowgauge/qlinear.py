@@ -119,12 +119,17 @@ class QLinear(nn.Linear):
         self._renew_state(recipe)
 
     def _renew_state(self, recipe: Recipe | None) -> None:
-        """Learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters."""
+        """Learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.
+
+        New ones train if the weight does: a layer that was frozen before stays frozen as a whole.
+        """
         steps = {} if recipe is None else recipe.steps()
         if self.steps is not None and self.steps.settings == steps:
             self.steps.reset_parameters()
         else:
             self.steps = LearnedSteps(steps, self.weight.device) if steps else None
+            if self.steps is not None:
+                self.steps.requires_grad_(self.weight.requires_grad)
         samples = {} if recipe is None else recipe.samples()
         self.sampling = RowSampling(samples, self.weight.device) if samples else None
 

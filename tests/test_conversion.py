@@ -275,6 +275,17 @@ def test_deepcopy_is_independent() -> None:
     assert not window.history.any()
 
 
+def test_a_sampler_that_has_predicted_nothing_yet_says_so() -> None:
+    """The prediction comes with the first backward pass."""
+    model = ng.convert(Model(), "int4-hq-lss")
+    note = next(row.note for row in ng.describe(model) if row.name == "layers.0.up_proj")
+    assert "grad_weight keeps all rows so far" in note and "inf" not in note
+    model(IDS).square().mean().backward()
+    ng.advance(model)
+    note = next(row.note for row in ng.describe(model) if row.name == "layers.0.up_proj")
+    assert "(sampling adds " in note and "so far" not in note
+
+
 def test_description_groups_equal_layers() -> None:
     text = str(ng.describe(ng.convert(Model(), "fp8-current")))
     assert "layers.*.up_proj (3 layers)" in text

@@ -20,14 +20,23 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.data.split import SIDES
-from narrowgauge.data.storage import flush, publish, temporary
+from narrowgauge.data.storage import Draft, flush, publish, sweep, temporary
 from narrowgauge.data.text import shown
+from narrowgauge.errors import StorageError
 
 FORMAT = 1  # counts up when the files change their meaning; part of the key
 
 
 class Damaged(Exception):
     """A cache entry whose bytes are not those that were written. Says which file, and how."""
+
+
+def gone(folder: Path) -> StorageError:
+    """The error for an entry that was written, and is not there."""
+    return StorageError(
+        f"{shown(folder)}: an entry is missing though it was just written; another process removes what stands there. "
+        "Start again without it, or pass another cache folder."
+    )
 
 
 def token_dtype(largest_token: int) -> np.dtype[Any]:
@@ -55,11 +64,8 @@ class TokenWriter:
     """One side of an entry in the making: appends documents, and keeps their lengths, token counts and hash."""
 
     def __init__(self, folder: Path, key: str, side: str, dtype: np.dtype[Any], vocabulary: int):
-        self.path = folder / f"tokens-{key}.{side}.bin"
-        self.draft = temporary(self.path)
-        self.file = self.draft.open("xb")
+        self.draft = Draft(folder / f"tokens-{key}.{side}.bin")
         self.dtype = dtype
-        self.sha256 = hashlib.sha256()
         self.counts = np.zeros(vocabulary, dtype=np.int64)  # of each token id
         self.document_lengths: list[int] = []
         self._document_length = 0
@@ -76,33 +82,41 @@ class TokenWriter:
     def drain(self) -> None:
         """Writes what was taken up. A pass over the vocabulary, so once per batch and not per document."""
         ids = np.array(self._pending, dtype=np.int64)
-        raw = ids.astype(self.dtype).tobytes()
-        self.file.write(raw)
-        self.sha256.update(raw)
+        self.draft.write(ids.astype(self.dtype).tobytes())
         self.counts += np.bincount(ids, minlength=len(self.counts))
         self._pending.clear()
 
+    def facts(self) -> dict[str, Any]:
+        return {
+            "dtype": self.dtype.str,
+            "tokens": sum(self.document_lengths),
+            "sha256": self.draft.sha256,
+            "document_lengths": self.document_lengths,
+        }
+
     def discard(self) -> None:
-        self.file.close()
-        self.draft.unlink(missing_ok=True)
+        self.draft.discard()
 
 
 def write(folder: Path, key: str, sides: Mapping[str, TokenWriter], facts: Mapping[str, Any]) -> None:
-    """Publishes the entry: both files, then the index with `facts` in it."""
+    """Publishes the entry: both files, then the index with `facts` in it. Removes what killed processes left behind."""
+    sweep(folder)
     index_path = folder / f"tokens-{key}.json"
-    index_path.unlink(missing_ok=True)
-    index: dict[str, Any] = {"format": FORMAT, "key": key, **facts}
-    for side, writer in sides.items():
-        writer.file.close()
-        flush(writer.draft)
-        publish(writer.draft, writer.path)
-        index[side] = {
-            "dtype": writer.dtype.str,
-            "tokens": sum(writer.document_lengths),
-            "sha256": writer.sha256.hexdigest(),
-            "document_lengths": writer.document_lengths,
-        }
-    write_index(index_path, index)
+    held = {side: writer.facts() for side, writer in sides.items()}
+    retract(index_path, key, held)
+    for writer in sides.values():
+        writer.draft.publish()
+    write_index(index_path, {"format": FORMAT, "key": key, **facts, **held})
+
+
+def retract(path: Path, key: str, held: Mapping[str, Any]) -> None:
+    """Removes the index at `path`, unless it is of the same bytes: the entry of a process that was as fast stays whole."""
+    try:
+        index = read_index(path, key)
+    except Damaged:
+        index = None
+    if index is None or any(index.get(name) != value for name, value in held.items()):
+        path.unlink(missing_ok=True)
 
 
 def open_entry(folder: Path, key: str) -> tuple[dict[str, TokenStream], dict[str, Any]] | None:

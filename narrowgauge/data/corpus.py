@@ -172,7 +172,8 @@ def _build(job: _Job, read: Callable[[], Iterator[Document]], folder: Path, sour
         raise StorageError(
             f"{damage}, though it was just written. Check the disk, or pass another cache folder."
         ) from damage
-    assert entry is not None
+    if entry is None:
+        raise disk.gone(folder)
     return entry
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.data.cache import Damaged, read_index, write_index
+from narrowgauge.data.cache import Damaged, read_index, retract, write_index
 from narrowgauge.data.order import Indices
-from narrowgauge.data.storage import flush, publish, temporary
+from narrowgauge.data.storage import Draft, sweep
 from narrowgauge.data.text import shown
 
 LENGTH = np.dtype("<u4")
@@ -53,38 +53,13 @@ class Ragged:
         self._open()
 
 
-class _File:
-    """A file in the making under another name, and its hash."""
-
-    def __init__(self, path: Path):
-        self.path, self.draft = path, temporary(path)
-        self.file = self.draft.open("xb")
-        self.sha256 = hashlib.sha256()
-        self.size = 0
-
-    def write(self, raw: bytes) -> None:
-        self.file.write(raw)
-        self.sha256.update(raw)
-        self.size += len(raw)
-
-    def publish(self) -> dict[str, Any]:
-        self.file.close()
-        flush(self.draft)
-        publish(self.draft, self.path)
-        return {"bytes": self.size, "sha256": self.sha256.hexdigest()}
-
-    def discard(self) -> None:
-        self.file.close()
-        self.draft.unlink(missing_ok=True)
-
-
 class ExampleWriter:
     """An entry in the making: appends batches of examples, publishes the whole or leaves nothing."""
 
     def __init__(self, folder: Path, key: str, fields: Mapping[str, np.dtype[Any]]):
         self.folder, self.key, self.fields, self.count = folder, key, fields, 0
-        self.values = {name: _File(_values_path(folder, key, name)) for name in fields}
-        self.lengths = {name: _File(_lengths_path(folder, key, name)) for name in fields}
+        self.values = {name: Draft(_values_path(folder, key, name)) for name in fields}
+        self.lengths = {name: Draft(_lengths_path(folder, key, name)) for name in fields}
 
     def append(self, examples: list[dict[str, Values]]) -> None:
         """Takes up examples, each with one array per field."""
@@ -96,17 +71,22 @@ class ExampleWriter:
         self.count += len(examples)
 
     def publish(self, facts: Mapping[str, Any]) -> None:
-        """The files, then the index with `facts` in it."""
+        """The files, then the index with `facts` in it. Removes what killed processes left behind."""
+        sweep(self.folder)
         index_path = _index_path(self.folder, self.key)
-        index_path.unlink(missing_ok=True)
-        index: dict[str, Any] = {"key": self.key, "examples": self.count, "facts": dict(facts), "fields": {}}
-        for name, dtype in self.fields.items():
-            index["fields"][name] = {
-                "dtype": dtype.str,
-                "values": self.values[name].publish(),
-                "lengths": self.lengths[name].publish(),
-            }
-        write_index(index_path, index)
+        held = {"examples": self.count, "fields": {name: self._facts(name) for name in self.fields}}
+        retract(index_path, self.key, held)
+        for file in (*self.values.values(), *self.lengths.values()):
+            file.publish()
+        write_index(index_path, {"key": self.key, "facts": dict(facts), **held})
+
+    def _facts(self, name: str) -> dict[str, Any]:
+        values, lengths = self.values[name], self.lengths[name]
+        return {
+            "dtype": self.fields[name].str,
+            "values": {"bytes": values.size, "sha256": values.sha256},
+            "lengths": {"bytes": lengths.size, "sha256": lengths.sha256},
+        }
 
     def discard(self) -> None:
         for file in (*self.values.values(), *self.lengths.values()):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from narrowgauge.data.batches import IGNORED
-from narrowgauge.data.cache import Damaged, key_of
+from narrowgauge.data.cache import Damaged, gone, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
 from narrowgauge.data.example_cache import ExampleWriter, Ragged, Values, open_examples
 from narrowgauge.data.order import Indices
@@ -141,11 +141,12 @@ def prepare_examples(
             raise StorageError(
                 f"{damage}, though it was just written. Check the disk, or pass another folder."
             ) from damage
-        assert entry is not None
+        if entry is None:
+            raise gone(folder)
     fields, facts = entry
     if not job.has_token_types:
         fields.pop("token_type_ids", None)
-    return Examples(task.kind, fields, {**facts, "notes": [*facts["notes"], *notes]})
+    return Examples(task.kind, fields, {**facts, "source": shown(source), "notes": [*facts["notes"], *notes]})
 
 
 @dataclass

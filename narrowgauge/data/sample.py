@@ -46,6 +46,14 @@ def coloured_sample(
     return text
 
 
+# Line ends and tabs as signs, with the line end kept behind its sign; other control characters, which a terminal would obey
+# (ESC begins its commands), as their pictures, and those above 127 as escapes.
+SIGNS = (
+    {code: chr(0x2400 + code) for code in range(32)}
+    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+    | {0x7F: "␡", ord("\t"): "→\t", ord("\n"): "↵\n"}
+)
+
+
 def _visible(token: str) -> str:
-    """Line ends and tabs as signs, with the line end kept behind its sign."""
-    return token.replace("\t", "→\t").replace("\r", "␍").replace("\n", "↵\n")
+    return token.translate(SIGNS)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import os
+import re
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
+
+ABANDONED = re.compile(r"\.(tokens|examples)-[0-9a-f]{32}\..+\.tmp")  # what `temporary` makes of a cache's files
+ABANDONED_AFTER_S = 60  # without a write; a maker locks its draft within milliseconds
 
 
 @contextmanager
@@ -44,3 +51,45 @@ def publish(draft: Path, path: Path) -> None:
     """Renames the flushed file or folder `draft` to `path` and makes the rename last."""
     os.rename(draft, path)
     flush(path.parent)
+
+
+class Draft:
+    """A file in the making: under a name of its own beside `path`, hashed as it grows, locked while its process lives."""
+
+    def __init__(self, path: Path):
+        self.path, self.name = path, temporary(path)
+        self.file = self.name.open("xb")
+        self._hash = hashlib.sha256()
+        self.size = 0
+        with suppress(OSError):  # a file system without locks: `sweep` gets none either, and leaves the draft alone
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+    def write(self, raw: bytes) -> None:
+        self.file.write(raw)
+        self._hash.update(raw)
+        self.size += len(raw)
+
+    def publish(self) -> None:
+        self.file.flush()
+        flush(self.name)
+        publish(self.name, self.path)
+        self.file.close()  # which gives back the lock, so not before the draft has its place
+
+    def discard(self) -> None:
+        with suppress(OSError):  # what is still buffered may not fit the disk; it is not wanted either
+            self.file.close()
+        self.name.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes the drafts in a cache folder whose makers were killed: nobody locks them, and nothing writes to them."""
+    for path in folder.iterdir():
+        if ABANDONED.fullmatch(path.name):
+            with suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
+                    path.unlink()

@@ -11,6 +11,7 @@ as prompt, in chats too, and a note counts such examples: at inference the promp
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ Kind = Literal["causal-lm", "classification", "seq2seq"]
 Encoded = dict[str, Values]
 Notes = Counter[str]  # sentence with {count} -> how many examples it is true of
 
+NUMBER = re.compile(r"-?\d{1,18}")
 STRADDLING = "{count} examples have a token across the border of prompt and completion; it counts as prompt."
 STRADDLING_CHAT = "{count} chats have a token across the border of a prompt and its answer; it counts as prompt."
 UNFINISHED = (
@@ -176,7 +178,7 @@ class Classification:
                 f"{row.origin}: label {value!r} in column {self.label!r} is none of the {self.count} classes. {listing} "
                 "Correct the row, or name all classes."
             )
-        number = int(value) if isinstance(value, str) and value.strip().lstrip("-").isdecimal() else value
+        number = int(value) if isinstance(value, str) and NUMBER.fullmatch(value.strip()) else value
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
             raise DataError(
                 f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. "

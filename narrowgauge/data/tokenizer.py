@@ -72,7 +72,7 @@ def train_bpe(
     if path.exists() and not _sealed(path):
         notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
         with storage(path):
-            shutil.rmtree(path)
+            _remove(path)
     if not path.exists():
         _save(_train(sample, vocab_size), path)
     tokenizer = load(path)
@@ -131,10 +131,23 @@ def _save(backend: tokenizers.Tokenizer, path: Path) -> None:
             for file in draft.iterdir():
                 flush(file)
             flush(draft)
-            if not path.exists():  # another process may have been faster; its tokenizer is the same
+            try:
                 publish(draft, path)
+            except OSError:
+                if not path.exists():
+                    raise  # else another process was faster, and its tokenizer is the same
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Takes the folder away at once, so that no process sees half of it. Another one may have been faster."""
+    doomed = temporary(path)
+    try:
+        os.rename(path, doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed)
 
 
 def _write(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from narrowgauge.train.config import TrainConfig
+from narrowgauge import recipes
+from narrowgauge.train.config import NO_RECIPE, TrainConfig
 
 # Above what pretrained weights are fine-tuned with by AdamW, all of them: 5e-5 for BERT and MiniLM, 1e-5 to 3e-4 elsewhere.
 HIGH_FOR_PRETRAINED = 5e-4
@@ -23,3 +24,14 @@ def notes(config: TrainConfig) -> Iterator[str]:
             f"warmup_steps = {config.warmup_steps} does not end within the {config.steps} steps of the run: the learning rate "
             "rises to the last step. Lower warmup_steps, or train longer."
         )
+    sampling = sorted(name for name in _recipes(config) if recipes.get(name).samples())
+    if config.compile and sampling:
+        yield (
+            f"compile = true with {', '.join(sampling)}: code is made anew whenever a layer begins or ceases to sample its rows, "
+            "and after eight times PyTorch leaves the model uncompiled. Leave compile out, or take a recipe that samples nothing, "
+            "as int4-hq-bs."
+        )
+
+
+def _recipes(config: TrainConfig) -> set[str]:
+    return {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO, NO_RECIPE}

@@ -50,11 +50,13 @@ def _run(config: TrainConfig) -> int:
             refuse_other_run(resolved(folder.read_config()), config)  # again: it may have changed until now
         if config.resume and not folder.has_run():
             print(f"WARNING: nothing to resume in {folder.path}: this is a new run.", file=sys.stderr, flush=True)
-        folder.write_config(replace(config, resume=False))  # how it was called, not what it is
+        asked = replace(config, resume=False)  # how it was called is not what it is
+        if not folder.has_run():
+            folder.write_config(asked)
         print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
         config, task = prepare(config)
         try:
-            code = _train_and_log(config, folder, task, stop)
+            code = _train_and_log(config, folder, task, stop, asked)
             if code == 0 and config.compare:
                 code = _train_reference(config, folder, task, stop)
         except NumericsError as error:
@@ -96,14 +98,21 @@ def _train_reference(config: TrainConfig, folder: RunFolder, task: Task, stop: S
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
     )
     with RunFolder.claim(path, resume=True) as own:
-        own.write_config(reference)
-        return _train_and_log(reference, own, task, stop, previews=False)  # the run before has shown the same data
+        # The run before has shown the same data.
+        return _train_and_log(reference, own, task, stop, reference, previews=False)
 
 
-def _train_and_log(config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest, previews: bool = True) -> int:
-    """One run from its newest checkpoint, or from the start, to its end."""
+def _train_and_log(
+    config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest, asked: TrainConfig, previews: bool = True
+) -> int:
+    """One run from its newest checkpoint, or from the start, to its end.
+
+    asked     what the folder's config.toml is to say, once it is known that the run can go on so
+    previews  whether an example of the data is shown
+    """
     with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
         trainer = Trainer.start(config, folder, task, log)
+        folder.write_config(asked)
         with console(config.steps, config.log_every, trainer.step) as show:
             folder.write_run(trainer.facts())
             trainer.announce(show, previews)

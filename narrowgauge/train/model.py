@@ -224,15 +224,16 @@ def _cannot_load(where: str, kind: Kind, error: Exception) -> ConfigError:
 
 
 def check_sizes(model: Any, tokenizer: PreTrainedTokenizerFast, key: str, length: int) -> None:
-    """Raises if the model has too few positions for the setting `key`, or embeds fewer ids than the tokenizer has."""
+    """Raises if the model has too few positions for the setting `key`, or does not embed every id of the tokenizer."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError(
             f"{key} = {length}: {type(model).__name__} knows positions up to {longest}. Set {key} to {longest} or less."
         )
     rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
+    ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))  # they may have gaps
+    if ids > rows:
         raise DataError(
-            f"tokenizer with {len(tokenizer)} entries, but the model embeds {rows}. "
+            f"tokenizer with ids up to {ids - 1}, but the model embeds {rows}. "
             "Use the model's own tokenizer (leave `tokenizer` empty), or train from scratch."
         )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import CheckpointError
 
 Tensors = dict[str, dict[str, Tensor]]
+Generators = tuple[dict[str, Tensor], Any]
 SCALING = re.compile(r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$")  # names that recipes add
 
 
@@ -36,7 +37,7 @@ def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dic
     """The state as groups of tensors, and the rest of it as JSON."""
     weights, scaling = split_scaling(model.state_dict())
     optimizer_tensors, optimizer_rest = flatten(optimizer.state_dict())
-    rng_tensors, rng_rest = _rng_state()
+    rng_tensors, rng_rest = generators()
     tensors = {"weights": weights, "scaling": scaling, "optimizer": optimizer_tensors, "rng": rng_tensors}
     rest = {"optimizer": optimizer_rest, "rng": rng_rest, "scaler": scaler.state_dict() if scaler else None}
     return tensors, rest
@@ -50,7 +51,7 @@ def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, res
     optimizer.load_state_dict(unflatten(rest["optimizer"], tensors["optimizer"]))
     if scaler:
         scaler.load_state_dict(rest["scaler"])
-    _set_rng_state(tensors["rng"], rest["rng"])
+    set_generators((tensors["rng"], rest["rng"]))
 
 
 def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -106,7 +107,8 @@ def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _rng_state() -> tuple[dict[str, Tensor], Any]:
+def generators() -> Generators:
+    """The state of torch's, CUDA's, numpy's and Python's generators."""
     numpy_name, numpy_key, *numpy_rest = np.random.get_state()
     tree = {
         "torch": torch.get_rng_state(),
@@ -118,7 +120,9 @@ def _rng_state() -> tuple[dict[str, Tensor], Any]:
     return flatten(tree)
 
 
-def _set_rng_state(tensors: dict[str, Tensor], rest: Any) -> None:
+def set_generators(saved: Generators) -> None:
+    """Puts back what `generators` gave."""
+    tensors, rest = saved
     tree = unflatten(rest, tensors)
     torch.set_rng_state(tree["torch"])
     if torch.cuda.is_available() and len(tree["cuda"]) == torch.cuda.device_count():

@@ -79,6 +79,7 @@ class Trainer:
     skipped_steps: int = 0
     schedule: Schedule = field(default_factory=lambda: Schedule(()))
     resumed_from: str = ""
+    generators: state.Generators = field(default_factory=state.generators)
     poisoned: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @classmethod
@@ -107,6 +108,7 @@ class Trainer:
             schedule=Schedule.of(config, model),
         )
         trainer._resume()
+        trainer.generators = state.generators()
         return trainer
 
     def _resume(self) -> None:
@@ -201,6 +203,7 @@ class Trainer:
     def train(self, show: Console, stop: StopRequest) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
         config = self.config
+        state.set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
         while self.step < config.steps and not stop.requested:
             started_at_s = time.monotonic()
             looks = config.tensor_every and (self.step + 1) % config.tensor_every == 0 and not config.compile

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.data import cache
 from narrowgauge.data.cache import Damaged, TokenWriter, open_entry, write
-from narrowgauge.data.storage import storage
+from narrowgauge.data.storage import Draft, storage, sweep
 from narrowgauge.errors import StorageError
 
 KEY = "0" * 32
@@ -144,6 +144,52 @@ def test_a_rewrite_leaves_open_streams_as_they_were(tmp_path):
     stream = open_entry(tmp_path, KEY)[0]["train"]
     make(tmp_path, {"train": [[7, 8]], "validation": [[9]]})
     assert stream.tokens.tolist() == [1, 2]
+
+
+def test_the_entry_of_a_process_that_was_as_fast_is_never_gone(tmp_path, monkeypatch):
+    """Two processes write the same entry: while the second publishes, the first opens what it has just written."""
+    make(tmp_path, {"train": [[1, 2]], "validation": [[3]]})
+    rename, seen = os.rename, []
+
+    def look(source, target):
+        rename(source, target)
+        streams, _ = open_entry(tmp_path, KEY)
+        seen.append([streams[side].tokens.tolist() for side in ("train", "validation")])
+
+    monkeypatch.setattr(os, "rename", look)
+    make(tmp_path, {"train": [[1, 2]], "validation": [[3]]})
+    assert seen == [[[1, 2], [3]]] * 3
+
+
+def test_a_draft_is_locked_until_it_has_its_place(tmp_path, monkeypatch):
+    """Else another process could sweep it away while it is flushed; one without content is as old as its making."""
+    rename = os.rename
+
+    def beside(source, target):
+        os.utime(source, (0, 0))
+        sweep(tmp_path)
+        rename(source, target)
+
+    monkeypatch.setattr("narrowgauge.data.storage.os.rename", beside)
+    draft = Draft(tmp_path / f"tokens-{KEY}.validation.bin")
+    draft.publish()
+    assert draft.path.exists()
+
+
+@pytest.mark.parametrize("name", ["tokens", "examples"])
+def test_the_draft_of_a_killed_process_is_swept_away_and_that_of_a_living_one_is_not(tmp_path, name):
+    """A kill closes the file, which gives back its lock, and leaves its name. Both are older than a minute here."""
+    killed, living, fresh = (Draft(tmp_path / f"{name}-{KEY}.train.bin") for _ in range(3))
+    for draft in (killed, fresh):
+        draft.write(b"ids")
+        draft.file.close()
+    foreign = tmp_path / ".notes.tmp"
+    foreign.touch()
+    for path in (killed.name, living.name, foreign):
+        os.utime(path, (0, 0))
+    make(tmp_path, {"train": [[1]], "validation": [[2]]})
+    assert [path.exists() for path in (killed.name, living.name, fresh.name, foreign)] == [False, True, True, True]
+    living.discard()
 
 
 def test_the_key_depends_on_every_fact():

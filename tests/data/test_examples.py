@@ -1,7 +1,9 @@
 """Rows to examples, exactly: which tokens are learnt, what is refused with its file and line, what the cache keeps."""
 
 import json
+import os
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -17,7 +19,7 @@ from narrowgauge.data.examples import Limits, prepare_examples
 from narrowgauge.data.records import records
 from narrowgauge.data.sample import coloured_sample
 from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, class_names
-from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.errors import ConfigError, DataError, StorageError
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 PLAIN = (
@@ -238,7 +240,7 @@ def test_classes_by_name_and_by_number(write, llama_like, tmp_path):
     assert [item["labels"] for item in found] == [1, 0]
 
 
-@pytest.mark.parametrize("label", ["2", "-1", "1.5", "good"])
+@pytest.mark.parametrize("label", ["2", "-1", "1.5", "good", "--1", pytest.param("9" * 5000, id="long")])
 def test_a_label_outside_the_classes_is_refused_with_its_line(write, llama_like, tmp_path, label):
     path = write(f"label,text\n1,a\n{label},b\n", "rows.csv")
     with pytest.raises(DataError, match=rf"rows.csv:3: label '{label}' in column 'label' is not a class from 0 to 1"):
@@ -371,6 +373,37 @@ def test_a_damaged_entry_is_made_again_and_told(write, llama_like, tmp_path, suf
     assert not list(cache.glob("*.tmp"))
 
 
+def test_an_entry_that_others_made_meanwhile_is_used(write, llama_like, tmp_path, monkeypatch):
+    """Another process publishes the same entry at the same time, under another name of the same data."""
+    rows = [{"prompt": "the scale", "completion": " of a tile"}]
+    mine, theirs = write(rows, "mine.jsonl"), write(rows, "theirs.jsonl")
+    publish = module.ExampleWriter.publish
+
+    def beside(writer, facts):
+        monkeypatch.setattr(module.ExampleWriter, "publish", publish)
+        prepare_examples(theirs, Completion(), llama_like, cache=tmp_path)
+        rename = os.rename
+
+        def look(source, target):
+            rename(source, target)
+            assert module.open_examples(tmp_path, writer.key) is not None
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", look)
+            publish(writer, facts)
+
+    monkeypatch.setattr(module.ExampleWriter, "publish", beside)
+    assert prepare_examples(mine, Completion(), llama_like, cache=tmp_path).summary["source"] == str(mine)
+    assert prepare_examples(theirs, Completion(), llama_like, cache=tmp_path).summary["source"] == str(theirs)
+
+
+def test_an_entry_that_vanishes_is_told(write, llama_like, tmp_path, monkeypatch):
+    path = write([{"prompt": "a", "completion": "b"}])
+    monkeypatch.setattr(module, "open_examples", lambda folder, key: None)
+    with pytest.raises(StorageError, match=r"missing though it was just written.*another cache folder"):
+        prepare_examples(path, Completion(), llama_like, cache=tmp_path)
+
+
 # Tokenizers
 
 
@@ -457,3 +490,11 @@ def test_a_coloured_sample_ends_without_a_line_end(ids, labels, expected):
             return {1: "a", 2: "\n"}[ids[0]]
 
     assert coloured_sample(Words(), ids, labels, tokens=2).plain == expected
+
+
+def test_the_sample_shows_control_characters_and_never_prints_them():
+    """Text from the data could else clear the terminal, or ring its bell."""
+    tokens = ["\x1b[2J", "\x07\r", "\x9b\x7f", "größe\t", "数\n"]
+    tokenizer = SimpleNamespace(all_special_ids=[], decode=lambda ids: tokens[ids[0]])
+    shown = coloured_sample(tokenizer, range(len(tokens)), None).plain
+    assert shown == "␛[2J|␇␍|\\x9b␡|größe→\t|数↵"

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -117,6 +118,28 @@ def test_a_changed_cache_is_made_again_and_says_so(tmp_path, damage):
     assert fingerprint(again.tokenizer) == before
     assert "had changed on disk" in again.notes[0]
     assert train_bpe(TEXTS, 270, tmp_path).notes == []
+
+
+@pytest.mark.parametrize("state", ["absent", "changed"])
+def test_processes_that_train_the_same_tokenizer_at_once(texts, tmp_path, monkeypatch, state):
+    """Another one finishes while this one has its draft ready: between its last look and its rename."""
+    from narrowgauge.data import tokenizer as module
+
+    made = train_bpe(texts, 300, tmp_path)
+    if state == "changed":
+        (made.folder / module.SEAL).write_text("{}", encoding="utf-8")
+    else:
+        shutil.rmtree(made.folder)
+    publish = module.publish
+
+    def beside(draft, path):
+        monkeypatch.setattr(module, "publish", publish)
+        train_bpe(texts, 300, tmp_path)
+        publish(draft, path)
+
+    monkeypatch.setattr(module, "publish", beside)
+    assert train_bpe(texts, 300, tmp_path).vocab_size == made.vocab_size
+    assert [path.name for path in tmp_path.iterdir()] == [made.folder.name]
 
 
 def test_training_refuses_what_cannot_work(tmp_path):

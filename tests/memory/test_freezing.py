@@ -106,6 +106,21 @@ def test_tied_weights_are_told():
     assert sentence in str(report)
 
 
+@pytest.mark.parametrize("recipe", ["int4-hq-lss", "int4-lsq-luq"])
+def test_the_order_of_freezing_and_converting_does_not_matter(recipe):
+    """Learned steps are parameters of the layer: those of a frozen one are frozen, or backward would go down to it."""
+    before, after = llama(), llama()
+    freeze(before, "embed*,layers.0-1")
+    ng.convert(before, recipe)
+    ng.convert(after, recipe)
+    freeze(after, "embed*,layers.0-1")
+    assert trainable(before) == trainable(after)
+    assert any(".steps." in name for name in trainable(before))
+    assert saved_bytes(before, batch()).total == saved_bytes(after, batch()).total
+    before.get_submodule("model.layers.1.mlp.up_proj").recipe = recipe
+    assert trainable(before) == trainable(after)
+
+
 def test_predicted_share_of_backward():
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
     whole = 2 * 4

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from narrowgauge.cli import main
-from narrowgauge.errors import CheckpointError, ConfigError, DataError
+from narrowgauge.errors import CheckpointError, ConfigError, DataError, StorageError
 from narrowgauge.train import checkpoint, loop
 from narrowgauge.train.config import replace
 from tests.processes import PYTHON, ROOT
@@ -131,6 +134,38 @@ def test_more_steps_than_were_asked_for_first(make):
     folder = Path(config.output)
     assert list(tiny.losses(folder)) == [1, 2, 3]
     assert json.loads((folder / "run.json").read_text("utf-8"))["steps"] == 3
+
+
+def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(make):
+    """Its settings too: the next one, without a flag, goes on as before."""
+    config = make(steps=2)
+    loop.run(config)
+    stored = Path(config.output, "config.toml")
+    before = stored.read_text("utf-8")
+    with pytest.raises(ConfigError, match="Resume with --steps 2 or more"):
+        loop.run(replace(config, steps=1, resume=True))
+    with pytest.raises(StorageError, match="the cache cannot be used"):
+        loop.run(replace(config, cache="/dev/null/cache", resume=True))
+    assert stored.read_text("utf-8") == before
+    assert loop.run(replace(config, eval_every=1, resume=True)) == 0
+    assert "eval_every = 1" in stored.read_text("utf-8")
+
+
+def test_what_is_shown_before_the_first_step_draws_nothing_from_the_run(make, before_step, monkeypatch):
+    """A library may draw when it is imported (rich does), which happens anew in the process that resumes."""
+    reference, config = make("reference", steps=3), make("stopped", steps=3)
+    assert loop.run(reference) == 0
+    announce = loop.Trainer.announce
+
+    def drawing(trainer, show):
+        announce(trainer, show)
+        random.random(), np.random.rand(), torch.rand(1)
+
+    monkeypatch.setattr(loop.Trainer, "announce", drawing)
+    before_step(2, stop(signal.SIGTERM))
+    assert loop.run(config) == 75
+    assert loop.run(replace(config, resume=True)) == 0
+    same_run(Path(config.output), Path(reference.output))
 
 
 def test_a_torn_line_of_metrics(make, before_step):

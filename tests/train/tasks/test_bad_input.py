@@ -159,6 +159,17 @@ def test_a_slow_tokenizer_is_refused(make, copy_of):
         loop.run(make("classification", model=folder))
 
 
+def test_a_tokenizer_whose_ids_have_gaps_beyond_the_model(make, copy_of):
+    """It has no more entries than the model embeds, and yet an id that the model has no row for."""
+    folder = copy_of("bert")
+    path = folder / "tokenizer.json"
+    state = json.loads(path.read_text("utf-8"))
+    state["model"]["vocab"]["red"] = 4000
+    path.write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(DataError, match=r"tokenizer with ids up to 4000, but the model embeds 96\."):
+        loop.run(make("classification", model=folder))
+
+
 def test_a_language_model_is_no_translator(make, place):
     with pytest.raises(ConfigError, match=r"transformers cannot load it as a sequence-to-sequence model"):
         loop.run(make("t5", model=place / "llama"))
