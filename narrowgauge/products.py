@@ -14,7 +14,7 @@ What is left out: second derivatives (they raise); backward="straight-through", 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.rotate import draw_signs, rotate
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import GEMMS, Cast, Hadamard, LearnedStep, Recipe, Window
-from narrowgauge.sharing import Share
+from narrowgauge.sharing import Handed, Share, SharedGradients
 from narrowgauge.tiles import WHOLE
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
@@ -110,6 +110,7 @@ class Settings:
     is_cold  whether learned steps are in their cold start
     sampled  the products whose rows are sampled in this step
     share    the casts of x that other layers made or will use, open during forward
+    gradients  the casts of output gradients that their producers made
     steps_version  changes whenever the learned steps do
     """
 
@@ -122,7 +123,35 @@ class Settings:
     is_cold: bool = False
     sampled: tuple[str, ...] = ()
     share: Share | None = None
+    gradients: SharedGradients | None = None
     steps_version: tuple[int, ...] = ()
+
+
+def cast_ahead(x: Tensor, live: Tensor | None, settings: Settings, keeps: bool) -> Handed:
+    """x [T, K] cast as a layer with these settings would: what it finds under `handed_key`.
+
+    keeps  whether the layer computes grad_weight
+    """
+    amax = _amax(x, live, settings)
+    lhs, kept, kept_cast = _cast_input(x, amax, Turn(), settings, keeps)
+    return Handed(lhs, kept if kept_cast is not None else None, kept_cast, amax)
+
+
+def handed_key(settings: Settings, keeps: bool) -> Hashable:
+    """What layers that may take the same `Handed` have in common."""
+    recipe = settings.recipe
+    again = recipe.grad_weight.rhs if keeps and recipe.save == "quantized" else None
+    return recipe.output.lhs, settings.plans.output.expand, again, again is not None and settings.plans.turn_x
+
+
+def _given(settings: Settings, keeps: bool) -> Handed | None:
+    """The cast that a producer handed over with x, if it is this layer's."""
+    if settings.share is None or not settings.share.handed:
+        return None
+    found = settings.share.handed.get(handed_key(settings, keeps))
+    if found is not None:
+        found.reads += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -164,9 +193,15 @@ class Products(torch.autograd.Function):
         gy_live: Tensor | None,
     ) -> Tensor:
         recipe, how = settings.recipe, settings.plans.output
-        x_amax, w_amax = _amax(x, x_live, settings), _amax(weight, w_live, settings)
-        turn = Turn.of(recipe.output.rotate, x)
-        lhs, kept, ctx.kept_cast = _cast_input(x, x_amax, turn, settings, ctx.needs_input_grad[1])
+        turn, keeps = Turn.of(recipe.output.rotate, x), ctx.needs_input_grad[1]
+        given = _given(settings, keeps)
+        x_amax = _amax(x, x_live, settings) if given is None else given.amax
+        w_amax = _amax(weight, w_live, settings)
+        if given is None:
+            lhs, kept, ctx.kept_cast = _cast_input(x, x_amax, turn, settings, keeps)
+        else:
+            own = (x if keeps else None, None, None)
+            lhs, kept, ctx.kept_cast = given.lhs, own if given.kept is None else given.kept, given.kept_cast
         rhs = _weight_operand("output", weight, settings, how, w_amax, turn)
         show(settings, "output", ("x", seen(settings, turn, x), lhs), ("w", seen(settings, turn, weight), rhs))
         y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
@@ -184,11 +219,13 @@ class Products(torch.autograd.Function):
         settings: Settings = ctx.settings
         recipe = settings.recipe
         grad_input = grad_weight = grad_bias = lhs = None
-        gy_amax = _amax(gy, ctx.gy_live, settings)
+        handed = None if settings.gradients is None else settings.gradients.take(gy)
+        gy_amax = _amax(gy, ctx.gy_live, settings) if handed is None else handed.amax
         how = settings.plans.grad_input
         if ctx.needs_input_grad[0]:
             turn = Turn.of(recipe.grad_input.rotate, gy)
-            lhs = operand(turn(gy), recipe.grad_input.lhs, how.expand, gy_amax, settings)
+            cast = recipe.grad_input.lhs
+            lhs = operand(turn(gy), cast, how.expand, gy_amax, settings) if handed is None else handed.lhs
             rhs = _weight_operand("grad_input", weight, settings, how, w_amax, turn)
             show(
                 settings,
@@ -199,7 +236,9 @@ class Products(torch.autograd.Function):
             grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
         if ctx.needs_input_grad[1]:
             how, turn = settings.plans.grad_weight, Turn.of(recipe.grad_weight.rotate, gy.T)
-            if lhs is not None and settings.plans.turn_gy:
+            if handed is not None:
+                lhs = handed.turned
+            elif lhs is not None and settings.plans.turn_gy:
                 lhs = turned(lhs)
             else:
                 lhs = operand(turn(gy.T), recipe.grad_weight.lhs, how.expand, gy_amax, settings)

@@ -1,0 +1,68 @@
+"""What is produced, the cast that is wanted of it, what comes out, and what a kernel is chosen by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.ops.registry import Device
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+
+Name = Literal["rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh"]
+KINDS: tuple[Name, ...] = ("rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the functions of `ops.produce`. eps: of the norms."""
+
+    name: Name
+    eps: float = 0.0
+
+    @property
+    def is_norm(self) -> bool:
+        return self.name in ("rms-norm", "layer-norm")
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """A cast of what is produced, y [rows, columns].
+
+    live     [3] of the window by which y is cast (see `delayed`), noted there if it `records`; None: by y itself
+    turned   whether y.T is wanted by the same cast as well
+    """
+
+    cast: Cast
+    live: Tensor | None = None
+    records: bool = True
+    turned: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """y and its casts: of y, of y.T (codes in its own row-major order), and the amax [1, 1] that a window gave it."""
+
+    value: Tensor
+    plain: QTensor | None = None
+    turned: QTensor | None = None
+    amax: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ProduceSpec:
+    """What a kernel is chosen by: everything but the numbers.
+
+    dtypes   of the tensors
+    shape    of y
+    casts    the casts that are wanted, with whether they are turned too
+    """
+
+    kind: Kind
+    device: Device
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, int]
+    casts: tuple[tuple[Cast, bool], ...] = ()
