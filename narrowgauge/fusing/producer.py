@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.ops.produce import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
 from narrowgauge.ops.registry import Choice, device_facts
-from narrowgauge.products import Settings, cast_ahead, handed_key
+from narrowgauge.products import Plans, Settings, cast_ahead, handed_key
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Cast, LearnedStep, Window
 from narrowgauge.sharing import Handed, HandedGradient, SharedInputs
@@ -273,4 +273,9 @@ def _wants_one_cast(layer: QLinear, cast: Cast | None) -> bool:
         return False
     plans = layer.settings(layer.weight).plans
     unturned = recipe.grad_input.rotate is None and recipe.grad_weight.rotate is None
-    return unturned and plans.grad_input.expand is None and plans.grad_weight.expand is None
+    return unturned and not _is_emulated(plans)
+
+
+def _is_emulated(plans: Plans) -> bool:
+    """Whether a product that reads gy wants decoded values, which no kernel leaves."""
+    return plans.grad_input.expand is not None or plans.grad_weight.expand is not None

@@ -245,6 +245,8 @@ def produce(
             CASTS, C, BLOCK, WANTS_TURNED, ROWS, COLUMNS,
         )  # fmt: skip
         if KIND == SWIGLU_GRADIENTS:
+            if CASTS == 3 and WANTS_TURNED:  # again, from the cache: kept meanwhile, it would spill beside both orientations
+                _, second = _values(a, b, c, mean, rate, place, column, mask, inside, KIND)
             second = _rounded(second, y2, mask)
             if WANTS_MAXIMA2:
                 greatest2 = tl.maximum(greatest2, magnitude_bits(second))

@@ -69,9 +69,9 @@ class _Target:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """As `produce` takes them."""
-        plain, turned = self.plain, self.turned
-        codes = (plain and plain.codes, turned and turned.codes, plain and plain.scale, turned and turned.scale)
-        return (self.y, *codes, self.maxima, self.order and self.order.live)
+        outputs = (self.plain, self.turned)
+        codes, scales = ([each and getattr(each, name) for each in outputs] for name in ("codes", "scale"))
+        return (self.y, *codes, *scales, self.maxima, None if self.order is None else self.order.live)
 
     def finished(self) -> Made:
         """With what follows the kernel: the state of a window, or the cast by the maximum that was found."""
@@ -80,19 +80,22 @@ class _Target:
             return Made(self.y)
         if self.maxima is None:
             assert self.plain is not None
-            return Made(self.y, self.plain.finished(), self.turned and self.turned.finished())
+            return Made(self.y, self.plain.finished(), self._turned())
         if order.live is None:
             return self._by_maximum(order, C, self.maxima.view(torch.float32))
         assert self.plain is not None
         used = torch.empty(1, 1, dtype=torch.float32, device=self.y.device)
         launch(
-            produced.settle, PARTS, self.y, self.plain.codes, self.turned and self.turned.codes, self.maxima, order.live,
+            produced.settle, PARTS, self.y, self.plain.codes, None if self.turned is None else self.turned.codes, self.maxima, order.live,
             used, self.plain.scale, *self.y.shape, RECORDS=order.records, WANTS_TURNED=self.turned is not None, C=C,
             PARTS=PARTS, PROGRAMS=PARTS, ROWS=TURNED_ROWS, COLUMNS=TURNED_COLUMNS, warps=TURNED_WARPS,
         )  # fmt: skip
         if self.turned is not None:
             self.turned.scale = self.plain.scale
-        return Made(self.y, self.plain.finished(), self.turned and self.turned.finished(), used)
+        return Made(self.y, self.plain.finished(), self._turned(), used)
+
+    def _turned(self) -> QTensor | None:
+        return None if self.turned is None else self.turned.finished()
 
     def _by_maximum(self, order: Order, C: Settings, maxima: Tensor) -> Made:
         plain: QTensor
