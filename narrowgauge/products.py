@@ -150,7 +150,7 @@ def _given(settings: Settings, keeps: bool) -> Handed | None:
         return None
     found = settings.share.handed.get(handed_key(settings, keeps))
     if found is not None:
-        found.reads += 1
+        found.reads.taken += 1
     return found
 
 

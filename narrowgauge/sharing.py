@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -30,20 +30,28 @@ Made = TypeVar("Made")
 
 
 @dataclass(eq=False)
+class Reads:
+    """made: casts that were handed over; taken: how often a layer took one."""
+
+    made: int = 0
+    taken: int = 0
+
+
+@dataclass(eq=False)
 class Handed:
     """x as one or more layers will read it, cast ahead by what computed x (`fusing`).
 
     lhs        the operand of `output`
     kept       codes, scale and global scale of x.T for grad_weight, cast by kept_cast; None: each layer keeps x itself
     amax       by which a window had it cast
-    reads      how many layers took it
+    reads      counts the layers that took it; of the producer, since the casts go when they are read
     """
 
     lhs: QTensor | Tensor
     kept: tuple[Tensor | None, ...] | None
     kept_cast: Cast | None
     amax: Tensor | None
-    reads: int = 0
+    reads: Reads = field(default_factory=Reads)
 
 
 @dataclass(eq=False)

@@ -128,9 +128,9 @@ def _fusion(place: Place, producer: Producer) -> Fusion:
     if reader is None:
         reasons = [refuse_reader(each) for each in producer.readers if isinstance(each, QLinear)]
         return Fusion(**names, reason=next((each for each in reasons if each), "no reader was converted"))  # type: ignore[arg-type]
-    reads = producer.read + (0 if producer._last is None else producer._last.reads)
     takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in producer.readers)
-    unread = None if not producer.made else max(0.0, 1 - reads / (producer.made * takers))
+    reads = producer.reads
+    unread = None if not reads.made else max(0.0, 1 - reads.taken / (reads.made * takers))
     return Fusion(
         **names, function=producer.kind.name, backend=producer.backend_words(reader), unread=unread  # type: ignore[arg-type]
     )  # fmt: skip

@@ -10,7 +10,7 @@ Elsewhere the module's own code computes y, and the cast is what the reader itse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from narrowgauge.ops.registry import Choice, device_facts
 from narrowgauge.products import Plans, Settings, cast_ahead, handed_key
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Cast, LearnedStep, Window
-from narrowgauge.sharing import Handed, HandedGradient, SharedInputs
+from narrowgauge.sharing import Handed, HandedGradient, Reads, SharedInputs
 
 
 @dataclass(eq=False)
@@ -34,16 +34,15 @@ class Producer:
     readers   the layers that read it; the first that casts decides about the cast
     sources   the layers whose outputs are its inputs, read by nobody else: swiglu's gate and up, gelu's Linear
     backend   the kernel to take ("triton", "reference"); None: the first that does not refuse, and no function without "triton"
-    made, read   casts handed over, and how often a layer took one
+    reads     casts handed over, and how often a layer took one
     """
 
     kind: Kind
     readers: tuple[nn.Module, ...]
     sources: tuple[nn.Module, ...] = ()
     backend: str | None = None
-    made: int = 0
-    read: int = 0
-    _last: Handed | None = field(default=None, repr=False)
+    reads: Reads = field(default_factory=Reads)
+    _choices: dict[Hashable, Choice[ProduceSpec]] = field(default_factory=dict, repr=False)
 
     def reader(self) -> QLinear | None:
         """The first layer that casts what it reads; None: nobody does, or somebody looks at the operands."""
@@ -57,26 +56,28 @@ class Producer:
         reader = None if torch.compiler.is_compiling() else self.reader()
         if reader is None or tensors[0].numel() == 0:
             return otherwise()
-        choice = self.choice(reader, tensors)
+        settings = reader.settings(tensors[0])
+        order = self._order(reader, settings)
+        choice = None if order is None else self._choice(order, settings, tensors)
         if choice is None:
             y = otherwise()
             self._hand_over(y, reader, None, reader.settings(y))
             return y
         shape = tensors[0].shape
         flat = tuple(each.reshape(-1, shape[-1]) if each.ndim > 1 else each for each in tensors)
-        pocket = _Pocket(self, reader, choice)
+        pocket = _Pocket(self, order, choice)
         y = _Function.apply(pocket, *flat).reshape(shape)
         assert pocket.made is not None
-        self._hand_over(y, reader, pocket.made, reader.settings(y))
+        self._hand_over(y, reader, pocket.made, settings)
         return y
 
-    def choice(self, reader: QLinear, tensors: Sequence[Tensor]) -> Choice[ProduceSpec] | None:
+    def _choice(self, order: Order, settings: Settings, tensors: Sequence[Tensor]) -> Choice[ProduceSpec] | None:
         """The kernel that computes y; None: the module's own code, which the reference would only repeat."""
-        settings = reader.settings(tensors[0])
-        order = self._order(reader, settings)
-        if order is None:
-            return None
-        found = FORWARD.choose(self._spec(tensors, (order,)), self.backend)
+        x = tensors[0]
+        key = id(settings.recipe), x.device, x.shape[-1], order.turned, *(each.dtype for each in tensors)
+        if key not in self._choices:
+            self._choices[key] = FORWARD.choose(self._spec(tensors, (order,)), self.backend)
+        found = self._choices[key]
         return found if self.backend is not None or found.kernel.name != "reference" else None
 
     def backend_words(self, reader: QLinear) -> str:
@@ -129,14 +130,9 @@ class Producer:
         else:
             handed = _handed(made, settings, keeps)
         share.handed[handed_key(settings, keeps)] = handed
-        self._count(handed)
+        handed.reads = self.reads
+        self.reads.made += 1
         self._follow(reader, settings)
-
-    def _count(self, handed: Handed) -> None:
-        if self._last is not None:
-            self.read += self._last.reads
-        self.made += 1
-        self._last = handed
 
     @torch.no_grad()
     def _follow(self, reader: QLinear, settings: Settings) -> None:
@@ -157,7 +153,8 @@ class Producer:
         return [_gradient_order(layer) for layer in self.sources]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_last": None}
+        """Without the choices: they belong to this process and its recipes."""
+        return self.__dict__ | {"_choices": {}}
 
 
 @dataclass(eq=False)
@@ -165,7 +162,7 @@ class _Pocket:
     """What goes into the autograd function besides tensors, and what comes out besides y."""
 
     producer: Producer
-    reader: QLinear
+    order: Order | None
     choice: Choice[ProduceSpec]
     made: Made | None = None
 
@@ -173,9 +170,8 @@ class _Pocket:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pocket: _Pocket, *tensors: Tensor) -> Tensor:
-        producer, reader = pocket.producer, pocket.reader
-        order = producer._order(reader, reader.settings(tensors[0]))
-        pocket.made, statistics = pocket.choice.kernel.run(producer.kind, tensors, order)
+        producer = pocket.producer
+        pocket.made, statistics = pocket.choice.kernel.run(producer.kind, tensors, pocket.order)
         ctx.save_for_backward(*tensors, *statistics)
         ctx.count, ctx.producer = len(tensors), producer
         return pocket.made.value
@@ -185,25 +181,22 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         producer: Producer = ctx.producer
         tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        wanted = [] if producer.kind.is_norm else producer.gradient_orders()
-        wanted += [(None, None)] * (len(tensors) - len(wanted))
-        wanted = wanted[:1] if producer.kind.is_norm else wanted
-        gy = gy.contiguous()
-        orders = [order for order, _ in wanted]
-        refused = [o if _computes(producer, tensors, o) else None for o in orders]
-        choice = GRADIENTS.choose(producer._spec(tensors, refused), producer.backend)
-        made, of_parameters = choice.kernel.run(producer.kind, tensors, statistics, gy, refused)
+        count = 1 if producer.kind.is_norm else len(tensors)  # of what has a gradient that a layer casts
+        wanted = producer.gradient_orders() or [(None, None)] * count
+        orders: list[Order | None] = []
+        for order, _ in wanted:  # each that a kernel casts beside those before it; the others are left to their layers
+            orders.append(order if order is not None and _computes(producer, tensors, [*orders, order]) else None)
+        choice = GRADIENTS.choose(producer._spec(tensors, orders), producer.backend)
+        made, of_parameters = choice.kernel.run(producer.kind, tensors, statistics, gy.contiguous(), orders)
         for each, (_, shared) in zip(made, wanted, strict=True):
             if shared is not None and each.plain is not None and each.turned is not None:
                 shared.gradients.put(each.value, HandedGradient(each.plain, each.turned, each.amax))
         return None, *(each.value for each in made), *of_parameters
 
 
-def _computes(producer: Producer, tensors: Sequence[Tensor], order: Order | None) -> bool:
-    """Whether a kernel casts the gradient as its layer wants it; else the layer casts it itself."""
-    if order is None:
-        return False
-    found = GRADIENTS.choose(producer._spec(tensors, (order,)), producer.backend)
+def _computes(producer: Producer, tensors: Sequence[Tensor], orders: Sequence[Order | None]) -> bool:
+    """Whether a kernel makes these casts of gradients in one pass."""
+    found = GRADIENTS.choose(producer._spec(tensors, orders), producer.backend)
     return producer.backend is not None or found.kernel.name != "reference"
 
 

@@ -115,9 +115,10 @@ def _emit(
     COLUMNS: tl.constexpr,
 ):
     """Stores values [ROWS, COLUMNS], rounded already, and their codes by `scale` (CASTS 1 and 2) or their own (3)."""
-    tl.store(y + row[:, None] * columns + column[None, :], values.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + row[:, None] * columns + column[None, :], values, mask=mask)
     if CASTS == 1 or CASTS == 2:
-        found = encode(divided(values, divisor(scale, C), C), values, C)
+        wide = values.to(tl.float32)
+        found = encode(divided(wide, divisor(scale, C), C), wide, C)
         store_codes(found, codes, row, column, rows, columns, C, ROWS, COLUMNS)
         if WANTS_TURNED:
             store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
@@ -134,8 +135,8 @@ def _emit(
 
 @triton.jit
 def _rounded(values, y, mask):
-    """As y keeps them, zero outside, float32."""
-    return tl.where(mask, values, 0.0).to(y.dtype.element_ty).to(tl.float32)
+    """As y keeps them, zero outside, in its type: 16 bits take half the registers until they are cast."""
+    return tl.where(mask, values, 0.0).to(y.dtype.element_ty)
 
 
 @triton.jit
@@ -245,7 +246,9 @@ def produce(
             CASTS, C, BLOCK, WANTS_TURNED, ROWS, COLUMNS,
         )  # fmt: skip
         if KIND == SWIGLU_GRADIENTS:
-            if CASTS == 3 and WANTS_TURNED:  # again, from the cache: kept meanwhile, it would spill beside both orientations
+            if (
+                CASTS == 3 and WANTS_TURNED
+            ):  # again, from the cache: kept meanwhile, it would spill beside both orientations
                 _, second = _values(a, b, c, mean, rate, place, column, mask, inside, KIND)
             second = _rounded(second, y2, mask)
             if WANTS_MAXIMA2:

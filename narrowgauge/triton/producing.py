@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.produce.spec import Kind, Made, Order
 from narrowgauge.qtensor import QTensor
 from narrowgauge.tiles import WHOLE
 from narrowgauge.triton import norms, produced, quantizing
 from narrowgauge.triton.launch import launch
+from narrowgauge.triton.orders import Kind, Made, Order
 from narrowgauge.triton.quantizing import Output
 from narrowgauge.triton.settings import Settings
 
@@ -69,9 +69,11 @@ class _Target:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """As `produce` takes them."""
-        outputs = (self.plain, self.turned)
-        codes, scales = ([each and getattr(each, name) for each in outputs] for name in ("codes", "scale"))
-        return (self.y, *codes, *scales, self.maxima, None if self.order is None else self.order.live)
+        plain, turned = (None if each is None else (each.codes, each.scale) for each in (self.plain, self.turned))
+        codes, scale = plain or (None, None)
+        turned_codes, turned_scale = turned or (None, None)
+        live = None if self.order is None else self.order.live
+        return (self.y, codes, turned_codes, scale, turned_scale, self.maxima, live)
 
     def finished(self) -> Made:
         """With what follows the kernel: the state of a window, or the cast by the maximum that was found."""

@@ -89,6 +89,10 @@ def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(6
         (spec("gelu", (Cast(format=E4M3, calibrate=ClippedRms()), False)), "takes the largest magnitude, not 2.475 rms"),
         (spec("gelu", (Cast(format=INT4), False)), "writes a byte per element, and two int4 share one"),
         (spec("gelu", (Cast(format=E4M3, tile=(128, 128)), False)), r"not tiles of \(128, 128\)"),
+        (
+            spec("swiglu", (VECTOR, True), (Cast(format=E4M3, tile=(1, 32), scale=POW2), True)),
+            "casts both gradients in pieces of one length",
+        ),
         (spec("gelu", (ROW, True)), "knows the maxima of columns after a pass over all rows"),
         (spec("rms-norm", (VECTOR, True)), "pieces of columns are as long as many rows"),
     ],
@@ -178,7 +182,7 @@ def test_windows_of_gradients_are_noted_once(monkeypatch):
     model = forced(ng.convert(Mlp(), "fp8-delayed"), monkeypatch)
     gradients = []
     model.gate_proj.register_full_backward_hook(lambda module, inputs, outputs: gradients.append(outputs[0]))
-    x = torch.randn(7, 32)
+    x = torch.randn(7, 32, requires_grad=True)
     model(x).square().sum().backward()
     seen = model.gate_proj.live("gy")[1]
     assert_same(seen, gradients[0].abs().max())

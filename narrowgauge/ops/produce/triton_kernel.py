@@ -41,6 +41,8 @@ def refuse(spec: ProduceSpec) -> str | None:
             return f"reads float32, bfloat16 and float16, not {dtype}"
     if spec.kind.is_norm and spec.shape[1] > LONGEST_ROW:
         return f"norms rows of at most {LONGEST_ROW} elements, not {spec.shape[1]}"
+    if len({cast.tile for cast, _ in spec.casts if WHOLE not in cast.tile}) > 1:
+        return "casts both gradients in pieces of one length"
     for cast, turned in spec.casts:
         if cast.rounding != "nearest":
             return f"rounds to nearest, not {cast.rounding}"
