@@ -53,9 +53,12 @@ def _tanh_gate(x):
 
 
 @triton.jit
-def _values(a, b, c, mean, rate, place, column, mask, inside, KIND: tl.constexpr):
-    """What is computed at `place` [ROWS, COLUMNS], float32; a second result of swiglu's gradients, else the first again."""
-    raw = tl.load(a + place, mask=mask, other=0.0)
+def _values(a, b, c, mean, rate, offset, place, column, mask, inside, KIND: tl.constexpr):
+    """What is computed at offset + place [ROWS, COLUMNS], float32; a second result of swiglu's gradients, else the first again.
+
+    offset int64, place int32: numbers of 64 bits for every element would fill the registers
+    """
+    raw = tl.load(a + offset + place, mask=mask, other=0.0)
     x = raw.to(tl.float32)
     if KIND == RMS_NORM:
         weight = tl.load(b + column, mask=inside, other=0.0).to(tl.float32)
@@ -67,7 +70,9 @@ def _values(a, b, c, mean, rate, place, column, mask, inside, KIND: tl.constexpr
         first = (x - mean[:, None]) * rate[:, None] * weight[None, :] + bias[None, :]
         second = first
     elif KIND == SWIGLU:
-        first = (x * _sigmoid(x)).to(raw.dtype).to(tl.float32) * tl.load(b + place, mask=mask, other=0.0).to(tl.float32)
+        first = (x * _sigmoid(x)).to(raw.dtype).to(tl.float32) * tl.load(b + offset + place, mask=mask, other=0.0).to(
+            tl.float32
+        )
         second = first
     elif KIND == GELU:
         first = x * _normal(x)
@@ -76,10 +81,10 @@ def _values(a, b, c, mean, rate, place, column, mask, inside, KIND: tl.constexpr
         first = x * _tanh_gate(x)
         second = first
     else:
-        h = tl.load(c + place, mask=mask, other=0.0).to(tl.float32)
+        h = tl.load(c + offset + place, mask=mask, other=0.0).to(tl.float32)
         if KIND == SWIGLU_GRADIENTS:
             share = _sigmoid(x)
-            up = tl.load(b + place, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(b + offset + place, mask=mask, other=0.0).to(tl.float32)
             first = h * up * (share * (1.0 + x * (1.0 - share)))
             second = h * (x * share)
         elif KIND == GELU_GRADIENT:
@@ -102,6 +107,8 @@ def _emit(
     scales,
     turned_scales,
     scale,
+    offset,
+    place,
     row,
     column,
     rows,
@@ -115,7 +122,7 @@ def _emit(
     COLUMNS: tl.constexpr,
 ):
     """Stores values [ROWS, COLUMNS], rounded already, and their codes by `scale` (CASTS 1 and 2) or their own (3)."""
-    tl.store(y + row[:, None] * columns + column[None, :], values, mask=mask)
+    tl.store(y + offset + place, values, mask=mask)
     if CASTS == 1 or CASTS == 2:
         wide = values.to(tl.float32)
         found = encode(divided(wide, divisor(scale, C), C), wide, C)
@@ -180,10 +187,12 @@ def produce(
     """See the module. means, rates [rows] float32 of a norm are written; maxima [PARTS] int32 are zero before; span: SPAN."""
     program = tl.program_id(0).to(tl.int64)
     pieces = tl.cdiv(columns, span)
-    row = (program // pieces) * ROWS + tl.arange(0, ROWS)
+    top = (program // pieces) * ROWS
+    row = top + tl.arange(0, ROWS)
     begin = (program % pieces) * span
     end = tl.minimum(begin + span, columns)
     known = row < rows
+    place = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
     mean = tl.zeros((ROWS,), tl.float32)
     rate = mean
     if KIND <= LAYER_NORM:
@@ -192,14 +201,14 @@ def produce(
             for start in range(0, columns, COLUMNS):
                 column = start + tl.arange(0, COLUMNS).to(tl.int64)
                 mask = known[:, None] & (column < columns)[None, :]
-                sums += tl.load(a + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+                sums += tl.load(a + top * columns + start + place, mask=mask, other=0.0).to(tl.float32)
             mean = tl.sum(sums, axis=1) / columns
             tl.store(means + row, mean, mask=known)
         squares = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, columns, COLUMNS):
             column = start + tl.arange(0, COLUMNS).to(tl.int64)
             mask = known[:, None] & (column < columns)[None, :]
-            x = tl.load(a + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(a + top * columns + start + place, mask=mask, other=0.0).to(tl.float32)
             away = tl.where(mask, x - mean[:, None], 0.0)
             squares += away * away
         rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(tl.sum(squares, axis=1) / columns + eps))
@@ -217,8 +226,7 @@ def produce(
             column = start + tl.arange(0, COLUMNS).to(tl.int64)
             inside = column < columns
             mask = known[:, None] & inside[None, :]
-            place = row[:, None] * columns + column[None, :]
-            first, second = _values(a, b, c, mean, rate, place, column, mask, inside, KIND)
+            first, second = _values(a, b, c, mean, rate, top * columns + start, place, column, mask, inside, KIND)
             largest = tl.maximum(largest, magnitude_bits(_rounded(first, y, mask)))
             if CASTS2 == 2:
                 largest2 = tl.maximum(largest2, magnitude_bits(_rounded(second, y2, mask)))
@@ -236,25 +244,25 @@ def produce(
         column = start + tl.arange(0, COLUMNS).to(tl.int64)
         inside = column < columns
         mask = known[:, None] & inside[None, :]
-        place = row[:, None] * columns + column[None, :]
-        first, second = _values(a, b, c, mean, rate, place, column, mask, inside, KIND)
+        offset = top * columns + start
+        first, second = _values(a, b, c, mean, rate, offset, place, column, mask, inside, KIND)
         first = _rounded(first, y, mask)
         if WANTS_MAXIMA:
             greatest = tl.maximum(greatest, magnitude_bits(first))
         _emit(
-            first, y, codes, turned, scales, turned_scales, scale, row, column, rows, columns, mask,
+            first, y, codes, turned, scales, turned_scales, scale, offset, place, row, column, rows, columns, mask,
             CASTS, C, BLOCK, WANTS_TURNED, ROWS, COLUMNS,
         )  # fmt: skip
         if KIND == SWIGLU_GRADIENTS:
             if (
                 CASTS == 3 and WANTS_TURNED
             ):  # again, from the cache: kept meanwhile, it would spill beside both orientations
-                _, second = _values(a, b, c, mean, rate, place, column, mask, inside, KIND)
+                _, second = _values(a, b, c, mean, rate, offset, place, column, mask, inside, KIND)
             second = _rounded(second, y2, mask)
             if WANTS_MAXIMA2:
                 greatest2 = tl.maximum(greatest2, magnitude_bits(second))
             _emit(
-                second, y2, codes2, turned2, scales2, turned_scales2, scale2, row, column, rows, columns, mask,
+                second, y2, codes2, turned2, scales2, turned_scales2, scale2, offset, place, row, column, rows, columns, mask,
                 CASTS2, C2, BLOCK, WANTS_TURNED, ROWS, COLUMNS,
             )  # fmt: skip
     if WANTS_MAXIMA:
