@@ -10,7 +10,7 @@ How a scale is found (CASTS):
 
     0    no cast; the largest magnitude only, where `maxima` is asked for
     1    one scale, of earlier steps (delayed scaling); `settle` follows                      2    of each row
-    3    of each piece of BLOCK columns (of y.T: of BLOCK rows)
+    3    of each piece of BLOCK columns (of y.T: of BLOCK rows; not of two results, which would spill)
 
 The functions (KIND) and their names for tensors: `ops.produce`. of a gradient h: 5 swiglu (two results), 6 gelu, 7 gelu-tanh.
 """
@@ -254,10 +254,6 @@ def produce(
             CASTS, C, BLOCK, WANTS_TURNED, ROWS, COLUMNS,
         )  # fmt: skip
         if KIND == SWIGLU_GRADIENTS:
-            if (
-                CASTS == 3 and WANTS_TURNED
-            ):  # again, from the cache: kept meanwhile, it would spill beside both orientations
-                _, second = _values(a, b, c, mean, rate, offset, place, column, mask, inside, KIND)
             second = _rounded(second, y2, mask)
             if WANTS_MAXIMA2:
                 greatest2 = tl.maximum(greatest2, magnitude_bits(second))

@@ -41,8 +41,6 @@ def refuse(spec: ProduceSpec) -> str | None:
             return f"reads float32, bfloat16 and float16, not {dtype}"
     if spec.kind.is_norm and spec.shape[1] > LONGEST_ROW:
         return f"norms rows of at most {LONGEST_ROW} elements, not {spec.shape[1]}"
-    if len({cast.tile for cast, _ in spec.casts if WHOLE not in cast.tile}) > 1:
-        return "casts both gradients in pieces of one length"
     for cast, turned in spec.casts:
         if cast.rounding != "nearest":
             return f"rounds to nearest, not {cast.rounding}"
@@ -56,6 +54,8 @@ def refuse(spec: ProduceSpec) -> str | None:
             return "knows the maxima of columns after a pass over all rows"
         if turned and spec.kind.is_norm and WHOLE not in cast.tile:
             return "norms rows, and pieces of columns are as long as many rows"
+        if turned and spec.kind.name == "swiglu" and WHOLE not in cast.tile:
+            return "two gradients in pieces of rows and of columns do not stay in registers"
         reason = quantizing.refuse(Spec(spec.device, spec.dtypes[0], spec.shape, cast))
         if reason is not None:
             return reason
