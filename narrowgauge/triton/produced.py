@@ -10,7 +10,7 @@ How a scale is found (CASTS):
 
     0    no cast; the largest magnitude only, where `maxima` is asked for
     1    one scale, of earlier steps (delayed scaling); `settle` follows                      2    of each row
-    3    of each piece of BLOCK columns (of y.T: of BLOCK rows; not of two results, which would spill)
+    3    of each piece of BLOCK columns; of y alone, since pieces of y.T too were tried and spilled
 
 The functions (KIND) and their names for tensors: `ops.produce`. of a gradient h: 5 swiglu (two results), 6 gelu, 7 gelu-tanh.
 """
@@ -105,7 +105,6 @@ def _emit(
     codes,
     turned,
     scales,
-    turned_scales,
     scale,
     offset,
     place,
@@ -134,10 +133,6 @@ def _emit(
         found, of_blocks = cast_block(values, None, row[:, None], column[None, :], columns, C, 1, BLOCK, ROWS, COLUMNS)
         store_codes(found, codes, row, column, rows, columns, C, ROWS, COLUMNS)
         store_block_scales(of_blocks, scales, rows, columns, down, across, 1, BLOCK, ROWS, COLUMNS)
-        if WANTS_TURNED:
-            found, of_blocks = cast_block(values, None, column[None, :], row[:, None], rows, C, BLOCK, 1, ROWS, COLUMNS)
-            store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
-            store_block_scales(tl.trans(of_blocks), turned_scales, columns, rows, across, down, 1, BLOCK, COLUMNS, ROWS)
 
 
 @triton.jit
@@ -158,14 +153,12 @@ def produce(
     codes,
     turned,
     scales,
-    turned_scales,
     maxima,
     live,
     y2,
     codes2,
     turned2,
     scales2,
-    turned_scales2,
     maxima2,
     live2,
     rows,
@@ -250,7 +243,7 @@ def produce(
         if WANTS_MAXIMA:
             greatest = tl.maximum(greatest, magnitude_bits(first))
         _emit(
-            first, y, codes, turned, scales, turned_scales, scale, offset, place, row, column, rows, columns, mask,
+            first, y, codes, turned, scales, scale, offset, place, row, column, rows, columns, mask,
             CASTS, C, BLOCK, WANTS_TURNED, ROWS, COLUMNS,
         )  # fmt: skip
         if KIND == SWIGLU_GRADIENTS:
@@ -258,7 +251,7 @@ def produce(
             if WANTS_MAXIMA2:
                 greatest2 = tl.maximum(greatest2, magnitude_bits(second))
             _emit(
-                second, y2, codes2, turned2, scales2, turned_scales2, scale2, offset, place, row, column, rows, columns, mask,
+                second, y2, codes2, turned2, scales2, scale2, offset, place, row, column, rows, columns, mask,
                 CASTS2, C2, BLOCK, WANTS_TURNED, ROWS, COLUMNS,
             )  # fmt: skip
     if WANTS_MAXIMA:

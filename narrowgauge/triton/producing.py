@@ -3,7 +3,6 @@
 Sizes of the pieces, none of them measured yet on a GPU:
 
     with y.T    32 x 128 in 8 warps: the runs of y.T are 32 bytes, one sector, and a norm's rows stay in the second-level cache
-    blocks of both orientations   128 x 128 in 16 warps
     else        4 x 1024 in 8 warps; an activation without a scale per row one piece per program
     gradients of norms            a row in registers: 4 warps, 8 from 2,048, 16 from 8,192 columns; 4 programs per multiprocessor
 """
@@ -30,7 +29,6 @@ GRADIENTS = {"swiglu": 5, "gelu": 6, "gelu-tanh": 7}
 PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
 NORM_PARTS = 528
 TURNED_ROWS, TURNED_COLUMNS, TURNED_WARPS = 32, 128, 8
-SQUARE, SQUARE_WARPS = 128, 16
 ROWS, COLUMNS, WARPS = 4, 1024, 8
 
 
@@ -69,11 +67,10 @@ class _Target:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """As `produce` takes them."""
-        plain, turned = (None if each is None else (each.codes, each.scale) for each in (self.plain, self.turned))
-        codes, scale = plain or (None, None)
-        turned_codes, turned_scale = turned or (None, None)
+        codes, scale = (None, None) if self.plain is None else (self.plain.codes, self.plain.scale)
+        turned = None if self.turned is None else self.turned.codes
         live = None if self.order is None else self.order.live
-        return (self.y, codes, turned_codes, scale, turned_scale, self.maxima, live)
+        return (self.y, codes, turned, scale, self.maxima, live)
 
     def finished(self) -> Made:
         """With what follows the kernel: the state of a window, or the cast by the maximum that was found."""
@@ -82,7 +79,7 @@ class _Target:
             return Made(self.y)
         if self.maxima is None:
             assert self.plain is not None
-            return Made(self.y, self.plain.finished(), self._turned())
+            return Made(self.y, self.plain.finished())
         if order.live is None:
             return self._by_maximum(order, C, self.maxima.view(torch.float32))
         assert self.plain is not None
@@ -163,12 +160,10 @@ def _produce(
     height, width, warps = ROWS, COLUMNS, WARPS
     if turned:
         height, width, warps = TURNED_ROWS, TURNED_COLUMNS, TURNED_WARPS
-        if 3 in casts:
-            height, width, warps = SQUARE, SQUARE, SQUARE_WARPS
     whole_rows = what.is_norm or 2 in casts
     span = -(-columns // width) * width if whole_rows else width
     mean, rate = (None, None, *statistics)[-2:]
-    more: tuple[Any, ...] = second.tensors if second is not None else (None,) * 7
+    more: tuple[Any, ...] = second.tensors if second is not None else (None,) * 6
     launch(
         produced.produce, -(-rows // height) * -(-columns // span), a, b, c, what.eps, mean, rate, *first.tensors, *more,
         rows, columns, span, KIND=kind, CASTS=casts[0], C=first.C, CASTS2=casts[-1] if second is not None else 0,

@@ -144,8 +144,7 @@ def _gradients(kind: Kind) -> Iterator[tuple[str, object]]:
         e5m2 = Cast(format=E5M2)
         choices["delayed"] = [order_of(e5m2, True, in_use) for in_use in (3.0, 0.0)][:count]
         choices["current"] = [order_of(e5m2, True, None) for _ in range(count)]
-        if count == 1:
-            choices["vector"] = [order_of(VECTOR, True, None)]
+        choices["vector"] = [order_of(VECTOR, False, None) for _ in range(count)]
         choices["mixed"] = [None, order_of(e5m2, True, 3.0)][-count:]
     for title, orders in choices.items():
         for shape, dtype in (((37, 131), torch.float32), ((150, 260), torch.float16)):

@@ -31,7 +31,7 @@ DELAYED = ("tensor", "e5m2")
 # function, cast, whether of the gradient, sm
 QUICK = [
     ("rms-norm", "tensor", False, 90), ("rms-norm", "row", False, 89), ("layer-norm", "vector", False, 100),
-    ("swiglu", "tensor", False, 90), ("swiglu", "e5m2", True, 90), ("gelu", "vector", True, 90),
+    ("swiglu", "tensor", False, 90), ("swiglu", "e5m2", True, 90), ("gelu", "e5m2", True, 90),
     ("gelu", "int8-row", False, 80), ("layer-norm", "tensor", True, 90),
 ]  # fmt: skip
 MATRIX = [
@@ -43,7 +43,7 @@ MATRIX = [
     if (kind, cast, of_gradient, sm) not in QUICK
     and not (of_gradient and (WHOLE in CASTS[cast].tile) and cast not in DELAYED)
     and not (of_gradient and kind.endswith("norm") and cast != "tensor")
-    and not (of_gradient and kind == "swiglu" and cast == "vector")  # refused
+    and not (of_gradient and cast == "vector")  # refused
     and not (cast == "e5m2" and not of_gradient)
 ]
 

@@ -52,10 +52,8 @@ def refuse(spec: ProduceSpec) -> str | None:
             return f"casts tensors, rows and pieces of rows, not tiles of {cast.tile}"
         if turned and cast.tile == (1, WHOLE):
             return "knows the maxima of columns after a pass over all rows"
-        if turned and spec.kind.is_norm and WHOLE not in cast.tile:
-            return "norms rows, and pieces of columns are as long as many rows"
-        if turned and spec.kind.name == "swiglu" and WHOLE not in cast.tile:
-            return "two gradients in pieces of rows and of columns do not stay in registers"
+        if turned and WHOLE not in cast.tile:
+            return "pieces of columns as well as of rows do not stay in registers beside what computes them"
         reason = quantizing.refuse(Spec(spec.device, spec.dtypes[0], spec.shape, cast))
         if reason is not None:
             return reason
