@@ -122,7 +122,7 @@ def test_a_step_waits_for_the_device_where_it_reads_and_nowhere_else(text, tmp_p
     step, read = trainer.Trainer._optimizer_step, trainer.read
 
     def guarded(self):
-        torch.cuda.set_sync_debug_mode("error" if self.step >= 2 and self.step != 4 else "default")  # step 5 captures
+        torch.cuda.set_sync_debug_mode("error" if self.step >= 2 and self.step != 3 else "default")  # step 4 captures
         try:
             return step(self)
         finally:
