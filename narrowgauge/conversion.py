@@ -32,6 +32,8 @@ from narrowgauge.auto.layers import decisions
 from narrowgauge.blocks import Block, blocks
 from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.fusing import Fusion, fusions, unfuse
+from narrowgauge.fusing import fuse as fuse_producers
 from narrowgauge.learned import decide, warn_of_untrained
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
@@ -66,6 +68,7 @@ def convert(
     tokens: int | None = None,
     compiled: bool = False,
     choices: Mapping[str, str] | None = None,
+    fuse: bool = False,
 ) -> nn.Module:
     """Gives the Linears of `model` their recipes, in place, and returns the model.
 
@@ -75,6 +78,7 @@ def convert(
     tokens    (auto) rows of a forward pass: the sequences of a micro-batch times their length
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
     choices   (auto) layer -> recipe as `auto.layers.chosen` gave them before; nothing is measured
+    fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fusing); stays until None
 
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
@@ -82,6 +86,7 @@ def convert(
     if recipe is None:
         for _, quantized in _quantized(model):
             _restore(quantized)
+        unfuse(model)
         return model
     patterns: Mapping[str, str | Recipe | None] = recipe if isinstance(recipe, Mapping) else {"*": recipe}
     resolved = {
@@ -132,6 +137,8 @@ def convert(
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.share_inputs(shared)
+    if fuse:
+        fuse_producers(model)
     return model
 
 
@@ -190,13 +197,17 @@ class Row:
 
 
 class Description(list[Row]):
-    """The rows of `describe`; prints as a table in which equal layers share a line."""
+    """The rows of `describe`; prints as a table in which equal layers share a line. `fused`: what `convert(fuse=True)` did."""
+
+    fused: tuple[Fusion, ...] = ()
 
     def __str__(self) -> str:
         groups: dict[Row, list[str]] = {}
         for row in self:  # layers whose names differ in numbers only
             groups.setdefault(replace(row, name=re.sub(r"\b\d+\b", "*", row.name)), []).append(row.name)
-        return "\n".join(line for row, names in groups.items() for line in _lines(row, names))
+        lines = [line for row, names in groups.items() for line in _lines(row, names)]
+        fused = dict.fromkeys(re.sub(r"\b\d+\b", "*", str(each)) for each in self.fused)
+        return "\n".join([*lines, *(["Casts in the pass that computes the input:"] * bool(fused)), *fused])
 
 
 def _lines(row: Row, names: list[str]) -> list[str]:
@@ -220,6 +231,7 @@ def describe(model: nn.Module) -> Description:
     Weights that are no Linear's but are multiplied as one (see `unconverted`) have a row too, with the recipe "none".
     """
     description, head = Description(), _output_head(model)
+    description.fused = tuple(fusions(model))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             description.append(_row(model, name, module, head))

@@ -14,7 +14,7 @@ What is left out: second derivatives (they raise); backward="straight-through", 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from narrowgauge.ops.quantize.together import in_one_read
 from narrowgauge.ops.rotate import draw_signs, rotate
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import GEMMS, Cast, Gemm, Hadamard, LearnedStep, Recipe, Window
-from narrowgauge.sharing import Share
+from narrowgauge.sharing import Handed, Share, SharedGradients
 from narrowgauge.tiles import WHOLE
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
@@ -142,6 +142,7 @@ class Settings:
     is_cold  whether learned steps are in their cold start
     sampled  the products whose rows are sampled in this step
     share    the casts of x that other layers made or will use, open during forward
+    gradients  the casts of output gradients that their producers made
     steps_version  changes whenever the learned steps do
     """
 
@@ -155,7 +156,34 @@ class Settings:
     is_cold: bool = False
     sampled: tuple[str, ...] = ()
     share: Share | None = None
+    gradients: SharedGradients | None = None
     steps_version: tuple[int, ...] = ()
+
+
+def cast_ahead(x: Tensor, live: Tensor | None, settings: Settings, keeps: bool) -> Handed:
+    """x [T, K] cast as a layer with these settings would: what it finds under `handed_key`.
+
+    keeps  whether the layer computes grad_weight
+    """
+    lhs, kept, kept_cast, amax = _cast_input(x, live, Turn(), settings, keeps)
+    return Handed(lhs, kept if kept_cast is not None else None, kept_cast, amax)
+
+
+def handed_key(settings: Settings, keeps: bool) -> Hashable:
+    """What layers that may take the same `Handed` have in common."""
+    recipe = settings.recipe
+    again = recipe.grad_weight.rhs if keeps and recipe.save == "quantized" else None
+    return recipe.output.lhs, settings.plans.output.expand, again, again is not None and settings.plans.turn_x
+
+
+def _given(settings: Settings, keeps: bool) -> Handed | None:
+    """The cast that a producer handed over with x, if it is this layer's."""
+    if settings.share is None or not settings.share.handed:
+        return None
+    found = settings.share.handed.get(handed_key(settings, keeps))
+    if found is not None:
+        found.reads.taken += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -197,8 +225,14 @@ class Products(torch.autograd.Function):
         gy_live: Tensor | None,
     ) -> Tensor:
         recipe, how = settings.recipe, settings.plans.output
-        turn = Turn.of(recipe.output.rotate, x)
-        lhs, kept, ctx.kept_cast, x_amax = _cast_input(x, x_live, turn, settings, ctx.needs_input_grad[1])
+        turn, keeps = Turn.of(recipe.output.rotate, x), ctx.needs_input_grad[1]
+        given = _given(settings, keeps)
+        if given is None:
+            lhs, kept, ctx.kept_cast, x_amax = _cast_input(x, x_live, turn, settings, keeps)
+        else:
+            own = (x if keeps else None, None, None)
+            lhs, kept = given.lhs, own if given.kept is None else given.kept
+            ctx.kept_cast, x_amax = given.kept_cast, given.amax
         w_amax = _weight_in_both(weight, w_live, settings, ctx.needs_input_grad[0])
         if w_amax is None:
             w_amax = _amax(weight, w_live, settings)
@@ -220,8 +254,8 @@ class Products(torch.autograd.Function):
         recipe = settings.recipe
         grad_input = grad_weight = grad_bias = lhs = None
         cast, how = recipe.grad_input.lhs, settings.plans.grad_input
-        both = None
-        if settings.plans.both_gy and ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
+        both = None if settings.gradients is None else settings.gradients.take(gy)
+        if both is None and settings.plans.both_gy and ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
             assert cast is not None
             both = in_one_read(gy, cast, ctx.gy_live, records=settings.records)
         gy_amax = _amax(gy, ctx.gy_live, settings) if both is None else both.amax

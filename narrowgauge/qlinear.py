@@ -150,18 +150,11 @@ class QLinear(nn.Linear):
             return super().forward(x)
         weight, bias = self.weight, self.bias
         _check(x, weight, bias)
-        lives = tuple(None if self.scaling is None else _live(self.scaling, role) for role in ("x", "w", "gy"))
-        compiling = torch.compiler.is_compiling()
-        settings = Settings(
-            self._recipe,
-            Plans.of(self._recipe, x.device) if compiling else self._planned(x.device),
-            _out_dtype(x),
-            self.training,
-            compiling or torch.is_grad_enabled(),
-            None if compiling else self._cache,
-            None if compiling else self.observer,
-            share=None if compiling or self._shared is None else self._shared.of(x),
-        )
+        lives: tuple[Tensor | None, ...] = (self.live("x"), self.live("w"), self.live("gy"))
+        shared = None if torch.compiler.is_compiling() else self._shared
+        settings = self.settings(x)
+        if shared is not None:
+            settings = replace(settings, share=shared.of(x), gradients=shared.gradients)
         if self._recipe.backward == "straight-through":
             lives, settings = self._straight_through(x, weight, settings)
         try:
@@ -169,6 +162,28 @@ class QLinear(nn.Linear):
         finally:
             if settings.share is not None:
                 settings.share.close()
+
+    def settings(self, x: Tensor) -> Settings:
+        """What its products need for an input like x, but for the casts that it shares with other layers."""
+        assert self._recipe is not None
+        compiling = torch.compiler.is_compiling()
+        return Settings(
+            self._recipe,
+            Plans.of(self._recipe, x.device) if compiling else self._planned(x.device),
+            _out_dtype(x),
+            self.training,
+            compiling or torch.is_grad_enabled(),
+            None if compiling else self._cache,
+            None if compiling else self.observer,
+        )
+
+    def live(self, role: str) -> Tensor | None:
+        """What the window of a role ("x", "w" or "gy") holds of this step (see `delayed`); None without one."""
+        if self.scaling is None or role not in self.scaling:
+            return None
+        window = self.scaling[role]
+        assert isinstance(window, AmaxWindow)
+        return window.live
 
     def _straight_through(
         self, x: Tensor, weight: Tensor, settings: Settings
@@ -234,14 +249,6 @@ class QLinear(nn.Linear):
         """What copy and pickle take: all but the cached casts and the observer."""
         kept = None if self._cache is None else WeightCache()
         return self.__dict__ | {"_cache": kept, "observer": None, "_plans": None}
-
-
-def _live(scaling: nn.ModuleDict, role: str) -> Tensor | None:
-    if role not in scaling:
-        return None
-    window = scaling[role]
-    assert isinstance(window, AmaxWindow)
-    return window.live
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

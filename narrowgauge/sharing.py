@@ -8,25 +8,59 @@ It serves only the very tensor object at the very version that the entry was mad
 The entry goes when the tensor goes, when another comes, and when `advance` ends the step. Casts that draw random numbers, and
 those with a scale of the layer's own (learned steps, windows), are not shared. Copies and pickles begin empty. Under
 torch.compile it is passed by: the compiler sees equal computations itself.
+
+What computed the input may hand over its casts with it (`fusing`): they lie in the same entry, and are served the same way. A
+gradient comes back through views and as another object, so the casts handed over with one (SharedGradients) are known by its memory,
+which is held until they are taken or `advance` ends the step, and by its version, which every view of it shares.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from narrowgauge.ops.quantize.together import OneRead
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+
 Made = TypeVar("Made")
 
 
+@dataclass(eq=False)
+class Reads:
+    """made: casts that were handed over; taken: how often a layer took one."""
+
+    made: int = 0
+    taken: int = 0
+
+
+@dataclass(eq=False)
+class Handed:
+    """x as one or more layers will read it, cast ahead by what computed x (`fusing`).
+
+    lhs        the operand of `output`
+    kept       codes, scale and global scale of x.T for grad_weight, cast by kept_cast; None: each layer keeps x itself
+    amax       by which a window had it cast
+    reads      counts the layers that took it; of the producer, since the casts go when they are read
+    """
+
+    lhs: QTensor | Tensor
+    kept: tuple[Tensor | None, ...] | None
+    kept_cast: Cast | None
+    amax: Tensor | None
+    reads: Reads = field(default_factory=Reads)
+
+
 class SharedInputs:
-    """One entry: (weak reference to the input, version, {key: casts}). Replaced as a whole, so threads see old or new."""
+    """One entry: (weak reference to the input, version, {key: casts}, {key: Handed}). Replaced as a whole, so threads see old or new."""
 
     def __init__(self) -> None:
-        self._entry: tuple[weakref.ref[Tensor], int, dict[Hashable, Any]] | None = None
+        self._entry: tuple[weakref.ref[Tensor], int, dict[Hashable, Any], dict[Hashable, Handed]] | None = None
+        self.gradients = SharedGradients()
 
     def of(self, x: Tensor) -> Share | None:
         """The share of a layer that reads x now; None for a tensor without a version."""
@@ -34,13 +68,14 @@ class SharedInputs:
             return None
         entry, version = self._entry, x._version
         if entry is None or entry[0]() is not x or entry[1] != version:
-            entry = (weakref.ref(x, self._forget), version, {})
+            entry = (weakref.ref(x, self._forget), version, {}, {})
             self._entry = entry
-        return Share(entry[2])
+        return Share(entry[2], entry[3])
 
     def clear(self) -> None:
-        """Forgets the entry."""
+        """Forgets the entry, and the gradients."""
         self._entry = None
+        self.gradients.clear()
 
     def _forget(self, gone: weakref.ref[Tensor]) -> None:
         entry = self._entry
@@ -53,9 +88,13 @@ class SharedInputs:
 
 @dataclass(eq=False)
 class Share:
-    """The casts of one input, for the length of one forward call. Closed afterwards: backward keeps settings, not casts."""
+    """The casts of one input, for the length of one forward call. Closed afterwards: backward keeps settings, not casts.
+
+    handed  those that came with it
+    """
 
     casts: dict[Hashable, Any] | None
+    handed: dict[Hashable, Handed] | None = None
 
     def get(self, key: Hashable, build: Callable[[], Made]) -> Made:
         """The casts called `key`, made at most once per input."""
@@ -67,4 +106,29 @@ class Share:
         return found
 
     def close(self) -> None:
-        self.casts = None
+        self.casts = self.handed = None
+
+
+class SharedGradients:
+    """The casts of gradients that a backward pass has computed and not read yet."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Tensor, int, OneRead]] = {}
+
+    def put(self, gradient: Tensor, casts: OneRead) -> None:
+        """Hands over `casts` with a gradient, contiguous, that nobody else holds."""
+        self._held[gradient.data_ptr()] = (gradient, gradient._version, casts)
+
+    def take(self, gy: Tensor) -> OneRead | None:
+        """The casts that came with the gradient of which gy is a view of the same elements, once; or None."""
+        if gy.data_ptr() not in self._held or not gy.is_contiguous():
+            return None
+        gradient, version, casts = self._held.pop(gy.data_ptr())
+        same = gradient.numel() == gy.numel() and gradient.dtype == gy.dtype and gy._version == version
+        return casts if same else None
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    def __reduce__(self) -> tuple[type[SharedGradients], tuple[()]]:
+        return SharedGradients, ()

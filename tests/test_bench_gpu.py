@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import __main__ as suite
-from benchmarks.gpu import floor, sweep
+from benchmarks.gpu import floor, picture, sweep
 from benchmarks.gpu.bench import Bench, rotating
 from narrowgauge.auto.measure import compiled_alone
 from tests.processes import PYTHON, run
@@ -32,10 +33,10 @@ def test_without_a_gpu_it_says_so_in_one_sentence():
     ]
 
 
-@pytest.mark.parametrize("question", ["casts", "adamw", "step", "sweep", "layer"])
+@pytest.mark.parametrize("question", ["casts", "adamw", "step", "sweep", "layer", "integers", "growth"])
 def test_every_question_runs(question, capsys):
     """torchao and transformers included, where they are installed."""
-    if question in ("step", "layer"):
+    if question in ("step", "layer", "integers", "growth"):
         pytest.importorskip("torchao")
         pytest.importorskip("transformers")
     code = suite.main(["--dry-run", "--only", question])
@@ -45,9 +46,11 @@ def test_every_question_runs(question, capsys):
     assert {
         "casts": "128x128",
         "adamw": "narrowgauge-8bit",
-        "step": "auto",
+        "step": "fp8-delayed-fused",
         "sweep": "slowest shape",
         "layer": "torchao-rowwise",
+        "integers": "int4-hq-bs",
+        "growth": "torchao-rowwise",
     }[question] in out.out
 
 
@@ -111,3 +114,60 @@ def test_many_modules_compile_without_giving_up(monkeypatch):
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for width in range(12):
             assert compiled_alone(nn.Linear(4, 2 + width))(torch.zeros(1, 4)).shape == (1, 2 + width)
+
+
+def row(case: str, tokens: int, inputs: int, outputs: int, ratio: float, device: str = "H", **more) -> dict:
+    sizes = {"tokens": tokens, "inputs": inputs, "outputs": outputs, "device": device, "baseline": "bf16"}
+    return {"case": case, "of_baseline": [ratio, ratio, ratio], "chosen": "fp8-row", **sizes, **more}
+
+
+def test_the_sweep_is_drawn_where_it_was_measured(tmp_path):
+    """The last line of a case counts, those of another device do not, and a shape without a line stays empty."""
+    rows = [
+        row("auto", 512, 1024, 1024, 0.5, device="old"), row("auto", 512, 2048, 1024, 9.0), row("bf16", 512, 2048, 1024, 1.0),
+        row("auto", 512, 2048, 1024, 0.8), row("auto", 8192, 1024, 4096, 0.5), {"case": "auto", "error": "out of memory"},
+    ]  # fmt: skip
+    lines = "".join(json.dumps(each) + "\n" for each in rows)
+    (tmp_path / "gpu_sweep.jsonl").write_text(lines, encoding="utf-8")
+    found = picture.measured(picture.read(tmp_path / "gpu_sweep.jsonl"))
+    maps = picture.grids(found)
+    assert list(maps) == [512, 8192] and maps[512][:2] == ([1024, 2048], [1024, 4096])
+    assert maps[512][2][0][1] == pytest.approx(1.25) and maps[8192][2][1][0] == pytest.approx(2.0)
+    empty = [value for _, _, grid in maps.values() for line in grid for value in line if math.isnan(value)]
+    assert len(empty) == 6
+    figure = picture.sweep(found)
+    images = [axes.images[0] for axes in figure.axes if axes.images and axes.get_title()]
+    assert [image.get_array()[0, 1] for image in images[:1]] == [pytest.approx(1.25)]
+    assert {text.get_text() for axes in figure.axes for text in axes.texts} == {"1.25\nrow", "2.00\nrow"}
+    red, white, blue = (images[0].cmap(images[0].norm(value))[:3] for value in (0.75, 1.0, 1.8))
+    assert red[0] > red[2] and blue[2] > blue[0] and min(white) > 0.9, "slower than BF16 is red, faster is blue"
+
+
+def test_growth_has_a_line_for_each_recipe_and_pictures_lie_beside_their_lines(tmp_path, capsys):
+    rows = [row(case, 64, width, width, ratio)
+            for case, ratio in (("bf16", 1.0), ("fp8-row", 0.5), ("torchao-rowwise", 0.8)) for width in (1024, 256)]  # fmt: skip
+    for question in ("sweep", "growth"):
+        cases = [{**each, "case": "auto"} for each in rows] if question == "sweep" else rows
+        text = "".join(json.dumps(each) + "\n" for each in cases)
+        (tmp_path / f"gpu_{question}.jsonl").write_text(text, encoding="utf-8")
+    [axes] = picture.growth(rows).axes
+    lines = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()), line.get_linestyle())
+        for line in axes.lines[:2]
+    }
+    assert lines == {
+        "fp8-row": ([256, 1024], [2.0, 2.0], "-"),
+        "torchao-rowwise": ([256, 1024], [1.25, 1.25], "--"),
+    }
+    assert picture.main(["--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "gpu_sweep.png"), str(tmp_path / "gpu_growth.png")]
+    assert all((tmp_path / f"gpu_{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("sweep", "growth"))
+
+
+def test_without_lines_there_is_no_picture(tmp_path, capsys):
+    assert picture.main(["--results", str(tmp_path)]) == 1
+    assert "Run make bench-gpu first" in capsys.readouterr().err
+
+
+def test_a_peer_in_triton_is_no_contender_on_a_cpu(bench):
+    assert not bench.has_peer("bf16-liger") and bench.has_peer("fp8-row") and bench.has_peer("torchao-rowwise")

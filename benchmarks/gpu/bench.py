@@ -6,6 +6,7 @@ with its reason and recorded with it; the others go on. Cases of one comparison 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -49,6 +50,20 @@ class Bench:
             return True
         self.left_out.append(what)
         return False
+
+    def has_peer(self, contender: str) -> bool:
+        """Whether what a contender is made of can be had here; says so if not. Peers in Triton need a GPU."""
+        if not contender.endswith("-liger"):
+            return True
+        if self.device.type != "cuda":
+            return False
+        if importlib.util.find_spec("liger_kernel") is None:
+            print(
+                f"{contender}: liger-kernel is not installed, its line is left out (pip install liger-kernel).",
+                flush=True,
+            )
+            return False
+        return True
 
     def compare(
         self,

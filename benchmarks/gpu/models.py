@@ -12,12 +12,34 @@ from benchmarks.gpu.bench import Bench
 
 
 def converted(model: nn.Module, contender: str, bench: Bench, tokens: int) -> nn.Module:
-    """contender: "bf16" (as it is), "torchao-tensorwise", "torchao-rowwise", "auto", or a recipe of narrowgauge."""
+    """contender: "bf16" (as it is), "bf16-liger", "torchao-tensorwise", "torchao-rowwise", "auto", or a recipe of narrowgauge.
+
+    A recipe followed by "-fused" has norms and activations cast what they compute.
+    """
     if contender == "bf16":
         return model
+    if contender == "bf16-liger":
+        return _liger(model)
     if contender.startswith("torchao-"):
         return _torchao(model, contender.removeprefix("torchao-"), bench)
-    return ng.convert(model, contender, tokens=tokens)
+    recipe = contender.removesuffix("-fused")
+    return ng.convert(model, recipe, tokens=tokens, fuse=recipe != contender)
+
+
+def _liger(model: nn.Module) -> nn.Module:
+    """With liger-kernel's norm and SwiGLU in this model alone: it also replaces the classes that later models are built of."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    before = {name: getattr(modeling_llama, name) for name in ("LlamaRMSNorm", "LlamaMLP")}
+    try:
+        apply_liger_kernel_to_llama(
+            rope=False, cross_entropy=False, fused_linear_cross_entropy=False, rms_norm=True, swiglu=True, model=model
+        )
+    finally:
+        for name, kind in before.items():
+            setattr(modeling_llama, name, kind)
+    return model
 
 
 def _torchao(model: nn.Module, name: str, bench: Bench) -> nn.Module:

@@ -94,6 +94,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "shown_tensors": tables.SHOWN_TENSORS,
         "nonfinite": tables.nonfinite_readings(recorded),
         "resumptions": recorded.of("resume"),
+        "launches": [event for event in recorded.of("launches") if {"words", "advice"} <= event.keys()],
         "checkpoints": recorded.of("checkpoint"),
         "environment": tables.environment(recorded),
         "command": shlex.join(str(part) for part in recorded.run.get("command") or []),

@@ -28,6 +28,8 @@ TEXT_KEYS = frozenset(
         "switch",
         "before",
         "after",
+        "words",
+        "advice",
     }
 )
 

@@ -39,7 +39,7 @@ FEWEST_ROWS = {"cpu": 32, "cuda": 256}
 
 @dataclass(frozen=True)
 class _Settings:
-    """softcap and z_loss are 0 when they are off."""
+    """softcap and z_loss are 0 when they are off. ignores: whether tokens that do not count are among the rows."""
 
     rows: int
     computes_in: torch.dtype
@@ -47,6 +47,7 @@ class _Settings:
     softcap: float
     z_loss: float
     needs_gradients: bool
+    ignores: bool
 
     def operand(self, x: Tensor) -> Tensor:
         """As it enters a product: rounded to the type of the computation, held in that of the multiplication."""
@@ -63,6 +64,7 @@ def chunked_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk: int | None = None,
+    checked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sum of -log softmax(hidden @ weight.T + bias)[target] over the valid targets, and their number.
 
@@ -71,6 +73,7 @@ def chunked_cross_entropy(
     softcap  logits become softcap * tanh(logits / softcap)
     z_loss   this times the squared log-sum-exp is added for each valid target
     chunk    tokens of a chunk; None: as many as make a few MiB of logits on the CPU, 256 MiB on a GPU
+    checked  the caller knows that targets lie in range: nothing is read back from a GPU, and ignored tokens are computed
     ->       loss float32 (float64 for float64), count int64, both 0-d; 0 and 0 if no target is valid
 
     Divide the loss by the count, or by that of all micro-batches. Differentiable once in hidden, weight and bias, by as many
@@ -82,7 +85,8 @@ def chunked_cross_entropy(
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     valid = labels != ignore_index
     count = valid.sum()
-    if not torch.compiler.is_compiling():
+    looks = not checked and not torch.compiler.is_compiling()
+    if looks:
         if int(count) < labels.numel():
             states, labels = states[valid], labels[valid]
             valid = torch.ones_like(labels, dtype=torch.bool)
@@ -95,6 +99,7 @@ def chunked_cross_entropy(
         softcap=softcap or 0.0,
         z_loss=z_loss,
         needs_gradients=torch.is_grad_enabled(),
+        ignores=not looks,
     )
     # Autocast would round the operands of these products again, and multiply in bfloat16 where float32 was chosen for speed.
     with torch.autocast(hidden.device.type, enabled=False):
@@ -186,17 +191,12 @@ def _loss_and_gradient(
     if not needs_gradient:
         return total, None
     grad = log_p.exp_()
-    if settings.z_loss or not _all_ones(valid):
+    if settings.z_loss or settings.ignores:
         grad = grad.mul_(factor)
     grad = grad.scatter_add_(1, labels, -weight)
     if settings.softcap:
         grad = grad.mul_(1 - (capped / settings.softcap).square())
     return total, grad
-
-
-def _all_ones(valid: Tensor) -> bool:
-    """Whether ignored tokens were left out beforehand: always, except while compiling."""
-    return not torch.compiler.is_compiling()
 
 
 def _add_product(total: Tensor, grad: Tensor, lhs: Tensor) -> None:

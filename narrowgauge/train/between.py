@@ -52,6 +52,12 @@ def between(config: TrainConfig) -> Iterator[Problem]:
             "compress_activations = true: has no place in a compiled model, where the compiler fixes what is kept. "
             "Remove one of compress_activations and compile.",
         )
+    if config.cuda_graph and config.checkpointing != "none":
+        yield Problem(
+            ("cuda_graph", "checkpointing"),
+            f"cuda_graph = true: cannot be had with checkpointing = {config.checkpointing!r}, which keeps the state of random "
+            "numbers on the host. Remove one of them.",
+        )
     if config.master and not config.precision.startswith("bf16-o"):
         yield Problem(
             ("master", "precision"),

@@ -131,6 +131,9 @@ class TrainConfig:
         "precision", "", "Wider recipes later in the run, as 'fp8-current@80%' or 'layers.0.*=bf16@240:forward'."
     )
     precision: str = setting("precision", "amp-bf16", "Numbers outside the recipe.", OneOf(PRECISIONS))
+    fuse: bool = setting(
+        "precision", False, "Norms and activations cast what they compute for the Linears that read it."
+    )
     save: str = setting(
         "precision", "", "What a Linear keeps for its backward pass; empty: as the recipe says.",
         OneOf(("", "original", "quantized")),
@@ -176,6 +179,7 @@ class TrainConfig:
     )  # fmt: skip
     threads: int = setting("training", 0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
     compile: bool = setting("training", False, "Compile the model with torch.compile.")
+    cuda_graph: bool = setting("training", False, "Launch steps as CUDA graphs, on a GPU.")
 
     output: str = setting("run", "runs/latest", "Run folder.", NOT_EMPTY)
     resume: bool = setting("run", False, "Continue the run in the run folder from its newest checkpoint.")
@@ -187,6 +191,9 @@ class TrainConfig:
     keep: int = setting("run", 2, "Checkpoints kept, the newest.", COUNT)
     log_every: int = setting("run", 10, "Steps between lines on the console.", COUNT)
     tensor_every: int = setting("run", 50, "Steps between tensor statistics; 0: none.", COUNT_OR_ZERO)
+    launches_at: int = setting(
+        "run", 30, "Step in which a GPU's idle time between kernels is measured; 0: none.", COUNT_OR_ZERO
+    )
     tensorboard: bool = setting("run", False, "Write TensorBoard events to the run folder too.")
     compare: str = setting("run", "", "Recipe of a second run on the same data to compare with, as bf16; empty: none.")
     sample_tokens: int = setting(

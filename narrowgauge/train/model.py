@@ -29,6 +29,7 @@ from transformers.utils import logging
 from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert, describe
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.fusing import fuse
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim.precision import Precision
 from narrowgauge.qlinear import QLinear
@@ -70,6 +71,8 @@ def build(
         }
         if kept:
             convert(model, kept)
+    if config.fuse:
+        fuse(model)
     return model
 
 

@@ -37,14 +37,35 @@ def count_targets(batches: list[Batch], step: int) -> int:
 
 def inputs_of(batch: Batch, device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
     """What the model is called with: all of a batch but its labels, so that it computes no loss of its own."""
-    moved = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+    moved = {name: on_device(value, device) for name, value in batch.items() if name != "labels"}
     return moved | dict(options)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without the host waiting for a GPU, which a copy from ordinary memory does."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def check_labels(labels: Tensor, classes: int) -> bool:
+    """Whether labels in the host's memory were looked at; those on a GPU are left to the loss. DataError if one is out of range."""
+    if labels.is_cuda:
+        return False
+    counted = labels[labels != IGNORED]
+    low, high = (int(each) for each in counted.aminmax()) if counted.numel() else (0, 0)
+    if low < 0 or high >= classes:
+        raise DataError(
+            f"target {low if low < 0 else high} is outside the {classes} classes (0 ... {classes - 1}). "
+            f"Use the tokenizer that the model was made for, or {IGNORED} for tokens that do not count."
+        )
+    return True
 
 
 def summed_loss(model: Any, batch: Batch, device: torch.device, options: Mapping[str, Any] = NO_CACHE) -> Tensor:
     """Sum of -log p over the valid targets of one micro-batch, float32 scalar. Holds the logits once more in float32."""
     logits = model(**inputs_of(batch, device, options)).logits
-    return _cross_entropy(logits, batch["labels"].to(device))
+    return _cross_entropy(logits, on_device(batch["labels"], device))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -89,16 +110,18 @@ class Objective:
     def scored(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """summed_loss, and the whole logits that it was taken of; for models without a chunked head."""
         logits = self.forward(**inputs_of(batch, device, self.options)).logits
-        return _cross_entropy(logits, batch["labels"].to(device)), logits
+        return _cross_entropy(logits, on_device(batch["labels"], device)), logits
 
-    def __call__(self, batch: Batch, device: torch.device) -> Tensor:
-        """Sum of -log p over the valid targets of a micro-batch, float32 scalar."""
+    def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
+        """Sum of -log p over the valid targets of a micro-batch, float32 scalar. checked: `check_labels` has seen its labels."""
         if self.head is None:
             return summed_loss(self.forward, batch, device, self.options)
+        # On a GPU the labels are looked at before they go there; on a CPU tokens that do not count are left out, which is faster.
+        checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
         hidden = self.forward(**inputs_of(batch, device, self.options)).last_hidden_state
         loss, _ = chunked_cross_entropy(
-            hidden, self.head.weight, batch["labels"].to(device),
-            bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap,
+            hidden, self.head.weight, on_device(batch["labels"], device),
+            bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked,
         )  # fmt: skip
         return loss
 

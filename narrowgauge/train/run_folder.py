@@ -24,7 +24,9 @@ from narrowgauge.train.config import TrainConfig, key_of, shown
 from narrowgauge.train.manifest import STEP
 
 # What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
-MAY_CHANGE = frozenset({"steps", "device", "threads", "compile", "micro_batches", "cache", "checkpointing", "epochs"})
+MAY_CHANGE = frozenset(
+    {"steps", "device", "threads", "compile", "micro_batches", "cache", "checkpointing", "epochs", "cuda_graph"}
+)
 
 
 class RunFolder:

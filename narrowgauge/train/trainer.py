@@ -29,12 +29,15 @@ from narrowgauge.conversion import advance, describe, nonfinite_amax
 from narrowgauge.diagnose import words
 from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
+from narrowgauge.fusing import fusions
+from narrowgauge.graphs import GraphedStep
 from narrowgauge.optim import precision
-from narrowgauge.train import checkpoint, state
+from narrowgauge.train import checkpoint, graphed, state
 from narrowgauge.train.best import Best
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.economy import economize
+from narrowgauge.train.launching import Launching
 from narrowgauge.train.machine import (
     chosen_device,
     device_words,
@@ -81,6 +84,7 @@ class Trainer:
     resumed_from: str = ""
     generators: state.Generators = field(default_factory=state.generators)
     poisoned: dict[tuple[str, str], int] = field(default_factory=dict)
+    graphs: GraphedStep | None = None
 
     @classmethod
     def start(cls, config: TrainConfig, folder: RunFolder, task: Task, log: MetricsLog) -> Trainer:
@@ -109,6 +113,9 @@ class Trainer:
         )
         trainer._resume()
         trainer.generators = state.generators()
+        trainer.graphs = graphed.graphed_step(
+            config, model, trainer.optimizer, trainer.scaler, device, trainer._backward_of_graph
+        )
         return trainer
 
     def _resume(self) -> None:
@@ -197,24 +204,34 @@ class Trainer:
         show.say("\n".join([f"Loss: {self.objective.words}.", *self.saving]))
         for part in self.task.preview() if previews else ():
             show.say(part)
-        if self.config.compile and self.config.tensor_every:
-            show.say("Compiled code cannot be observed: no tensor statistics in this run.")
+        for setting, what in (("compile", "Compiled code"), ("cuda_graph", "What CUDA graphs replay")):
+            if getattr(self.config, setting) and self.config.tensor_every:
+                show.say(f"{what} cannot be observed: no tensor statistics in this run.")
+        for fusion in fusions(self.model):
+            if fusion.reason:
+                show.say(f"Not fused: {fusion}")
 
     def train(self, show: Console, stop: StopRequest) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
         config = self.config
         state.set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
+        launching = Launching.of(config, self.device, self.graphs, self.model, self.optimizer, self.scaler)
         while self.step < config.steps and not stop.requested:
             started_at_s = time.monotonic()
-            looks = config.tensor_every and (self.step + 1) % config.tensor_every == 0 and not config.compile
+            unseen = config.compile or config.cuda_graph
+            looks = config.tensor_every and (self.step + 1) % config.tensor_every == 0 and not unseen
             for stage in self.schedule.before(self.model, self.step + 1):
                 self.log.write("switch", stage.step, **stage.event)
                 show.say(str(stage))
+                if self.graphs is not None:
+                    self.graphs.renew()
             if looks:
                 with watched(self.model) as events:
                     numbers, inputs = self._optimizer_step()
                 for event in events:
                     self.log.write("tensor", self.step, **event)
+            elif launching.measures(self.step + 1):
+                numbers, inputs = launching.measured(self.step + 1, self._optimizer_step, self.log, show)
             else:
                 numbers, inputs = self._optimizer_step()
             spent_s = time.monotonic() - started_at_s
@@ -222,9 +239,11 @@ class Trainer:
             speed = inputs / spent_s
             peak = peak_bytes(self.device)
             self.log.write(
-                "step", self.step, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s, peak_bytes=peak
+                "step", self.step, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s, peak_bytes=peak,
+                **launching.facts(),
             )  # fmt: skip
             show.step(self.step, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=peak)
+            launching.report(self.step, show)
             self._report_poisoned(show)
             last = self.step == config.steps
             if last or (config.eval_every and self.step % config.eval_every == 0):
@@ -248,16 +267,32 @@ class Trainer:
             number, steps=config.steps, warmup_steps=config.warmup_steps,
             peak=config.learning_rate, lowest=config.min_learning_rate,
         )  # fmt: skip
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        graphed.set_learning_rate(self.optimizer, lr)
+        loss, grad_norm = read(self._gradient(micro_batches, targets))  # the step's only synchronisation
+        self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
+        self._update()
+        self.step = number
+        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets, **drawn.facts}, drawn.inputs
+
+    def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
+        """The gradient of a step, clipped; [2] on the device: its loss, and the norm before clipping."""
+        if self.graphs is not None:
+            for batch in micro_batches:
+                graphed.accumulate(self.graphs, batch, targets, graphed.classes_of(self.objective))
+            return self.graphs.readings()
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
             loss_sum += self._backward(self.objective, batch, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
-        loss, grad_norm = torch.stack((loss_sum, norm.to(loss_sum.dtype))).tolist()  # the step's only synchronisation
-        self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        return torch.stack((loss_sum, norm.to(loss_sum.dtype)))
+
+    def _update(self) -> None:
+        """Optimizer and windows take the step."""
+        if self.graphs is not None:
+            self.graphs.update()
+            return
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -265,10 +300,14 @@ class Trainer:
             self.optimizer.step()
         advance(self.model)
         self.optimizer.zero_grad()
-        self.step = number
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets, **drawn.facts}, drawn.inputs
 
-    def _backward(self, objective: Callable[[Batch, torch.device], Tensor], batch: Batch, targets: int) -> Tensor:
+    def _backward_of_graph(self, batch: Batch, targets: Tensor) -> Tensor:
+        """As `_backward`, of a micro-batch on the device whose labels were looked at."""
+        return self._backward(partial(self.objective, checked=True), batch, targets)
+
+    def _backward(
+        self, objective: Callable[[Batch, torch.device], Tensor], batch: Batch, targets: int | Tensor
+    ) -> Tensor:
         with self.rung.context(self.device.type):
             loss = objective(batch, self.device) / targets
         (self.scaler.scale(loss) if self.scaler else loss).backward()
@@ -376,6 +415,7 @@ class Trainer:
             "switches": [{"step": stage.step, **stage.event} for stage in self.schedule.stages],
             "loss": self.objective.words,
             "memory": self.saving,
+            "fused": [str(fusion) for fusion in fusions(self.model)],
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model": describe_model(self.model) | known["model"],
             "task": self.task.name,
@@ -392,6 +432,12 @@ def _choices_before(folder: RunFolder) -> dict[str, str] | None:
     if not folder.has_run() or not folder.run.exists():
         return None
     return folder.read_run().get("auto") or None
+
+
+def read(readings: Tensor) -> tuple[float, float]:
+    """Two numbers from the device: where a step waits for it."""
+    first, second = readings.tolist()
+    return first, second
 
 
 def own_command() -> list[str]:

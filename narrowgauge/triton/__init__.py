@@ -7,8 +7,10 @@
     turning     one scale per tensor, row or column; codes in both orientations from one read
     rows        one scale per row, in one launch
     blocks      square and one-dimensional blocks; codes in both orientations from one read
+    produced    norms and activations with the casts of what they compute; norms: the gradients of norms
     hadamard    block rotation, 4-bit codes, packing and mask in one pass
     settings    what they are compiled with, worked out from a Cast
+    orders      what those that produce are asked for
 
 Nothing here imports Triton until a kernel is wanted; a module that holds kernels imports it at its top and is imported last.
 

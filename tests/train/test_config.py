@@ -87,6 +87,7 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         ({"learning_rate": 1e-4, "min_learning_rate": 1e-3}, "min_learning_rate = 0.001: must not exceed"),
         ({"from_scratch": True}, "from_scratch = true: needs model"),
         ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
+        ({"cuda_graph": True, "checkpointing": "full"}, "cuda_graph = true: cannot be had with checkpointing = 'full'"),
         ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
     ],
 )
@@ -240,6 +241,7 @@ def configurations(draw) -> TrainConfig:
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
+    drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
     if not drawn["precision"].startswith("bf16-o"):
         drawn["master"] = ""
     if drawn["states"] == "fp32":

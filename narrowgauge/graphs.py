@@ -1,0 +1,329 @@
+"""A training step as CUDA graphs: what the host would launch one kernel after the other is started at once.
+
+    step = GraphedStep(model, optimizer, backward, clip=1.0)
+    for batch in micro_batches:
+        step.accumulate(batch)              forward and backward, one graph for each shape of a micro-batch
+    loss, norm = step.readings().tolist()   clipping, one graph; the step's only synchronisation
+    step.update()                           optimizer, advance, gradients to zero: one graph
+
+The stop between readings and update is where a run ends before a number that is not finite has changed anything. All graphs share
+one pool of memory, and inputs are copied into tensors that stay where they are. A part runs in eager mode the first few times, on a
+stream of its own (these are steps like any other), and is captured then; what stays eager says so in `notes`.
+
+Weights are cast in each micro-batch, for a graph cannot know which one comes first in a step. Random numbers of the device's default
+generator, so those of stochastic rounding and dropout, differ at every replay, since the graph is registered with it.
+
+Refused in words before anything runs (`refuse`): what reads from the host what the device computes, or is decided there in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.conversion import advance
+from narrowgauge.errors import BackendError, ConfigError
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.qlinear import QLinear
+
+WARMUP = 3  # eager runs of a part before it is captured: libraries allocate and choose their kernels in the first ones
+MOST_SHAPES = 16  # captured; each keeps the activations of its micro-batch for as long as the run lasts
+
+Batch = Mapping[str, Tensor]
+Part = Callable[..., None]
+
+
+def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: object | None = None) -> list[str]:
+    """Why a step of this model and optimizer cannot be CUDA graphs, a clause for each reason; [] if it can."""
+    reasons = []
+    if device.type != "cuda":
+        reasons.append(f"CUDA graphs need a CUDA device, the model is on {device}")
+    elif torch.version.hip is not None:
+        reasons.append("written for NVIDIA GPUs")
+    reasons += refuse_run(model, optimizer, scaler)
+    return reasons + (_refuse_uncapturable(optimizer) if device.type == "cuda" else [])
+
+
+def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -> list[str]:
+    """The reasons that lie in the choice of recipes and optimizer, not in the device."""
+    reasons = list(_refuse_recipes(model))
+    if isinstance(optimizer, NarrowOptimizer):
+        if optimizer.steps_in_backward:
+            reasons.append("the optimizer steps inside backward, before the gradient's norm is known")
+        reasons.append(
+            f"narrowgauge.optim.{type(optimizer).__name__} counts its steps on the host, and a graph would repeat the first; "
+            "states fp32 without a master is torch's fused AdamW, which counts on the device"
+        )
+    elif not all("capturable" in group for group in optimizer.param_groups):
+        reasons.append(f"{type(optimizer).__name__} knows no capturable=True: it counts its steps on the host")
+    if scaler is not None:
+        reasons.append("a GradScaler decides on the host whether to step")
+    return reasons
+
+
+def _refuse_uncapturable(optimizer: Any) -> list[str]:
+    """What `make_capturable` would mend."""
+    kind = type(optimizer).__name__
+    able = [group for group in optimizer.param_groups if "capturable" in group]
+    if not all(group["capturable"] for group in able):
+        return [f"{kind} counts its steps on the host; call narrowgauge.graphs.make_capturable"]
+    if not all(isinstance(group["lr"], Tensor) for group in able):
+        return [f"lr of {kind} is a number, which a graph would keep; call narrowgauge.graphs.make_capturable"]
+    return []
+
+
+def _refuse_recipes(model: nn.Module) -> Iterator[str]:
+    seen: set[str] = set()
+    for name, layer in model.named_modules():
+        recipe = layer.recipe if isinstance(layer, QLinear) else None
+        if recipe is None or recipe.name in seen:
+            continue
+        seen.add(recipe.name)
+        if recipe.steps():
+            yield f"recipe {recipe.name} (first in {name}) begins with steps that the host sets from the data"
+        if recipe.samples():
+            yield f"recipe {recipe.name} (first in {name}) lets the host decide after each step which products sample their rows"
+
+
+class Recorder(Protocol):
+    """What turns calls into graphs."""
+
+    def warm(self, call: Callable[[], None]) -> None:
+        """Runs it, so that a capture can follow."""
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Records it without running it; the result runs what was recorded. Raises RuntimeError if it cannot be recorded."""
+
+
+class CudaRecorder:
+    """CUDA graphs in one pool of memory.
+
+    generators  of CUDA besides the device's default one, from which a part draws
+    """
+
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+        self.device, self.generators = device, tuple(generators)
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def warm(self, call: Callable[[], None]) -> None:
+        with self._beside():
+            call()
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream of the captures, which autograd and the allocator then know, in order with the current one."""
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            yield
+        here.wait_stream(self.stream)
+
+
+@dataclass
+class _Recorded:
+    """One part of a step for inputs of one shape: run `runs` times in eager mode, then a graph with inputs in `static`."""
+
+    runs: int = 0
+    static: dict[str, Tensor] = field(default_factory=dict)
+    replay: Callable[[], None] | None = None
+
+
+class Graphs:
+    """The parts of a step, by name and shape of their inputs; each becomes a graph when it has run `warmup` times.
+
+    notes  what stays eager and why, a sentence each
+    """
+
+    def __init__(
+        self, recorder: Recorder, device: torch.device, warmup: int = WARMUP, most_shapes: int = MOST_SHAPES
+    ) -> None:
+        if warmup < 1 or most_shapes < 1:
+            raise ConfigError(f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.")
+        self.recorder, self.device, self.warmup, self.most_shapes = recorder, device, warmup, most_shapes
+        self.notes: list[str] = []
+        self._parts: dict[Any, _Recorded] = {}
+
+    def run(self, name: str, part: Part, inputs: Batch | None = None, before: Callable[[], None] | None = None) -> None:
+        """part(**inputs), eager or as its graph. before: called ahead of a capture and after it."""
+        inputs = inputs or {}
+        key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
+        recorded = self._parts.setdefault(key, _Recorded())
+        if recorded.replay is None and (recorded.runs < self.warmup or not self._has_room(name, key)):
+            recorded.runs += 1
+            moved = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
+            _copy(inputs, moved)
+            self.recorder.warm(lambda: part(**moved))
+            return
+        if recorded.replay is None:
+            recorded.static = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
+        _copy(inputs, recorded.static)
+        if recorded.replay is None:
+            recorded.replay = self._captured(name, part, recorded, before)
+        recorded.replay()
+
+    def _captured(
+        self, name: str, part: Part, recorded: _Recorded, before: Callable[[], None] | None
+    ) -> Callable[[], None]:
+        around = before or (lambda: None)
+        around()
+        try:
+            return self.recorder.capture(lambda: part(**recorded.static))
+        except RuntimeError as error:
+            raise BackendError(
+                f"cuda graphs: {name} cannot be captured: {str(error).strip().splitlines()[0]} Something in it waits for the "
+                "device, or allocates where a graph may not. Train without --cuda-graph."
+            ) from error
+        finally:
+            around()
+
+    def _has_room(self, name: str, key: Any) -> bool:
+        """Whether another shape of this part may be captured; says once that one may not."""
+        taken = sum(other[0] == name and each.replay is not None for other, each in self._parts.items())
+        if taken < self.most_shapes:
+            return True
+        note = (
+            f"{name}: more than {self.most_shapes} shapes of micro-batches, the others stay eager, such as "
+            f"{', '.join(f'{input} {list(shape)}' for input, shape, _ in key[1])}. Lower length_buckets."
+        )
+        if not any(each.startswith(f"{name}: more than") for each in self.notes):
+            self.notes.append(note)
+        return False
+
+    def clear(self) -> None:
+        """Forgets all graphs: what they launch is out of date."""
+        self._parts.clear()
+
+    @property
+    def captured(self) -> dict[str, int]:
+        """Name of a part -> its graphs."""
+        found: dict[str, int] = {}
+        for (name, _), recorded in self._parts.items():
+            if recorded.replay is not None:
+                found[name] = found.get(name, 0) + 1
+        return found
+
+
+def _copy(inputs: Batch, targets: Mapping[str, Tensor]) -> None:
+    """Into tensors of the same names, without waiting for the device, which a copy from ordinary memory would."""
+    for name, target in targets.items():
+        value = inputs[name]
+        pinned = value.pin_memory() if target.is_cuda and not value.is_cuda else value
+        target.copy_(pinned, non_blocking=True)
+
+
+def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Lets torch's own optimizer keep its learning rate and steps on the device. Call it again after load_state_dict.
+
+    From then on the learning rate is changed with `group["lr"].fill_(value)`.
+    """
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(device)
+
+
+class GraphedStep:
+    """See the module.
+
+    backward  backward(**batch) -> the loss of a micro-batch, a scalar; it has called .backward() on it
+    clip      largest norm of the gradient; None: not clipped
+    optimizer one of torch's own, after `make_capturable`
+    warmup    eager runs of each part before it is captured
+
+    Raises ConfigError, with every reason, for what `refuse` names. Gradients become tensors that stay; other code must not set
+    them to None. Calls with tensors on another device copy them; `accumulate` neither waits nor reads.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        backward: Callable[..., Tensor],
+        *,
+        clip: float | None = None,
+        warmup: int = WARMUP,
+        most_shapes: int = MOST_SHAPES,
+        generators: Iterable[torch.Generator] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        device = next(model.parameters()).device
+        reasons = refuse(model, optimizer, device) if recorder is None else []
+        if reasons:
+            raise ConfigError(f"cuda graphs: {'; '.join(reasons)}. Train without them, or change that.")
+        self.model, self.optimizer, self.clip = model, optimizer, float("inf") if clip is None else clip
+        self.device = device
+        self.graphs = Graphs(recorder or CudaRecorder(device, generators), device, warmup, most_shapes)
+        self._backward = backward
+        self._loss = torch.zeros((), device=device)
+        self._readings = torch.zeros(2, device=device)
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def accumulate(self, batch: Batch) -> None:
+        """Forward and backward of a micro-batch; its gradients and loss are added to those of the step."""
+        self.graphs.run("forward and backward", self._forward_and_backward, batch, self._forget)
+
+    def readings(self) -> Tensor:
+        """Clips; [2] on the device: the loss and the norm that the gradient had. The tensor is that of every step."""
+        self.graphs.run("clipping", self._clip)
+        return self._readings
+
+    def update(self) -> None:
+        """Optimizer, `advance`, gradients and loss to zero."""
+        self.graphs.run("update", self._update)
+        self._forget()
+
+    def discard(self) -> None:
+        """Gradients and loss to zero without a step."""
+        self._clear()
+        self._forget()
+
+    def renew(self) -> None:
+        """After a change of the model, such as another recipe of a layer: everything is warmed up and captured anew."""
+        self.graphs.clear()
+        self._forget()
+
+    def _forward_and_backward(self, **batch: Tensor) -> None:
+        self._loss += self._backward(**batch).detach()
+
+    def _clip(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.clip)
+        self._readings.copy_(torch.stack((self._loss, norm.to(self._loss.dtype))))
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        advance(self.model)
+        self._clear()
+
+    @torch.no_grad()
+    def _clear(self) -> None:
+        torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
+        self._loss.zero_()
+
+    def _forget(self) -> None:
+        """What lies in the host's memory of the last weights and inputs: a replay changes them behind its back."""
+        for layer in self.model.modules():
+            if isinstance(layer, QLinear):
+                layer.empty_cache(keep=True)
+                if layer.shared_inputs is not None:
+                    layer.shared_inputs.clear()

@@ -1,0 +1,268 @@
+"""CUDA graphs of a step: what becomes a graph when, refusals, and that training is what it was (exact).
+
+Without a GPU a recorder stands in for CUDA's: what it "replays" is run again, from the static inputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge import graphs
+from narrowgauge.errors import BackendError, ConfigError
+from narrowgauge.graphs import GraphedStep, Graphs, make_capturable, refuse
+from narrowgauge.qlinear import QLinear
+from tests.compare import assert_same
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Counts what it is asked for. A replay runs the call again; a capture does not."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.warmed = self.captures = self.replays = 0
+        self.fails = fails
+
+    def warm(self, call: Callable[[], None]) -> None:
+        self.warmed += 1
+        call()
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        if self.fails:
+            raise RuntimeError(self.fails)
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            call()
+
+        return replay
+
+
+def built(recipe: str = "fp8-delayed") -> nn.Module:
+    torch.manual_seed(0)
+    return ng.convert(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), recipe)
+
+
+def batches(count: int, rows: tuple[int, ...] = (4, 6)) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(rows[i % len(rows)], 32, generator=generator)} for i in range(count)]
+
+
+def trained(recorder: Recorder | None, recipe: str = "fp8-delayed", steps: int = 6, micro: int = 2) -> list[Tensor]:
+    """Losses and norms, then weights and windows; with a recorder through graphs, else by the loop as one would write it."""
+    model = built(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def backward(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    step = GraphedStep(model, optimizer, backward, clip=0.5, warmup=2, recorder=recorder) if recorder else None
+    found: list[Tensor] = []
+    data = batches(steps * micro)
+    for number in range(steps):
+        parts = data[number * micro : (number + 1) * micro]
+        if step is not None:
+            for batch in parts:
+                step.accumulate(batch)
+            found.append(step.readings().clone())
+            step.update()
+            continue
+        loss = sum((backward(**batch).detach() for batch in parts), torch.zeros(()))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        found.append(torch.stack((loss, norm)))
+        optimizer.step()
+        ng.advance(model)
+        optimizer.zero_grad()
+    return [*found, *model.state_dict().values()]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-row", "int8", "bf16"])
+def test_training_is_what_it_was(recipe):
+    recorder = Recorder()
+    for a, b in zip(trained(recorder, recipe), trained(None, recipe), strict=True):
+        assert_same(a, b)
+    assert recorder.captures == 4 and recorder.replays > recorder.captures
+
+
+def test_one_graph_per_shape_after_the_warm_up():
+    """Two shapes of micro-batches, clipping, update: each is warmed up twice and captured once."""
+    recorder = Recorder()
+    graphs, ran = Graphs(recorder, CPU, warmup=2), []
+    for rows in (4, 4, 4, 6, 4, 6, 6, 6):
+        graphs.run("part", lambda x: ran.append(len(x)), {"x": torch.zeros(rows, 2)})
+    assert ran == [4, 4, 4, 6, 4, 6, 6, 6]
+    assert (recorder.warmed, recorder.captures, recorder.replays) == (4, 2, 4) and graphs.captured == {"part": 2}
+    graphs.clear()
+    graphs.run("part", lambda x: None, {"x": torch.zeros(4, 2)})
+    assert recorder.warmed == 5 and graphs.captured == {}
+
+
+def test_another_dtype_is_another_graph_and_inputs_are_copied():
+    recorder, seen = Recorder(), []
+    graphs = Graphs(recorder, CPU, warmup=1)
+    for value in (1.0, 2.0, 3.0):
+        graphs.run("part", lambda x: seen.append((x.data_ptr(), x.item())), {"x": torch.full((1,), value)})
+    graphs.run("part", lambda x: None, {"x": torch.ones(1, dtype=torch.float64)})
+    assert [value for _, value in seen] == [1.0, 2.0, 3.0] and seen[1][0] == seen[2][0], "replays read the same memory"
+    assert graphs.captured == {"part": 1} and recorder.warmed == 2
+
+
+def test_more_shapes_than_there_is_room_for_stay_eager_and_say_so():
+    recorder = Recorder()
+    graphs = Graphs(recorder, CPU, warmup=1, most_shapes=2)
+    for rows in (1, 1, 2, 2, 3, 3, 4, 4):
+        graphs.run("part", lambda x: None, {"x": torch.zeros(rows)})
+    assert recorder.captures == 2 and recorder.warmed == 6
+    assert graphs.notes == [
+        "part: more than 2 shapes of micro-batches, the others stay eager, such as x [3]. Lower length_buckets."
+    ]
+
+
+def test_what_cannot_be_captured_raises_and_is_not_run_in_its_place():
+    """And leaves no casts behind that lie in the memory of a graph."""
+    model = built("fp8-row")
+    ng.advance(model)
+    runs = []
+
+    def backward(x: Tensor) -> Tensor:
+        runs.append(len(x))
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = GraphedStep(
+        model, optimizer, backward, warmup=1, recorder=Recorder("operation not permitted\nwhen capturing")
+    )
+    [batch] = batches(1)
+    step.accumulate(batch)
+    with pytest.raises(
+        BackendError, match="forward and backward cannot be captured: operation not permitted Something"
+    ):
+        step.accumulate(batch)
+    assert runs == [4]
+    assert all(not layer._cache.casts for layer in model if isinstance(layer, QLinear))
+
+
+def test_casts_of_weights_do_not_outlive_an_update():
+    """A replay changes the weight and not its version: what the host keeps of it would be stale."""
+    model = built("fp8-row")
+    step = GraphedStep(
+        model, torch.optim.AdamW(model.parameters()), lambda x: model(x).sum(), warmup=1, recorder=Recorder()
+    )  # fmt: skip
+    model(torch.randn(4, 32))
+    step.update()
+    model(torch.randn(4, 32))
+    assert any(layer._cache.casts for layer in model if isinstance(layer, QLinear))
+    step.update()
+    assert all(not layer._cache.casts for layer in model if isinstance(layer, QLinear))
+
+
+def test_discarded_gradients_are_zero_and_stay_the_same_tensors():
+    model = built()
+    step = GraphedStep(
+        model, torch.optim.AdamW(model.parameters()), lambda x: _backward(model, x), warmup=1, recorder=Recorder()
+    )  # fmt: skip
+    [batch] = batches(1)
+    addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]
+    step.accumulate(batch)
+    assert step.readings()[1] > 0
+    step.discard()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+    assert [parameter.grad.data_ptr() for parameter in model.parameters()] == addresses
+    assert step.readings()[0] == 0
+
+
+def _backward(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).sum()
+    loss.backward()
+    return loss
+
+
+def test_refusals_say_every_reason():
+    model = built("int4-hq-lss")
+    optimizer = ng.optim.AdamW(model.parameters(), states="8bit")
+    ng.optim.in_backward(optimizer)
+    reasons = "; ".join(refuse(model, optimizer, CPU, scaler=object()))
+    for words in (
+        "CUDA graphs need a CUDA device, the model is on cpu",
+        "recipe int4-hq-lss (first in 0) begins with steps that the host sets from the data",
+        "lets the host decide after each step which products sample their rows",
+        "steps inside backward",
+        "narrowgauge.optim.AdamW counts its steps on the host",
+        "a GradScaler decides on the host",
+    ):
+        assert words in reasons
+    with pytest.raises(ConfigError, match=r"cuda graphs: CUDA graphs need a CUDA device.* Train without them"):
+        GraphedStep(model, optimizer, lambda: torch.zeros(()))
+
+
+def test_a_device_needs_a_capturable_optimizer():
+    model = built()
+    cuda = torch.device("cuda", 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert any("make_capturable" in reason for reason in refuse(model, optimizer, cuda))
+    make_capturable(optimizer, CPU)
+    assert refuse(model, optimizer, cuda) == [] or torch.version.hip
+    assert all(group["capturable"] and group["lr"].item() == pytest.approx(1e-3) for group in optimizer.param_groups)
+    assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == len(optimizer.param_groups)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert any("SGD knows no capturable=True" in reason for reason in refuse(model, sgd, cuda))
+
+
+@pytest.mark.parametrize("changes", [{"warmup": 0}, {"most_shapes": 0}])
+def test_a_part_is_run_before_it_is_captured(changes):
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        Graphs(Recorder(), CPU, **changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current", "fp8-row", "fp8-block"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_graphs_train_as_eager_code_does(recipe, fused):
+    """Two shapes, two micro-batches: losses and norms of each step within the order of sums in backward."""
+    device = torch.device("cuda")
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device, torch.bfloat16)
+        ng.convert(model, recipe, fuse=fused)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        make_capturable(optimizer, device)
+
+        def backward(x: Tensor, model: nn.Module = model) -> Tensor:
+            loss = model(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        warmup = 2 if graphed else 10**9
+        step = GraphedStep(model, optimizer, backward, clip=1.0, warmup=warmup)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(8):
+            for rows in (64, 96):
+                step.accumulate({"x": torch.randn(rows, 256, generator=generator).bfloat16()})
+            found.append(step.readings().tolist())
+            step.update()
+        assert bool(step.graphs.captured) == graphed
+    eager, replayed = torch.tensor(found[:8]), torch.tensor(found[8:])
+    torch.testing.assert_close(replayed, eager, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_replays_draw_new_numbers():
+    device = torch.device("cuda")
+    drawn = torch.zeros(8, device=device)
+    recorded = Graphs(graphs.CudaRecorder(device), device, warmup=1)
+    values = []
+    for _ in range(4):
+        recorded.run("noise", lambda: drawn.copy_(torch.rand(8, device=device)))
+        values.append(drawn.tolist())
+    assert len({tuple(each) for each in values}) == 4 and recorded.captured == {"noise": 1}
