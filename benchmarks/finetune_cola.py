@@ -146,7 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--encoder", type=Path, default=None, help="folder of a BERT-like encoder")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="the first is the reference of the pairs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--examples", type=int, default=0, help="train on the first so many; 0: all")
