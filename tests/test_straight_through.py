@@ -483,7 +483,7 @@ def test_a_poisoned_gradient_shows_itself_and_keeps_all_rows() -> None:
 # --- neighbours -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", FOUR_BIT, ids=str)
+@pytest.mark.parametrize("recipe", FOUR_BIT, ids=lambda recipe: recipe.name)
 def test_one_huge_input_is_clipped_and_poisons_nothing(recipe: Recipe) -> None:
     layer, x, gy = layer_of(recipe)
     x[3, 5] = 1e30
