@@ -157,8 +157,8 @@ def test_what_is_shown_before_the_first_step_draws_nothing_from_the_run(make, be
     assert loop.run(reference) == 0
     announce = loop.Trainer.announce
 
-    def drawing(trainer, show):
-        announce(trainer, show)
+    def drawing(trainer, *shown):
+        announce(trainer, *shown)
         random.random(), np.random.rand(), torch.rand(1)
 
     monkeypatch.setattr(loop.Trainer, "announce", drawing)
