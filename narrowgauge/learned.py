@@ -30,9 +30,7 @@ RATE = 64.0  # of 1, 4, 16, 64, 256 and 1024 the best in a language model, singl
 SMALLEST_STEP = 2.0**-20  # clips everything, which pushes a step up again
 LARGEST_STEP = 2.0**20  # rounds everything to zero
 WATCHED = 16  # optimizer steps after which `warn_of_untrained` looks; again after twice as many, and so on
-VISIBLE = (
-    2.0**-12
-)  # of the largest weight: a learning rate that moves it so far moves every step by more than its last bit
+VISIBLE = 2.0**-12  # of the largest weight: what moves it so far moves every step by more than its last bit
 
 
 @dataclass

@@ -340,10 +340,10 @@ def _weight_in_both(weight: Tensor, live: Tensor | None, settings: Settings, kee
     cast, cache = settings.recipe.output.rhs, settings.cache
     if cache is None or not keeps or not settings.plans.both_w or cast is None or cast.rounding == "stochastic":
         return None
-    if weight.is_inference() or (amax := cache.amax(weight, settings)) is not None:
-        return None if weight.is_inference() else amax
-    if cache.has("output", weight, settings):
+    if weight.is_inference():
         return None
+    if cache.has("output", weight, settings):
+        return cache.amax(weight, settings)
     one = in_one_read(weight, cast, live, records=settings.records)
     if one is None:
         return None

@@ -21,7 +21,7 @@ import triton.language as tl
 from narrowgauge.triton.blocks import _cast as cast_block
 from narrowgauge.triton.blocks import _store_scales as store_block_scales
 from narrowgauge.triton.elements import encode, magnitude_bits
-from narrowgauge.triton.flat import IN_USE, POISONED, SEEN
+from narrowgauge.triton.flat import IN_USE, settled
 from narrowgauge.triton.scales import divided, divisor, scale_of
 from narrowgauge.triton.turning import store_codes
 
@@ -281,19 +281,7 @@ def settle(
 ):
     """After `produce` with a scale of earlier steps: what `flat.settle` does, and y.T too where no earlier step gave a scale."""
     program = tl.program_id(0)
-    in_use = tl.load(live + IN_USE)
-    own_bits = tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0)
-    own = own_bits.to(tl.float32, bitcast=True)
-    finite = own_bits < 0x7F800000
-    amax = tl.where(finite & (in_use > 0), in_use, own)
-    scale = scale_of(amax.to(tl.int32, bitcast=True), C)
-    if program == 0:
-        tl.store(amax_out, amax)
-        tl.store(scale_out, scale)
-        if RECORDS:  # nobody else reads these two
-            seen = tl.load(live + SEEN)
-            tl.store(live + SEEN, tl.where(finite, tl.maximum(seen, own), seen))
-            tl.store(live + POISONED, tl.where(finite, tl.load(live + POISONED), 1.0))
+    scale, in_use = settled(maxima, live, amax_out, scale_out, program == 0, RECORDS, C, PARTS)
     if in_use <= 0:
         pieces = tl.cdiv(columns, COLUMNS)
         for piece in range(program.to(tl.int64), tl.cdiv(rows, ROWS) * pieces, PROGRAMS):
