@@ -8,7 +8,8 @@
 
 The stop between readings and update is where a run ends before a number that is not finite has changed anything. All graphs share
 one pool of memory, and inputs are copied into tensors that stay where they are. A part runs in eager mode the first few times, on a
-stream of its own (these are steps like any other), and is captured then; what stays eager says so in `notes`.
+stream of its own (these are steps like any other), and is captured then; what stays eager says so in `notes`. The step of
+`narrowgauge.optim` reads its numbers from memory, which the host fills ahead of each replay (`optim.replay`).
 
 Weights are cast in each micro-batch, for a graph cannot know which one comes first in a step. Random numbers of the device's default
 generator, so those of stochastic rounding and dropout, differ at every replay, since the graph is registered with it.
@@ -29,13 +30,31 @@ from torch import Tensor, nn
 from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.replay import ReplayedStep
 from narrowgauge.qlinear import QLinear
 
 WARMUP = 3  # eager runs of a part before it is captured: libraries allocate and choose their kernels in the first ones
 MOST_SHAPES = 16  # captured; each keeps the activations of its micro-batch for as long as the run lasts
 
 Batch = Mapping[str, Tensor]
-Part = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one graph holds.
+
+    run             run(**inputs) in eager mode; the graph holds the same calls unless `record` makes others
+    record          what is captured in place of `run`
+    before_replay   ahead of each replay: fills the memory that its launches read
+    around_capture  ahead of a capture and after it
+    refuse          why it is not captured, a clause, or '': asked when its turn has come
+    """
+
+    run: Callable[..., None]
+    record: Callable[..., None] | None = None
+    before_replay: Callable[[], None] = lambda: None
+    around_capture: Callable[[], None] = lambda: None
+    refuse: Callable[[], str] = lambda: ""
 
 
 def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: object | None = None) -> list[str]:
@@ -55,10 +74,6 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
     if isinstance(optimizer, NarrowOptimizer):
         if optimizer.steps_in_backward:
             reasons.append("the optimizer steps inside backward, before the gradient's norm is known")
-        reasons.append(
-            f"narrowgauge.optim.{type(optimizer).__name__} counts its steps on the host, and a graph would repeat the first; "
-            "states fp32 without a master is torch's fused AdamW, which counts on the device"
-        )
     elif not all("capturable" in group for group in optimizer.param_groups):
         reasons.append(f"{type(optimizer).__name__} knows no capturable=True: it counts its steps on the host")
     if scaler is not None:
@@ -158,51 +173,57 @@ class Graphs:
         self.notes: list[str] = []
         self._parts: dict[Any, _Recorded] = {}
 
-    def run(self, name: str, part: Part, inputs: Batch | None = None, before: Callable[[], None] | None = None) -> None:
-        """part(**inputs), eager or as its graph. before: called ahead of a capture and after it."""
+    def run(self, name: str, part: Part, inputs: Batch | None = None) -> None:
+        """The part with these inputs, eager or as its graph."""
         inputs = inputs or {}
         key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
         recorded = self._parts.setdefault(key, _Recorded())
-        if recorded.replay is None and (recorded.runs < self.warmup or not self._has_room(name, key)):
+        if recorded.replay is None and (recorded.runs < self.warmup or self._stays_eager(name, part, key)):
             recorded.runs += 1
             moved = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
             _copy(inputs, moved)
-            self.recorder.warm(lambda: part(**moved))
+            self.recorder.warm(lambda: part.run(**moved))
             return
         if recorded.replay is None:
             recorded.static = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
         _copy(inputs, recorded.static)
         if recorded.replay is None:
-            recorded.replay = self._captured(name, part, recorded, before)
+            recorded.replay = self._captured(name, part, recorded)
+        part.before_replay()
         recorded.replay()
 
-    def _captured(
-        self, name: str, part: Part, recorded: _Recorded, before: Callable[[], None] | None
-    ) -> Callable[[], None]:
-        around = before or (lambda: None)
-        around()
+    def _captured(self, name: str, part: Part, recorded: _Recorded) -> Callable[[], None]:
+        call = part.record or part.run
+        part.around_capture()
         try:
-            return self.recorder.capture(lambda: part(**recorded.static))
+            return self.recorder.capture(lambda: call(**recorded.static))
         except RuntimeError as error:
             raise BackendError(
                 f"cuda graphs: {name} cannot be captured: {str(error).strip().splitlines()[0]} Something in it waits for the "
                 "device, or allocates where a graph may not. Train without --cuda-graph."
             ) from error
         finally:
-            around()
+            part.around_capture()
 
-    def _has_room(self, name: str, key: Any) -> bool:
-        """Whether another shape of this part may be captured; says once that one may not."""
+    def _stays_eager(self, name: str, part: Part, key: Any) -> bool:
+        """Whether this part, or another shape of it, may not be captured; a note says so once."""
+        if reason := part.refuse():
+            self._note(f"{name} stays eager", f": {reason}.")
+            return True
         taken = sum(other[0] == name and each.replay is not None for other, each in self._parts.items())
         if taken < self.most_shapes:
-            return True
-        note = (
-            f"{name}: more than {self.most_shapes} shapes of micro-batches, the others stay eager, such as "
-            f"{', '.join(f'{input} {list(shape)}' for input, shape, _ in key[1])}. Lower length_buckets."
+            return False
+        shapes = ", ".join(f"{input} {list(shape)}" for input, shape, _ in key[1])
+        self._note(
+            f"{name}: more than {self.most_shapes} shapes of micro-batches, the others stay eager, such as ",
+            f"{shapes}. Lower length_buckets.",
         )
-        if not any(each.startswith(f"{name}: more than") for each in self.notes):
-            self.notes.append(note)
-        return False
+        return True
+
+    def _note(self, beginning: str, rest: str) -> None:
+        """Once for each beginning."""
+        if not any(each.startswith(beginning) for each in self.notes):
+            self.notes.append(beginning + rest)
 
     def clear(self) -> None:
         """Forgets all graphs: what they launch is out of date."""
@@ -245,7 +266,7 @@ class GraphedStep:
 
     backward  backward(**batch) -> the loss of a micro-batch, a scalar; it has called .backward() on it
     clip      largest norm of the gradient; None: not clipped
-    optimizer one of torch's own, after `make_capturable`
+    optimizer of narrowgauge.optim, or one of torch's own after `make_capturable`. After its load_state_dict call `renew`
     warmup    eager runs of each part before it is captured
 
     Raises ConfigError, with every reason, for what `refuse` names. Gradients become tensors that stay; other code must not set
@@ -274,6 +295,7 @@ class GraphedStep:
         self._backward = backward
         self._loss = torch.zeros((), device=device)
         self._readings = torch.zeros(2, device=device)
+        self._replayed = self._replayable()
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -281,16 +303,22 @@ class GraphedStep:
 
     def accumulate(self, batch: Batch) -> None:
         """Forward and backward of a micro-batch; its gradients and loss are added to those of the step."""
-        self.graphs.run("forward and backward", self._forward_and_backward, batch, self._forget)
+        part = Part(self._forward_and_backward, around_capture=self._forget)
+        self.graphs.run("forward and backward", part, batch)
 
     def readings(self) -> Tensor:
         """Clips; [2] on the device: the loss and the norm that the gradient had. The tensor is that of every step."""
-        self.graphs.run("clipping", self._clip)
+        self.graphs.run("clipping", Part(self._clip))
         return self._readings
 
     def update(self) -> None:
         """Optimizer, `advance`, gradients and loss to zero."""
-        self.graphs.run("update", self._update)
+        replayed = self._replayed
+        if replayed is None:
+            part = Part(self._update)
+        else:
+            part = Part(self._update, self._record_update, replayed.before_replay, refuse=replayed.refuse)
+        self.graphs.run("update", part)
         self._forget()
 
     def discard(self) -> None:
@@ -301,7 +329,12 @@ class GraphedStep:
     def renew(self) -> None:
         """After a change of the model, such as another recipe of a layer: everything is warmed up and captured anew."""
         self.graphs.clear()
+        self._replayed = self._replayable()
         self._forget()
+
+    def _replayable(self) -> ReplayedStep | None:
+        """Its memory must not be that of a capture."""
+        return self.optimizer.replayable() if isinstance(self.optimizer, NarrowOptimizer) else None
 
     def _forward_and_backward(self, **batch: Tensor) -> None:
         self._loss += self._backward(**batch).detach()
@@ -312,6 +345,12 @@ class GraphedStep:
 
     def _update(self) -> None:
         self.optimizer.step()
+        advance(self.model)
+        self._clear()
+
+    def _record_update(self) -> None:
+        assert self._replayed is not None
+        self._replayed.capture()
         advance(self.model)
         self._clear()
 

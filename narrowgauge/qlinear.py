@@ -17,8 +17,9 @@ from narrowgauge import recipes
 from narrowgauge.delayed import AmaxWindow
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.learned import LearnedSteps, RowSampling
-from narrowgauge.products import Observer, Plans, Products, Settings, WeightCache
+from narrowgauge.products import Products
 from narrowgauge.recipe import Recipe
+from narrowgauge.settings import Observer, Plans, Settings, WeightCache
 from narrowgauge.sharing import SharedInputs
 from narrowgauge.straight_through import StraightThrough, steps_from_data
 

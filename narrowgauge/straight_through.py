@@ -38,9 +38,10 @@ from narrowgauge.ops.mm import Plan
 from narrowgauge.ops.quantize import calibrated_amax
 from narrowgauge.ops.rotate import rotated_length, unrotate
 from narrowgauge.ops.rotate.encoding import in_one_pass, rotate_and_encode
-from narrowgauge.products import Plans, Settings, Turn, is_shareable, operand, seen, show, turned
+from narrowgauge.products import Turn, is_shareable, operand, seen, show, turned
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
+from narrowgauge.settings import Plans, Settings
 from narrowgauge.tiles import WHOLE
 
 

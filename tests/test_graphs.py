@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge import graphs
 from narrowgauge.errors import BackendError, ConfigError
-from narrowgauge.graphs import GraphedStep, Graphs, make_capturable, refuse
+from narrowgauge.graphs import GraphedStep, Graphs, Part, make_capturable, refuse
 from narrowgauge.qlinear import QLinear
 from tests.compare import assert_same
 
@@ -97,11 +97,11 @@ def test_one_graph_per_shape_after_the_warm_up():
     recorder = Recorder()
     graphs, ran = Graphs(recorder, CPU, warmup=2), []
     for rows in (4, 4, 4, 6, 4, 6, 6, 6):
-        graphs.run("part", lambda x: ran.append(len(x)), {"x": torch.zeros(rows, 2)})
+        graphs.run("part", Part(lambda x: ran.append(len(x))), {"x": torch.zeros(rows, 2)})
     assert ran == [4, 4, 4, 6, 4, 6, 6, 6]
     assert (recorder.warmed, recorder.captures, recorder.replays) == (4, 2, 4) and graphs.captured == {"part": 2}
     graphs.clear()
-    graphs.run("part", lambda x: None, {"x": torch.zeros(4, 2)})
+    graphs.run("part", Part(lambda x: None), {"x": torch.zeros(4, 2)})
     assert recorder.warmed == 5 and graphs.captured == {}
 
 
@@ -109,8 +109,8 @@ def test_another_dtype_is_another_graph_and_inputs_are_copied():
     recorder, seen = Recorder(), []
     graphs = Graphs(recorder, CPU, warmup=1)
     for value in (1.0, 2.0, 3.0):
-        graphs.run("part", lambda x: seen.append((x.data_ptr(), x.item())), {"x": torch.full((1,), value)})
-    graphs.run("part", lambda x: None, {"x": torch.ones(1, dtype=torch.float64)})
+        graphs.run("part", Part(lambda x: seen.append((x.data_ptr(), x.item()))), {"x": torch.full((1,), value)})
+    graphs.run("part", Part(lambda x: None), {"x": torch.ones(1, dtype=torch.float64)})
     assert [value for _, value in seen] == [1.0, 2.0, 3.0] and seen[1][0] == seen[2][0], "replays read the same memory"
     assert graphs.captured == {"part": 1} and recorder.warmed == 2
 
@@ -119,7 +119,7 @@ def test_more_shapes_than_there_is_room_for_stay_eager_and_say_so():
     recorder = Recorder()
     graphs = Graphs(recorder, CPU, warmup=1, most_shapes=2)
     for rows in (1, 1, 2, 2, 3, 3, 4, 4):
-        graphs.run("part", lambda x: None, {"x": torch.zeros(rows)})
+        graphs.run("part", Part(lambda x: None), {"x": torch.zeros(rows)})
     assert recorder.captures == 2 and recorder.warmed == 6
     assert graphs.notes == [
         "part: more than 2 shapes of micro-batches, the others stay eager, such as x [3]. Lower length_buckets."
@@ -197,7 +197,6 @@ def test_refusals_say_every_reason():
         "recipe int4-hq-lss (first in 0) begins with steps that the host sets from the data",
         "lets the host decide after each step which products sample their rows",
         "steps inside backward",
-        "narrowgauge.optim.AdamW counts its steps on the host",
         "a GradScaler decides on the host",
     ):
         assert words in reasons
@@ -216,6 +215,37 @@ def test_a_device_needs_a_capturable_optimizer():
     assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == len(optimizer.param_groups)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     assert any("SGD knows no capturable=True" in reason for reason in refuse(model, sgd, cuda))
+
+
+def test_a_step_that_no_graph_can_hold_stays_eager_and_says_so():
+    """That of narrowgauge.optim on a CPU: the run learns what it would, and one note names the reason."""
+    found = []
+    for graphed in (True, False):
+        model = built()
+        optimizer = ng.optim.AdamW(model.parameters(), states="8bit", lr=1e-2)
+        recorder = Recorder()
+        warmup = 1 if graphed else 10**9
+        step = GraphedStep(model, optimizer, lambda x, m=model: _backward(m, x), warmup=warmup, recorder=recorder)
+        for batch in batches(5, rows=(4,)):
+            step.accumulate(batch)
+            found.append(step.readings().clone())
+            step.update()
+        assert ("forward and backward" in step.graphs.captured) == graphed and "update" not in step.graphs.captured
+        assert bool(step.graphs.notes) == graphed
+    for a, b in zip(found[:5], found[5:], strict=True):
+        assert_same(a, b)
+
+
+def test_the_note_of_a_step_that_stays_eager():
+    model = built()
+    optimizer = ng.optim.AdamW(model.parameters(), states="8bit", backend="torch")
+    step = GraphedStep(model, optimizer, lambda x: _backward(model, x), warmup=1, recorder=Recorder())
+    for _ in range(3):
+        step.update()
+    [note] = step.graphs.notes
+    assert note == (
+        "update stays eager: a parameter of [48, 32] on cpu is stepped by torch, which works out its numbers on the host."
+    )
 
 
 @pytest.mark.parametrize("changes", [{"warmup": 0}, {"most_shapes": 0}])
@@ -257,12 +287,36 @@ def test_graphs_train_as_eager_code_does(recipe, fused):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("states", ["fp32", "8bit", "fp8-lm"])
+def test_narrow_states_step_in_graphs(states):
+    """The same gradients, and the rate changed on the way: weights and states have the bits of eager steps."""
+    device = torch.device("cuda")
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to(device, torch.bfloat16)
+        optimizer = ng.optim.AdamW(model.parameters(), states=states, master="bf16-remainder", lr=1e-3)
+        warmup = 2 if graphed else 10**9
+        step = GraphedStep(model, optimizer, lambda x, m=model: _backward(m, x), warmup=warmup)
+        generator = torch.Generator().manual_seed(1)
+        for number in range(8):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 / (1 + number)
+            for parameter in model.parameters():
+                parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+            step.update()
+        assert step.graphs.captured == ({"update": 1} if graphed else {}) and not step.graphs.notes
+        found.append(([p.detach() for p in model.parameters()], optimizer.state_dict()["state"]))
+    assert_same(*found)
+
+
+@pytest.mark.gpu
 def test_replays_draw_new_numbers():
     device = torch.device("cuda")
     drawn = torch.zeros(8, device=device)
     recorded = Graphs(graphs.CudaRecorder(device), device, warmup=1)
     values = []
     for _ in range(4):
-        recorded.run("noise", lambda: drawn.copy_(torch.rand(8, device=device)))
+        recorded.run("noise", Part(lambda: drawn.copy_(torch.rand(8, device=device))))
         values.append(drawn.tolist())
     assert len({tuple(each) for each in values}) == 4 and recorded.captured == {"noise": 1}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge import products, recipes, straight_through
+from narrowgauge import products, recipes, settings, straight_through
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.quantize import quantize, together
 from narrowgauge.qtensor import QTensor
@@ -33,7 +33,7 @@ PAIRED = (
 @pytest.fixture
 def codes(monkeypatch):
     """As on a device whose kernels read codes."""
-    monkeypatch.setattr(products, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    monkeypatch.setattr(settings, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
 
 
 def trained(recipe: str, steps: int = 2, caches: bool = True) -> dict[str, object]:

@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.ops.produce import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
 from narrowgauge.ops.quantize.together import OneRead
 from narrowgauge.ops.registry import Choice, device_facts
-from narrowgauge.products import Plans, Settings, cast_ahead, handed_key
+from narrowgauge.products import cast_ahead, handed_key
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Cast, LearnedStep, Window
+from narrowgauge.settings import Plans, Settings
 from narrowgauge.sharing import Handed, Reads, SharedInputs
 
 

@@ -39,17 +39,40 @@ class ReplayedStep:
             device: torch.zeros(18 * count, dtype=torch.int64, device=device) for device, count in counts.items()
         }
 
+    def refuse(self) -> str:
+        """Why the step cannot be captured as it is now, a clause, or ''. Reads nothing from the device."""
+        optimizer = self._optimizer
+        for parameter, _, _ in optimizer._numbered():
+            if parameter.grad is None:
+                continue
+            task, which = optimizer._tasks.get(parameter), f"a parameter of {list(parameter.shape)}"
+            if task is None or task.backend is None:
+                return f"{which} has never stepped; run one step before the capture"
+            if not parameter.grad.is_contiguous() or task.weight.data_ptr() != task.address:
+                return f"{which}, or its gradient, is not contiguous; make it so before the optimizer is built"
+            if task.backend[1].kernel.name != "triton":
+                by = optimizer.computed_by(parameter)
+                return f"{which} on {parameter.device} is stepped by {by}, which works out its numbers on the host"
+        return ""
+
     @torch.no_grad()
     def capture(self) -> None:
-        """Launches the step of every parameter that has a gradient; nothing is computed until the graph is replayed."""
+        """Launches the step of every parameter that has a gradient; nothing is computed until the graph is replayed.
+
+        Raises ConfigError for what `refuse` names.
+        """
         from narrowgauge.optim import triton_step
 
         optimizer = self._optimizer
+        if reason := self.refuse():
+            raise ConfigError(
+                f"{type(optimizer).__name__}.capture: {reason}. Or leave the optimizer out of the graph, and call step() after each "
+                "replay."
+            )
         self._chosen = [each for each in optimizer._numbered() if each[0].grad is not None]
         tasks = optimizer._next(self._chosen, counts=False)
         for (parameter, _, _), task in zip(self._chosen, tasks, strict=True):
             task.gradient = parameter.grad
-            self._check(parameter, task)
         self._gradients = [parameter.grad for parameter, _, _ in self._chosen if parameter.grad is not None]
         for device, sheet in self._sheets.items():
             members = [task for task in tasks if task.weight.device == device and task.elements]
@@ -58,24 +81,6 @@ class ReplayedStep:
                 triton_step.run(self._captured[device], sheet)
         for task in tasks:
             task.gradient = None
-
-    def _check(self, parameter: Tensor, task: Any) -> None:
-        kind = f"{type(self._optimizer).__name__}.capture"
-        gradient = task.gradient
-        if task.backend is None:
-            raise ConfigError(
-                f"{kind}: a parameter of {list(parameter.shape)} has never stepped. Run one step before the capture."
-            )
-        if (name := self._optimizer._kernel(task).name) != "triton":
-            raise ConfigError(
-                f"{kind}: a parameter of {list(parameter.shape)} on {parameter.device} is stepped by {name}, which works out its "
-                "numbers on the host. Leave the optimizer out of the graph, and call step() after each replay."
-            )
-        if not gradient.is_contiguous() or task.weight.data_ptr() != task.address:
-            raise ConfigError(
-                f"{kind}: a parameter of {list(parameter.shape)}, or its gradient, is not contiguous. Make it so before the optimizer "
-                "is built, or leave the optimizer out of the graph."
-            )
 
     @torch.no_grad()
     def before_replay(self) -> None:

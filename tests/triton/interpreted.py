@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge import products
 from narrowgauge.delayed import observe
 from narrowgauge.formats import E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, INT4, INT4X2, INT8
 from narrowgauge.ops.mm import plan
@@ -186,7 +185,7 @@ def compare_layers(recipe: str, kernel: object, exact: bool) -> None:
     found, launches = [], []
     whole = quantizing.launch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+        patch.setattr("narrowgauge.settings.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
         found.append(train_layers(recipe))
         for module in (triton_kernel, encoding):
             patch.setattr(module, "refuse_device", lambda *device: None)

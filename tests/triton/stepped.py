@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.ops.registry import Kernel
+from narrowgauge.graphs import GraphedStep
+from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.optim import SGD, AdamW, Lion, base, moments, proof, triton_kernel, triton_step
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
@@ -143,7 +144,7 @@ def compare_replayed() -> None:
         optimizer.step()
         if replays:
             replayed = optimizer.replayable()
-            replayed._check = lambda parameter, task: None  # type: ignore[method-assign]
+            replayed.refuse = lambda: ""  # type: ignore[method-assign]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(triton_step, "run", lambda *call: launched.append(call))
                 replayed.capture()
@@ -161,6 +162,63 @@ def compare_replayed() -> None:
                 optimizer.step()
         found.append(([p.detach() for p in parameters], optimizer.state_dict()["state"]))
     assert_same(*found)
+
+
+class Undone:
+    """Stands in for CUDA's graphs: a capture changes nothing, a replay makes the calls again."""
+
+    step: GraphedStep
+
+    def warm(self, call: Callable[[], None]) -> None:
+        call()
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        written = [self.step._loss, *(p.grad for p in self.step.model.parameters() if p.grad is not None)]
+        before = [x.clone() for x in written]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_step, "run", lambda *call: None)
+            call()
+        for x, value in zip(written, before, strict=True):
+            x.copy_(value)
+        return call
+
+
+def compare_graphed() -> None:
+    """Whole steps of `GraphedStep`: the optimizer's launches read what the host sent ahead of the replay."""
+    found = []
+    for warmup in (1, 99):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(77, 64), nn.GELU(), nn.Linear(64, 5)).to(torch.bfloat16)
+        optimizer = AdamW(model.parameters(), states="8bit", master="stochastic", lr=1e-2)
+        optimizer._kernel = lambda task: choose_interpreted(task)  # type: ignore[method-assign]
+
+        def backward(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            loss = model(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        recorder = Undone()
+        step = recorder.step = GraphedStep(model, optimizer, backward, clip=1.0, warmup=warmup, recorder=recorder)
+        for number in range(4):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            generator = torch.Generator().manual_seed(number)
+            step.accumulate({"x": torch.randn(4, 77, generator=generator).bfloat16()})
+            found.append([step.readings().clone()])
+            step.update()
+        assert step.graphs.captured == ({"forward and backward": 1, "clipping": 1, "update": 1} if warmup == 1 else {})
+        found.append([p.detach() for p in model.parameters()] + list(state_tensors(optimizer)))
+    for eager, replayed in zip(found[5:], found[:5], strict=True):
+        assert_same(replayed, eager)
+
+
+def choose_interpreted(task: Task) -> Kernel[Any]:
+    task.backend = None, Choice(replace(INTERPRETED, name="triton"), ())
+    return task.backend[1].kernel  # type: ignore[no-any-return]
+
+
+def state_tensors(optimizer: AdamW) -> Iterator[torch.Tensor]:
+    for state in optimizer.state_dict()["state"].values():
+        yield from state.values()
 
 
 STEPS = (
@@ -189,6 +247,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"poison {value} {states}", lambda call=("adamw", states, master, torch.bfloat16, value): compare(*call)
     yield "groups", compare_groups
     yield "replayed", compare_replayed
+    yield "graphed", compare_graphed
     for name, kind in PROVEN.items():
         yield f"proof {name}", lambda kind=kind: prove(kind)
     yield "broken", find_the_broken_kernel

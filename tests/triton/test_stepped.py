@@ -10,7 +10,17 @@ from tests.processes import PYTHON, run_ok
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are neither compiled nor run here")
 
-KINDS = ("adamw ", "lion ", "sgd ", "poison ", "groups", "replayed", "proof ", "broken")  # what a case begins with
+KINDS = (
+    "adamw ",
+    "lion ",
+    "sgd ",
+    "poison ",
+    "groups",
+    "replayed",
+    "graphed",
+    "proof ",
+    "broken",
+)  # what a case begins with
 
 
 @pytest.fixture(scope="module")
