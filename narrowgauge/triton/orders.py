@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 
 Name = Literal["rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh"]
-KINDS: tuple[Name, ...] = ("rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh")
+KINDS: tuple[Name, ...] = get_args(Name)
 
 
 @dataclass(frozen=True)

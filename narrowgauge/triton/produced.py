@@ -142,6 +142,45 @@ def _rounded(values, y, mask):
 
 
 @triton.jit
+def _statistics(
+    a,
+    eps,
+    means,
+    rates,
+    top,
+    row,
+    known,
+    place,
+    columns,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """(mean, 1 / deviation) of each row [ROWS] of a norm, stored too; zeros for what is none."""
+    mean = tl.zeros((ROWS,), tl.float32)
+    rate = mean
+    if KIND <= LAYER_NORM:
+        if KIND == LAYER_NORM:
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for start in range(0, columns, COLUMNS):
+                column = start + tl.arange(0, COLUMNS).to(tl.int64)
+                mask = known[:, None] & (column < columns)[None, :]
+                sums += tl.load(a + top * columns + start + place, mask=mask, other=0.0).to(tl.float32)
+            mean = tl.sum(sums, axis=1) / columns
+            tl.store(means + row, mean, mask=known)
+        squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, columns, COLUMNS):
+            column = start + tl.arange(0, COLUMNS).to(tl.int64)
+            mask = known[:, None] & (column < columns)[None, :]
+            x = tl.load(a + top * columns + start + place, mask=mask, other=0.0).to(tl.float32)
+            away = tl.where(mask, x - mean[:, None], 0.0)
+            squares += away * away
+        rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(tl.sum(squares, axis=1) / columns + eps))
+        tl.store(rates + row, rate, mask=known)
+    return mean, rate
+
+
+@triton.jit
 def produce(
     a,
     b,
@@ -186,26 +225,7 @@ def produce(
     end = tl.minimum(begin + span, columns)
     known = row < rows
     place = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
-    mean = tl.zeros((ROWS,), tl.float32)
-    rate = mean
-    if KIND <= LAYER_NORM:
-        if KIND == LAYER_NORM:
-            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for start in range(0, columns, COLUMNS):
-                column = start + tl.arange(0, COLUMNS).to(tl.int64)
-                mask = known[:, None] & (column < columns)[None, :]
-                sums += tl.load(a + top * columns + start + place, mask=mask, other=0.0).to(tl.float32)
-            mean = tl.sum(sums, axis=1) / columns
-            tl.store(means + row, mean, mask=known)
-        squares = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in range(0, columns, COLUMNS):
-            column = start + tl.arange(0, COLUMNS).to(tl.int64)
-            mask = known[:, None] & (column < columns)[None, :]
-            x = tl.load(a + top * columns + start + place, mask=mask, other=0.0).to(tl.float32)
-            away = tl.where(mask, x - mean[:, None], 0.0)
-            squares += away * away
-        rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(tl.sum(squares, axis=1) / columns + eps))
-        tl.store(rates + row, rate, mask=known)
+    mean, rate = _statistics(a, eps, means, rates, top, row, known, place, columns, KIND, ROWS, COLUMNS)
     scale = tl.full((1, 1), 1.0, tl.float32)
     scale2 = scale
     if CASTS == 1:

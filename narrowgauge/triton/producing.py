@@ -20,12 +20,22 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.tiles import WHOLE
 from narrowgauge.triton import norms, produced, quantizing
 from narrowgauge.triton.launch import launch
-from narrowgauge.triton.orders import Kind, Made, Order
+from narrowgauge.triton.orders import Kind, Made, Name, Order
 from narrowgauge.triton.quantizing import Output
 from narrowgauge.triton.settings import Settings
 
-KINDS = {"rms-norm": 0, "layer-norm": 1, "swiglu": 2, "gelu": 3, "gelu-tanh": 4}
-GRADIENTS = {"swiglu": 5, "gelu": 6, "gelu-tanh": 7}
+FORWARD: dict[Name, int] = {
+    "rms-norm": produced.RMS_NORM.value,
+    "layer-norm": produced.LAYER_NORM.value,
+    "swiglu": produced.SWIGLU.value,
+    "gelu": produced.GELU.value,
+    "gelu-tanh": produced.GELU_TANH.value,
+}
+GRADIENTS: dict[Name, int] = {
+    "swiglu": produced.SWIGLU_GRADIENTS.value,
+    "gelu": produced.GELU_GRADIENT.value,
+    "gelu-tanh": produced.GELU_TANH_GRADIENT.value,
+}
 PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
 NORM_PARTS = 528
 TURNED_ROWS, TURNED_COLUMNS, TURNED_WARPS = 32, 128, 8
@@ -118,7 +128,7 @@ def forward(
         count = 1 if kind.name == "rms-norm" else 2
         statistics = tuple(torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(count))
     target = _Target(y, order, C)
-    _produce(KINDS[kind.name], found, kind, statistics, target, None)
+    _produce(FORWARD[kind.name], found, kind, statistics, target, None)
     return target.finished(), statistics
 
 
