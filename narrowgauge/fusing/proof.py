@@ -2,7 +2,8 @@
 
 It is called on random numbers, in float32 and without gradients, and its result compared with the definition (relative to its size,
 to 1e-5; small inputs among them, so that the constant under the root of a norm shows). Of an MLP the Linears are taken out meanwhile
-and replaced by tensors that are known, so its width costs nothing. Generators stay as they were.
+and replaced by tensors that are known, so its width costs nothing. It is tried as it trains, so that a dropout of its own shows.
+Generators and modes stay as they were.
 """
 
 from __future__ import annotations
@@ -76,11 +77,16 @@ class _Gives(nn.Module):
 @torch.no_grad()
 def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -> bool:
     devices = [x.device] if x.is_cuda else []
+    modes = [(each, each.training) for each in module.modules()]
+    module.train()
     with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
         try:
             found = module.forward(x)
         except Exception:  # whatever it wants, it is not this
             return False
+        finally:
+            for each, training in modes:
+                each.training = training
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return False
     expected = definition.value(kind, tensors).to(torch.float32)

@@ -202,6 +202,25 @@ def test_a_norm_that_adds_one_to_its_weight_is_not_taken_for_one_that_does_not()
     assert reasons["model.layers.0.input_layernorm"] == "a GemmaRMSNorm computes something else"
 
 
+def test_a_dropout_inside_an_mlp_is_seen_in_evaluation_too():
+    """Fused as it computes then, it would train without its dropout; and the modes of its modules stay as they were."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(self.drop(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+    model = nn.Sequential(Dropping()).eval()
+    ng.convert(model, "fp8-current", fuse=True)
+    [found] = fusions(model)
+    assert found.reason == "a Dropping does not multiply silu(gate_proj) by up_proj"
+    assert not any(module.training for module in model.modules())
+
+
 def test_describe_prints_it_and_none_takes_it_back():
     model = built("llama")
     text = str(ng.describe(model))
