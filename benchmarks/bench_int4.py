@@ -2,7 +2,8 @@
 
     make bench-int4                        ARGS="--quick" for two rounds of one step each at small sizes
 
-Speed: forward and backward of a Llama, quantization included, weights cast once per step, 1024-wide too (fewer layers and tokens).
+Speed: forward and backward of a Llama, quantization included, weights cast once per step, at several widths; at 1024 with few tokens
+and with as many as below it, since casting the weights costs the same for both.
 
     fp32             the plain model in float32
     bf16             operands in bfloat16 through the recipe `bf16`; on a CPU without such instructions multiplied in float32
@@ -21,6 +22,7 @@ import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,7 +45,11 @@ class Size:
     tokens: int
 
 
-SIZES = (Size(384, 1024, 6, 8, 256), Size(1024, 2816, 2, 2, 256))
+KEPT = Size(384, 1024, 6, 8, 256)  # of which the kept bytes are counted
+SIZES = (
+    Size(128, 352, 6, 8, 256), Size(256, 704, 6, 8, 256), KEPT, Size(1024, 2816, 2, 2, 256), Size(1024, 2816, 2, 8, 256),
+    Size(2048, 5632, 1, 4, 256),
+)  # fmt: skip
 QUICK = (Size(64, 160, 2, 2, 32), Size(128, 352, 1, 2, 32))
 
 
@@ -54,6 +60,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds at small sizes: does it run, not how fast")
     parser.add_argument("--autocast", action="store_true", help="torch's bf16 autocast too")
     parser.add_argument("--skip", nargs="*", default=[], help="cases of the step to leave out, but fp32 and bf16")
+    parser.add_argument(
+        "--widths", type=int, nargs="*", default=[], help="of the step; default: all, and the kept bytes"
+    )
     parser.add_argument("--note", default="", help="kept with the results: what else the machine was doing")
     options = parser.parse_args()
     if options.threads:
@@ -65,10 +74,19 @@ def main() -> None:
         if not options.quick:
             record("int4", [{**line, "note": options.note} for line in lines], RESULTS / "int4.jsonl")
 
-    keep(memory(sizes[0]))
+    if not options.widths:
+        keep(memory(QUICK[0] if options.quick else KEPT))
+    found: dict[int, float] = {}
     for size in sizes:
+        if options.widths and size.width not in options.widths:
+            continue
         keep(products(size, rounds))
-        keep(speed(size, rounds, options.autocast, options.skip))
+        lines = speed(size, rounds, options.autocast, options.skip)
+        keep(lines)
+        [found[size.width]] = [line["of_baseline"][0] for line in lines if line["case"] == "int4-hq-bs"]
+    width = crossing(found)
+    words = "crosses that of float32 nowhere" if width is None else f"crosses that of float32 near width {width:.0f}"
+    print(f"The time of a step with int4-hq-bs {words} (medians at {', '.join(map(str, found))}).")
 
 
 def speed(size: Size, rounds: int, autocast: bool, skip: list[str]) -> list[dict[str, Any]]:
@@ -85,6 +103,15 @@ def speed(size: Size, rounds: int, autocast: bool, skip: list[str]) -> list[dict
     print(f"step, width {size.width}, {size.layers} layers, {size.batch * size.tokens} tokens")
     print(table(timings, baseline="bf16", work=work), end="\n\n")
     return with_ratios(timings, size, "step")
+
+
+def crossing(found: dict[int, float]) -> float | None:
+    """Where the ratio, by width, first falls to 1, a straight line of the logarithm of the width between neighbours; None: nowhere."""
+    pairs = sorted(found.items())
+    for (low, above), (high, below) in pairwise(pairs):
+        if above > 1 >= below:
+            return low * (high / low) ** ((above - 1) / (above - below))
+    return None
 
 
 def products(size: Size, rounds: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from benchmarks import harness, same_loss
+from benchmarks.bench_int4 import crossing
 from benchmarks.harness import Spread, Timing, measure, order, ratio, record, rows, table
 
 
@@ -97,3 +98,18 @@ def test_same_loss_reads_a_run(tmp_path):
 def test_the_generated_text_is_the_same_everywhere():
     text = same_loss.generated_text()
     assert text == same_loss.generated_text() and len(text) > 50 * 8 * 64
+
+
+@pytest.mark.parametrize(
+    ("ratios", "width"),
+    [
+        ({128: 1.2, 512: 0.8}, 256),
+        ({128: 0.9, 512: 0.8}, None),
+        ({512: 0.9, 128: 1.1, 64: 2.0}, 256),
+        ({128: 1.1}, None),
+    ],
+)
+def test_where_a_ratio_crosses_one(ratios, width):
+    """Half way between neighbours in the logarithm; nowhere if it is below from the first on, or never."""
+    found = crossing(ratios)
+    assert found == (None if width is None else pytest.approx(width))
