@@ -110,7 +110,10 @@ def read_run(path: Path) -> dict[str, Any]:
     try:
         return decode(path.read_bytes())
     except OSError as error:
-        reason = error.strerror
+        words = f"cannot be read: {error.strerror}. Name a folder that narrowgauge train wrote."
     except (ValueError, TypeError) as error:
-        reason = f"it is damaged: {error}"
-    raise ConfigError(f"{path}: cannot be read: {reason}. Name a folder that narrowgauge train wrote.")
+        words = (
+            f"is damaged: {error}. Put a copy of it in its place; or remove it and continue the run with --resume, which writes it "
+            'anew, but for its beginning, and chooses again where recipe "auto" chose.'
+        )
+    raise ConfigError(f"{path}: {words}")

@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.diagnose import report
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
-from narrowgauge.train import advice, storage, tasks
+from narrowgauge.train import advice, facts, storage, tasks
 from narrowgauge.train.config import TrainConfig, resolved
 from narrowgauge.train.console import console
 from narrowgauge.train.export import export
@@ -114,13 +114,16 @@ def _train_and_log(
         trainer = Trainer.start(config, folder, task, log)
         folder.write_config(asked)
         with console(config.steps, config.log_every, trainer.step) as show:
-            folder.write_run(trainer.facts())
+            known = facts.facts(trainer)
+            folder.write_run(known)
             trainer.announce(show, previews)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
                 log.write("done", trainer.step, reason="nonfinite", exit_code=NumericsError.exit_code)
+                folder.write_run(known | facts.of_layers(trainer.model))
                 raise
+            folder.write_run(known | facts.of_layers(trainer.model))
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             if reason == "finished":

@@ -11,21 +11,18 @@ What is learnt, from which batches and by which metrics, is the task's business 
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import narrowgauge
 from narrowgauge.auto.layers import chosen, summary
-from narrowgauge.conversion import advance, describe, nonfinite_amax
+from narrowgauge.conversion import advance, nonfinite_amax
 from narrowgauge.diagnose import words
 from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
@@ -47,7 +44,7 @@ from narrowgauge.train.machine import (
     unused_gpu,
 )
 from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.model import build, describe_model
+from narrowgauge.train.model import build
 from narrowgauge.train.objective import Batch, Objective, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer
 from narrowgauge.train.run_folder import RunFolder
@@ -389,43 +386,6 @@ class Trainer:
         save_s = time.monotonic() - started_at_s
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 
-    def facts(self) -> dict[str, Any]:
-        """run.json, see docs/architecture.md. A resumed run keeps the time at which it was started."""
-        config = self.config
-        started_at, command, resumed = datetime.now(UTC).isoformat(timespec="seconds"), own_command(), []
-        if self.step and self.folder.run.exists():
-            first = self.folder.read_run()
-            resumed = [*first.get("resumed", []), command]
-            started_at, command = first.get("started_at", started_at), first.get("command", command)
-        known = self.task.facts()
-        return {
-            "narrowgauge": narrowgauge.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": device_words(self.device),
-            "threads": torch.get_num_threads(),
-            "started_at": started_at,
-            "command": command,
-            "resumed": resumed,
-            "seed": config.seed,
-            "recipe": config.recipe,
-            "recipes": dict(config.layers_recipe),
-            "auto": chosen(self.model),
-            "precision": config.precision,
-            "switches": [{"step": stage.step, **stage.event} for stage in self.schedule.stages],
-            "loss": self.objective.words,
-            "memory": self.saving,
-            "fused": [str(fusion) for fusion in fusions(self.model)],
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "model": describe_model(self.model) | known["model"],
-            "task": self.task.name,
-            "best": self.best.metric,
-            "data": known["data"],
-            "tokens_per_step": known["tokens_per_step"],
-            "steps": config.steps,
-            "describe": [asdict(row) for row in describe(self.model)],
-        }
-
 
 def _choices_before(folder: RunFolder) -> dict[str, str] | None:
     """What recipe "auto" chose when the run began, so that its continuation computes the same; None for a new run."""
@@ -438,7 +398,3 @@ def read(readings: Tensor) -> tuple[float, float]:
     """Two numbers from the device: where a step waits for it."""
     first, second = readings.tolist()
     return first, second
-
-
-def own_command() -> list[str]:
-    return ["narrowgauge", *sys.argv[1:]]

@@ -197,6 +197,15 @@ def test_final_is_the_trained_model(make, monkeypatch, precision):
         assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
 
 
+def test_run_json_says_what_layers_do_at_the_end(make):
+    """Which products sample their rows is decided on the way."""
+    config = make("sampled", recipe="int4-hq-lss", steps=3)
+    assert loop.run(config) == 0
+    run = json.loads(Path(config.output, "run.json").read_text("utf-8"))
+    said = [row["note"] for row in run["describe"] if row["recipe"] == "int4-hq-lss"]
+    assert said and all("relative variance" in each and "so far" not in each for each in said)
+
+
 def test_training_goes_on_from_final(full, make):
     config = make("tuned", model=str(Path(full.output, "final")), steps=2, vocab_size=4096)
     assert loop.run(config) == 0

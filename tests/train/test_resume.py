@@ -136,6 +136,20 @@ def test_more_steps_than_were_asked_for_first(make):
     assert json.loads((folder / "run.json").read_text("utf-8"))["steps"] == 3
 
 
+def test_a_run_goes_on_without_its_run_json(make):
+    """As the message about a damaged one advises."""
+    config = make(steps=2)
+    loop.run(config)
+    run = Path(config.output, "run.json")
+    whole = run.read_bytes()
+    run.write_bytes(whole[:-40])
+    with pytest.raises(ConfigError, match="damaged.*or remove it"):
+        loop.run(replace(config, steps=3, resume=True))
+    run.unlink()
+    assert loop.run(replace(config, steps=3, resume=True)) == 0
+    assert list(tiny.losses(Path(config.output))) == [1, 2, 3] and json.loads(run.read_bytes())["steps"] == 3
+
+
 def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(make):
     """Its settings too: the next one, without a flag, goes on as before."""
     config = make(steps=2)
