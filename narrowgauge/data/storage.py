@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,8 @@ from pathlib import Path
 from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
 
-ABANDONED = re.compile(r"\.(tokens|examples)-[0-9a-f]{32}\..+\.tmp")  # what `temporary` makes of a cache's files
+# What `temporary` makes of a cache's files, and of the folder of a tokenizer.
+ABANDONED = re.compile(r"\.((tokens|examples)-[0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{16})\..*tmp")
 ABANDONED_AFTER_S = 60  # without a write; a maker locks its draft within milliseconds
 
 
@@ -51,6 +53,21 @@ def publish(draft: Path, path: Path) -> None:
     """Renames the flushed file or folder `draft` to `path` and makes the rename last."""
     os.rename(draft, path)
     flush(path.parent)
+
+
+@contextmanager
+def locked(path: Path, needed: bool = True) -> Iterator[None]:
+    """Holds the lock by which `sweep` knows that the maker of this file or folder lives.
+
+    BlockingIOError if another process holds it, OSError on a file system without locks; not if it is not `needed`.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(*(() if needed else (OSError,))):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 class Draft:
@@ -89,7 +106,6 @@ def sweep(folder: Path) -> None:
     """Removes the drafts in a cache folder whose makers were killed: nobody locks them, and nothing writes to them."""
     for path in folder.iterdir():
         if ABANDONED.fullmatch(path.name):
-            with suppress(OSError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError), locked(path):
                 if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from narrowgauge.data.pieces import pieces
-from narrowgauge.data.storage import flush, publish, storage, temporary
+from narrowgauge.data.storage import flush, locked, publish, storage, sweep, temporary
 from narrowgauge.data.text import reason, shown
 from narrowgauge.errors import ConfigError, DataError
 
@@ -126,6 +126,8 @@ def _save(backend: tokenizers.Tokenizer, path: Path) -> None:
     try:
         with storage(path.parent):
             draft.mkdir(parents=True)
+            sweep(path.parent)
+        with storage(path.parent), locked(draft, needed=False):
             _write(tokenizer, draft)
             (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
             for file in draft.iterdir():

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.data import fingerprint, load, train_bpe
+from narrowgauge.data.storage import locked, temporary
 from narrowgauge.data.tokenizer import END_OF_TEXT, _sample, end_of_text, plain_backend
 from narrowgauge.errors import ConfigError, DataError, StorageError
 
@@ -164,6 +165,20 @@ def test_what_the_rust_half_raises_while_writing_is_a_storage_error(tmp_path, mo
     with pytest.raises(StorageError, match=step):
         train_bpe(TEXTS, 270, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_draft_of_a_killed_process_is_swept_away_and_that_of_a_living_one_is_not(tmp_path):
+    """Both are older than a minute; the folder of another program stays."""
+    whole = train_bpe(TEXTS, 270, tmp_path).folder
+    killed, living = (temporary(whole) for _ in range(2))
+    foreign = tmp_path / ".bpe-notes.tmp"
+    for path in (killed, living, foreign):
+        path.mkdir()
+        (path / "tokenizer.json").write_text("half")
+        os.utime(path, (0, 0))
+    with locked(living):
+        train_bpe(TEXTS, 271, tmp_path)
+    assert [path.exists() for path in (killed, living, foreign, whole)] == [False, True, True, True]
 
 
 def test_load_refuses_a_missing_folder_without_asking_the_hub(tmp_path):

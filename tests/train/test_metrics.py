@@ -183,7 +183,7 @@ def test_a_missing_or_damaged_run_json_is_an_error(tmp_path):
         read_run(tmp_path / "run.json")
     for damaged in (b"{", b"[]", b'{"a": NaN}', b"\xff"):
         (tmp_path / "run.json").write_bytes(damaged)
-        with pytest.raises(ConfigError, match="damaged.*or remove it and continue the run with --resume"):
+        with pytest.raises(ConfigError, match=r"damaged.*or remove it and continue the run with --resume"):
             read_run(tmp_path / "run.json")
 
 

@@ -143,7 +143,7 @@ def test_a_run_goes_on_without_its_run_json(make):
     run = Path(config.output, "run.json")
     whole = run.read_bytes()
     run.write_bytes(whole[:-40])
-    with pytest.raises(ConfigError, match="damaged.*or remove it"):
+    with pytest.raises(ConfigError, match=r"damaged.*or remove it"):
         loop.run(replace(config, steps=3, resume=True))
     run.unlink()
     assert loop.run(replace(config, steps=3, resume=True)) == 0
