@@ -142,9 +142,8 @@ class FloatFormat(Format):
         else:
             gap = power.mul_(2.0**-self.mantissa)
             y = _round_stochastically(y / gap, noise) * gap
-        if not self.has_nan:
-            y = torch.where(x.isnan(), 0.0, y)
-        return y.copysign_(x)  # the addition above turns -0 into +0
+        y = y.copysign_(x)  # the addition above turns -0 into +0
+        return y if self.has_nan else torch.where(x.isnan(), 0.0, y)  # whose sign would be the device's
 
     def _nearest_power(self, magnitude: Tensor, power: Tensor) -> Tensor:
         """Without mantissa the gap above a power is the power itself, and a tie goes to the even exponent field."""

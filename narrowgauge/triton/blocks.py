@@ -1,5 +1,7 @@
 """Blocks that share a scale, codes in both orientations from one read: 1 x 128 and 128 x 128, 1 x 32 with power-of-two scales (MX).
 
+1 x 16 and 16 x 16 with scales of two levels (NVFP4) as well: the tensor's largest magnitude comes from a pass ahead of it.
+
 A program takes ROWS x COLUMNS elements, whole blocks of both orientations, and keeps them in registers:
 
     x [ROWS, COLUMNS] as [ROWS / A, A, COLUMNS / B, B]    one amax, one scale per [ROWS / A, COLUMNS / B]
@@ -13,7 +15,7 @@ import triton.language as tl
 
 from narrowgauge.triton.elements import encode, magnitude_bits
 from narrowgauge.triton.noise import uniform
-from narrowgauge.triton.scales import divided, divisor, scale_of
+from narrowgauge.triton.scales import divided, divisor, e4m3_scale_of, reciprocal_of, scale_of, shared_scale_of
 from narrowgauge.triton.turning import place_of_program, store_codes
 
 
@@ -37,6 +39,7 @@ def _spread(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 @triton.jit
 def _cast(
     values,
+    shared,
     key,
     first,
     second,
@@ -47,9 +50,17 @@ def _cast(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """(codes [ROWS, COLUMNS], scales [ROWS / A, COLUMNS / B]); the noise is that of place (first, second)."""
-    scale = scale_of(_block_amax(magnitude_bits(values), A, B, ROWS, COLUMNS), C)
-    by = divisor(scale, C)
+    """(codes [ROWS, COLUMNS], scales [ROWS / A, COLUMNS / B]); the noise is that of place (first, second).
+
+    shared: of two levels, the float32 of the tensor; else unused
+    """
+    amax = _block_amax(magnitude_bits(values), A, B, ROWS, COLUMNS)
+    if C.two_level:
+        scale = e4m3_scale_of(amax, shared, C)
+        by = (reciprocal_of(scale, shared, C),)
+    else:
+        scale = scale_of(amax, C)
+        by = divisor(scale, C)
     if C.corrects and not C.multiplies:
         by = (
             _spread(by[0], A, B, ROWS, COLUMNS),
@@ -70,12 +81,15 @@ def cast_blocks(
     turned,
     scales,
     turned_scales,
+    maxima,
+    shared_out,
     key,
     turned_key,
     rows,
     columns,
     stride,
     C: tl.constexpr,
+    PARTS: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     WANTS_CODES: tl.constexpr,
@@ -86,15 +100,21 @@ def cast_blocks(
     """x [rows, columns] in blocks of A x B -> codes and scales; x.T in blocks of A x B -> turned and turned_scales.
 
     scales [ceil(rows / A), ceil(columns / B)], turned_scales [ceil(columns / A), ceil(rows / B)]; what is not wanted may be None
+    maxima [PARTS] int32 of the whole tensor and shared_out [1] float32: of two levels, else None
     """
     down, across = place_of_program(columns, COLUMNS)
     row = down * ROWS + tl.arange(0, ROWS)
     column = across * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    shared = tl.zeros((1, 1), tl.float32)
+    if C.two_level:
+        shared = shared_scale_of(tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0), C)
+        if tl.program_id(0) == 0:
+            tl.store(shared_out, shared * C.headroom)
     SAME: tl.constexpr = A == B and not C.stochastic
     if WANTS_CODES or SAME:
-        found, scale = _cast(values, key, row[:, None], column[None, :], columns, C, A, B, ROWS, COLUMNS)
+        found, scale = _cast(values, shared, key, row[:, None], column[None, :], columns, C, A, B, ROWS, COLUMNS)
         if WANTS_CODES:
             store_codes(found, codes, row, column, rows, columns, C, ROWS, COLUMNS)
             _store_scales(scale, scales, rows, columns, down, across, A, B, ROWS, COLUMNS)
@@ -102,7 +122,7 @@ def cast_blocks(
             store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
             _store_scales(tl.trans(scale), turned_scales, columns, rows, across, down, A, B, COLUMNS, ROWS)
     if WANTS_TURNED and not SAME:
-        found, scale = _cast(values, turned_key, column[None, :], row[:, None], rows, C, B, A, ROWS, COLUMNS)
+        found, scale = _cast(values, shared, turned_key, column[None, :], row[:, None], rows, C, B, A, ROWS, COLUMNS)
         store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
         _store_scales(tl.trans(scale), turned_scales, columns, rows, across, down, A, B, COLUMNS, ROWS)
 

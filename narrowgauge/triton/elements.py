@@ -75,6 +75,8 @@ def _encode_float(y, C: tl.constexpr):
     codes = tl.where(bits < ((128 - C.bias) << 23), subnormal, normal)
     codes = tl.where(y == y, codes, 0x7F if C.has_nan else 0)
     sign = (y.to(tl.int32, bitcast=True) >> 31) & 1
+    if not C.has_nan:
+        sign = tl.where(y == y, sign, 0)  # or it would be the device's
     return (codes | (sign << (C.bits - 1))).to(tl.uint8)
 
 

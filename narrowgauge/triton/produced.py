@@ -130,7 +130,9 @@ def _emit(
             store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
     if CASTS == 3:
         down, across = tl.min(row, axis=0) // ROWS, tl.min(column, axis=0) // COLUMNS
-        found, of_blocks = cast_block(values, None, row[:, None], column[None, :], columns, C, 1, BLOCK, ROWS, COLUMNS)
+        found, of_blocks = cast_block(
+            values, None, None, row[:, None], column[None, :], columns, C, 1, BLOCK, ROWS, COLUMNS
+        )
         store_codes(found, codes, row, column, rows, columns, C, ROWS, COLUMNS)
         store_block_scales(of_blocks, scales, rows, columns, down, across, 1, BLOCK, ROWS, COLUMNS)
 

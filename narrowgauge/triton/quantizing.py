@@ -48,9 +48,12 @@ class Output:
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
         self.scale = torch.empty(scale_shape(shape, cast.tile), dtype=torch.float32, device=device)
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
+        self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
 
     def finished(self) -> QTensor:
-        shared = self.scale.new_full((), self.cast.headroom) if self.cast.has_global_scale else None
+        shared = self.shared
+        if shared is None and self.cast.has_global_scale:
+            shared = self.scale.new_full((), self.cast.headroom)
         return QTensor(data=self.data, scale=self.scale, cast=self.cast, inner=self.inner, global_scale=shared)
 
 
@@ -196,10 +199,13 @@ def _in_both(
     if WHOLE not in tile:
         side, warps = (SIDE, SIDE_WARPS) if max(tile) > SMALL_SIDE else (SMALL_SIDE, SMALL_SIDE_WARPS)
         programs = -(-outer // side) * -(-inner // side)
+        maxima = _tensor_maxima(x) if C.two_level else None
         launch(
-            blocks.cast_blocks, programs, x, *tensors, *scales, key, turned_key, *sizes, C=C, A=tile[0], B=tile[1], **wants,
-            ROWS=side, COLUMNS=side, warps=warps,
+            blocks.cast_blocks, programs, x, *tensors, *scales, maxima, output.shared, key, turned_key, *sizes, C=C,
+            PARTS=0 if maxima is None else maxima.numel(), A=tile[0], B=tile[1], **wants, ROWS=side, COLUMNS=side, warps=warps,
         )  # fmt: skip
+        if plain is not None and turned is not None:
+            turned.shared = plain.shared
         return
     programs = -(-outer // TURN_ROWS) * -(-inner // TURN_COLUMNS)
     of_rows: Tensor | None

@@ -20,6 +20,43 @@ def scale_of(amax_bits, C: tl.constexpr):
 
 
 @triton.jit
+def shared_scale_of(amax_bits, C: tl.constexpr):
+    """The bits of the tensor's amax as int32 -> the float32 that the e4m3 scales of its tiles multiply, before headroom."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + 448.0 * C.largest), 2.0**C.lowest_exponent)
+    scale = tl.where(amax_bits < 0x00800000, 1.0, scale)
+    return tl.where((amax_bits & 0x7FFFFFFF) < 0x7F800000, scale, float("nan"))
+
+
+@triton.jit
+def e4m3_scale_of(amax_bits, shared, C: tl.constexpr):
+    """The bits of amax as int32, any shape, and `shared_scale_of` the tensor -> scales float32 that e4m3 holds."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    wanted = tl.div_rn(amax, tl.zeros_like(amax) + C.largest)
+    wanted = tl.where(wanted < 2.0**-126, 0.0, wanted)  # or rounding up would make 2^-9 of what is left
+    wanted = tl.div_rn(wanted, tl.zeros_like(wanted) + shared)
+    y = tl.where(wanted > 448.0, 448.0, wanted)
+    bits = y.to(tl.int32, bitcast=True)
+    if C.ceils:
+        normal = (bits + 0xFFFFF) & -0x100000
+        subnormal = tl.ceil(y * 512.0) * 0.001953125
+    else:
+        normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        subnormal = (y + 16384.0) - 16384.0  # whose unit is 2^-9
+    scale = tl.where(y < 0.015625, subnormal, normal.to(tl.float32, bitcast=True))
+    scale = tl.where(wanted < 2.0**-126, 0.0, scale)
+    return tl.where(tl.abs(wanted) < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def reciprocal_of(scale, shared, C: tl.constexpr):
+    """What x is multiplied by under two levels: (1 / shared) / scale, in this order; zero where the scale is."""
+    whole = shared * C.headroom
+    inverse = tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
+    return tl.where(scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
+
+
+@triton.jit
 def divisor(scale, C: tl.constexpr):
     """What `divided` wants to know of a scale, which many elements share; NaN stays NaN."""
     if C.multiplies:

@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from narrowgauge.formats import FloatFormat, IntFormat
+from narrowgauge.formats import E4M3, FloatFormat, IntFormat
 from narrowgauge.recipe import Cast
-from narrowgauge.scaling import E8M0_FLOOR, FP32, ceil_carry, smallest_scale
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, ceil_carry, smallest_scale
+from narrowgauge.tiles import WHOLE
 from narrowgauge.triton import FP8_CONVERSIONS, LEAST_CAPABILITY
+
+TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class Settings:
     hardware            with the GPU's own conversions where they exist
     interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
     power, carry        whether scales are powers of two; what is added to the bits of amax before its exponent is taken
-    log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale
+    log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale, of two levels of the smallest of a tensor
     headroom            what the scale is multiplied by before x is divided by it
+    two_level, ceils    whether scales are e4m3 numbers beside a float32 of the tensor; whether they are rounded up
     """
 
     exponent: int
@@ -43,6 +47,8 @@ class Settings:
     log2: int
     lowest_exponent: int
     headroom: float
+    two_level: bool = False
+    ceils: bool = False
 
     @property
     def packed(self) -> bool:
@@ -51,8 +57,8 @@ class Settings:
 
     @property
     def multiplies(self) -> bool:
-        """Whether x is multiplied by the reciprocal of its scale, which is exact for powers of two."""
-        return self.power and self.headroom == 1
+        """Whether x is multiplied by the reciprocal of its scale: exact for powers of two, the rule for two levels."""
+        return self.two_level or (self.power and self.headroom == 1)
 
     @property
     def corrects(self) -> bool:
@@ -64,8 +70,10 @@ def refuse(cast: Cast) -> str | None:
     """Why the device functions do not know this cast, or None."""
     if not isinstance(cast.format, FloatFormat | IntFormat):
         return f"computes floats and integers, not the levels of {cast.format}"
-    if cast.scale != FP32 and not cast.scale.power_of_two:
-        return f"scales by {FP32} and powers of two, not {cast.scale}"
+    if cast.scale.two_level and WHOLE in cast.tile:
+        return f"scales blocks by {cast.scale}, not tiles of {cast.tile}"
+    if cast.scale != FP32 and not cast.scale.power_of_two and cast.scale not in TWO_LEVEL:
+        return f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}"
     if cast.format.max < 4:
         return f"the reciprocal of a scale of {cast.format} can leave float32"
     return None
@@ -90,6 +98,8 @@ def settings(cast: Cast, capability: tuple[int, int], expanded: bool = False) ->
         power=cast.scale.power_of_two,
         carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),
         log2=math.frexp(format.max)[1] - 1,
-        lowest_exponent=math.frexp(smallest_scale(format))[1] - 1,
+        lowest_exponent=math.frexp(smallest_scale(format) / (E4M3.smallest if cast.scale.two_level else 1))[1] - 1,
         headroom=float(cast.headroom),
+        two_level=cast.scale.two_level,
+        ceils=cast.scale == E4M3_TWO_LEVEL_CEIL,
     )

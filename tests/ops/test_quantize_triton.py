@@ -15,7 +15,7 @@ from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.quantize.together import quantize_both, quantize_both_delayed, quantize_delayed, refuse_delayed
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, POW2
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
 from tests.compare import assert_same
 
 HOPPER = Device("cuda", (9, 0))
@@ -28,6 +28,9 @@ CASTS = (
     Cast(format=E4M3, tile=(128, 128), scale=POW2),
     Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL),
     Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
+    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
+    Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL),
+    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16),
     Cast(format=INT4, rounding="stochastic"),
     Cast(format=INT4, tile=(1, WHOLE)),
     Cast(format=INT8),
@@ -51,7 +54,7 @@ def installed(monkeypatch):
         (spec(Cast(format=E4M3), Device("cpu")), "needs a CUDA device, the tensor is on cpu"),
         (spec(Cast(format=E4M3), Device("cuda", (7, 5))), "compute capability 7.5, needs 8.0"),
         (spec(Cast(format=NF4, tile=(1, 64))), "computes floats and integers, not the levels of nf4"),
-        (spec(Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)), "scales by fp32 and powers of two, not e4m3-two-level"),
+        (spec(Cast(format=E2M1, scale=E4M3_TWO_LEVEL)), r"scales blocks by e4m3-two-level, not tiles of \(-1, -1\)"),
         (spec(Cast(format=E4M3), shape=(0, 5)), "there is nothing to round"),
         (spec(Cast(format=E4M3), dtype=torch.float64), "reads float32, bfloat16 and float16, not torch.float64"),
         (spec(Cast(format=INT4, rounding="stochastic"), noise="tensor"), "makes its noise itself, from a key"),

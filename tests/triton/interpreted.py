@@ -30,7 +30,7 @@ from narrowgauge.ops.rotate import draw_signs, encoding
 from narrowgauge.ops.rotate import proof as rotation
 from narrowgauge.ops.rotate.encoding import rotate_and_encode
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
-from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, FP32, POW2
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
 from narrowgauge.triton import blocks, hadamard, noise, quantizing, rotating, turning
 from narrowgauge.triton.launch import launch
 from narrowgauge.triton.settings import settings
@@ -49,12 +49,16 @@ TILED = (
     Cast(format=INT4, rounding="stochastic"),
     Cast(format=INT4, tile=(1, WHOLE)),
     Cast(format=E2M1, tile=(16, 16)),
+    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
+    Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL),
+    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16),
 )
 # Recipe, a kernel that must run in its layers, and whether the numbers are the reference's to the bit.
 LAYERS = (
     ("fp8-delayed", turning.turn_delayed, True),
     ("fp8-current", turning.turn, True),
     ("fp8-block", blocks.cast_blocks, True),
+    ("nvfp4", blocks.cast_blocks, True),
     ("int4-hq-bs", hadamard.rotate_and_encode, False),
 )
 SPECIAL = (0.0, -0.0, 1e-40, -1e-30, 448.0, 1.0)
@@ -82,7 +86,7 @@ def compare(x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tens
 def same(got: quantizing.QTensor, expected: quantizing.QTensor) -> None:
     assert_same(got.scale.contiguous(), expected.scale.contiguous(), any_nan=True, at="scale")
     assert_same(got.data, expected.data, any_nan=True, at="data")
-    assert_same(got.global_scale is None, expected.global_scale is None, at="global scale")
+    assert_same(got.global_scale, expected.global_scale, any_nan=True, at="global scale")
 
 
 def compare_both(x: Tensor, cast: Cast) -> None:
@@ -245,7 +249,7 @@ def cases() -> Iterator[tuple[str, object]]:
                 f"both delayed, in use {in_use}, {value} within",
                 lambda in_use=in_use, value=value: compare_both_delayed(in_use, value, in_use > 0),
             )
-    for cast in (TILED[0], TILED[3], TILED[6]):
+    for cast in (TILED[0], TILED[3], TILED[6], TILED[-1]):
         yield f"proof {cast}", lambda cast=cast: prove(cast, torch.bfloat16)
     yield "proof of rotations", lambda: prove_rotation(32)
     yield "broken kernels", find_a_broken_kernel
@@ -255,7 +259,7 @@ def cases() -> Iterator[tuple[str, object]]:
 
 
 def _at_the_edges() -> Iterator[tuple[str, object]]:
-    for cast in (Cast(format=E4M3), Cast(format=INT8), Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)):
+    for cast in (Cast(format=E4M3), Cast(format=INT8), Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL), TILED[-3]):
         for name, value in (("nan", float("nan")), ("infinity", float("inf")), ("huge", 3e38), ("tiny", 1e-44)):
 
             def spoiled(cast: Cast = cast, value: float = value) -> None:

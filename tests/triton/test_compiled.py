@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8
 from narrowgauge.recipe import WHOLE, Cast
-from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, POW2
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
 from tests.triton.compiling import TARGETS, Compiled, compiled
 
 from narrowgauge.triton import quantizing, rotating  # isort: skip
@@ -24,6 +24,11 @@ CASTS = {
     "square": Cast(format=E4M3, tile=(128, 128), scale=POW2),
     "mx": Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL),
     "mx-e2m1": Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
+    "nv": Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
+    "nv-square": Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL),
+    "nv-stochastic": Cast(
+        format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16
+    ),
     "int4": Cast(format=INT4, rounding="stochastic"),
     "int8-row": Cast(format=INT8, tile=(1, WHOLE)),
     "e5m2-stochastic": Cast(format=E5M2, rounding="stochastic"),
@@ -33,7 +38,8 @@ WAYS = ("one", "both", "delayed", "both-delayed")
 QUICK = [
     ("tensor", "one", 90), ("tensor", "both", 90), ("tensor-e5m2", "delayed", 90), ("row", "one", 90), ("row", "both", 90),
     ("vector", "both", 90), ("mx", "both", 100), ("int4", "one", 90), ("tensor", "one", 80), ("tensor-e5m2", "one", 89),
-    ("e5m2-stochastic", "both", 90), ("tensor", "both-delayed", 90),
+    ("e5m2-stochastic", "both", 90), ("nv", "both", 90), ("nv-square", "both", 100), ("nv-stochastic", "one", 90),
+    ("tensor", "both-delayed", 90),
 ]  # fmt: skip
 MATRIX = [
     (cast, way, sm)

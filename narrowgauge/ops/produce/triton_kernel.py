@@ -48,6 +48,8 @@ def refuse(spec: ProduceSpec) -> str | None:
             return f"takes the largest magnitude, not {cast.calibrate}"
         if cast.format.codes_per_byte > 1:
             return f"writes a byte per element, and two {cast.format} share one"
+        if cast.scale.two_level:
+            return f"knows the largest magnitude that {cast.scale} wants after a pass over all rows"
         if cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) and (cast.tile[0] != 1 or cast.tile[1] > 128):
             return f"casts tensors, rows and pieces of rows, not tiles of {cast.tile}"
         if turned and cast.tile == (1, WHOLE):

@@ -125,6 +125,11 @@ def _truth(x: Tensor, spec: Spec, amax: Tensor | None, key: Key | None) -> QTens
 
 def _difference(got: QTensor, expected: QTensor, device: torch.device, of: str = "") -> str | None:
     reason = verdicts.difference(f"scale{of}", got.scale, expected.scale, device)
+    if expected.global_scale is not None:
+        assert got.global_scale is not None
+        reason = reason or verdicts.difference(
+            f"tensor's scale{of}", got.global_scale.reshape(1), expected.global_scale.reshape(1), device
+        )
     return reason or verdicts.difference(
         f"{'codes' if not got.is_expanded else 'values'}{of}", got.data, expected.data, device
     )

@@ -5,8 +5,9 @@
     tensor, delayed cast with maxima, settle              1; both orientations
     row             one                                   1, a row longer than 8,192 elements 2, the second from the cache
     blocks          one                                   1; both orientations
+    blocks, 2 level maxima, cast                          2, the second from the cache where x fits; both orientations
 
-Refused, with the reason: what torch.compile fuses itself, table formats, two-level scales, scales from a root mean square.
+Refused, with the reason: what torch.compile fuses itself, table formats, scales from a root mean square.
 """
 
 from __future__ import annotations
