@@ -1,7 +1,8 @@
 """Does quantizing run at the speed of memory? Bytes that must move, over the time, as a share of the measured copy rate.
 
 Counted is what no kernel can avoid: 2 bytes read per bfloat16 element, 1 written per code, 4 per scale. A second read, for a maximum
-that must be known first, is not counted and shows as a smaller share. "both" are codes of x and of x.T.
+that must be known first, is not counted and shows as a smaller share. "both" are codes of x and of x.T. Rounded to nearest but where
+a name says otherwise; 4-bit codes two to a byte, and one bit per element beside the rotated ones.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import torch
 import narrowgauge as ng
 from benchmarks.gpu.bench import SETS, Bench, Build, rotating
 from narrowgauge import recipes
+from narrowgauge.formats import INT4
+from narrowgauge.ops.noise import draw
 from narrowgauge.ops.quantize.together import quantize_both, quantize_both_delayed, quantize_delayed
-from narrowgauge.recipe import Cast
+from narrowgauge.ops.rotate.encoding import rotate_and_encode
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, Hadamard
 
 
 def main(bench: Bench) -> None:
@@ -27,16 +32,30 @@ def main(bench: Bench) -> None:
         "row": (row, None),
         "1x128": (block, None),
         "128x128": (square, None),
+        "mxfp8, 1x32": (recipes.get("mxfp8").output.lhs, None),
+        "mxfp4, 1x32": (recipes.get("mxfp4").output.lhs, None),
+        "nvfp4, 1x16": (recipes.get("nvfp4").output.lhs, None),
+        "nvfp4, 1x16, stochastic": (recipes.get("nvfp4").grad_input.lhs, None),
     }
     builds, work = {"copy": lambda: rotating(lambda x: x.clone(), sets)}, {"copy": (2.0 * sets[0].nbytes, "copy")}
     for name, (cast, amax) in cases.items():
         assert cast is not None
-        q = ng.quantize(sets[0], cast, amax=amax)
-        builds[name] = lambda cast=cast, amax=amax: rotating(lambda x: ng.quantize(x, cast, amax=amax), sets)
+        q = _quantized(sets[0], cast, amax)
+        builds[name] = lambda cast=cast, amax=amax: rotating(lambda x: _quantized(x, cast, amax), sets)
         work[name] = (float(sets[0].nbytes + q.nbytes), "copy")
-    _together(sets, {"tensor": tensor, "row": row, "1x128": block, "128x128": square}, builds, work)
+    weight = recipes.get("nvfp4").output.rhs
+    _together(
+        sets, {"tensor": tensor, "row": row, "1x128": block, "128x128": square, "nvfp4, 16x16": weight}, builds, work
+    )
+    _rotated(sets, builds, work)
     if bench.has_time("casts"):
         bench.compare("casts", builds, "copy", work=work, facts={"rows": rows, "columns": columns, "mode": "eager"})
+
+
+def _quantized(x: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> QTensor:
+    """Stochastic rounding with a new key at each call, as a layer draws it."""
+    noise = draw(tuple(x.shape), x.device) if cast.rounding == "stochastic" else None
+    return ng.quantize(x, cast, amax=amax, noise=noise)
 
 
 def _together(
@@ -59,3 +78,15 @@ def _together(
     builds["tensor, delayed, both"] = lambda: rotating(lambda x: quantize_both_delayed(x, cast, live), sets)
     work["tensor, delayed"] = (float(x.nbytes + codes), "copy")
     work["tensor, delayed, both"] = (float(x.nbytes + 2 * codes), "copy")
+
+
+def _rotated(sets: list[torch.Tensor], builds: dict[str, Build], work: dict[str, tuple[float, str]]) -> None:
+    """The forward cast of 4-bit integers: rotation, codes, packing and mask in one pass, by a scale that is known."""
+    hadamard, scale = Hadamard(block=16), torch.full((1, 1), 0.7, device=sets[0].device)
+
+    def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return rotate_and_encode(x, hadamard, None, scale, INT4, packed=True, bits=True)
+
+    written = sum(each.nbytes for each in cast(sets[0]) if each is not None)
+    builds["int4, rotated"] = lambda: rotating(cast, sets)
+    work["int4, rotated"] = (float(sets[0].nbytes + written), "copy")
