@@ -8,6 +8,7 @@ What is fused, found by structure in the blocks of transformers (structure.py):
     RMSNorm, LayerNorm         before q, k, v, before gate and up, before the first Linear of an MLP
     silu(gate) * up            before down; its backward pass hands gate and up their gradients, cast
     GELU, and GELU by tanh     before the second Linear of an MLP; its backward pass hands the first one its gradient, cast
+    rotary embedding           queries and keys of an attention in one kernel, forward and backward; casts nothing
 
 Nothing is taken on a name alone: a module is fused only if it computes, on random numbers, what the kernel computes. A layer takes
 what is handed over only if it reads that very tensor and its recipe asks for that very cast (`sharing`); else it casts for itself, as

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from narrowgauge.fusing.producer import Producer, refuse_reader
 from narrowgauge.fusing.proof import gated, kind_of
+from narrowgauge.fusing.rotary import Embedding, OfAttention, function_of, refuse
 from narrowgauge.fusing.structure import Place, places
 from narrowgauge.ops.produce import Kind
 from narrowgauge.qlinear import QLinear
@@ -19,7 +20,8 @@ from narrowgauge.qlinear import QLinear
 class Fusion:
     """A producer of a model: what became of it, in words.
 
-    function   "rms-norm", "swiglu", ...; '' where it is none of them
+    readers    the Linears that read it; of a rotary embedding none
+    function   "rms-norm", "swiglu", "rotary", ...; '' where it is none of them
     backend    which kernel computes and casts it, and why no other; '' where it is not fused
     reason     why it is not fused, '' if it is
     unread     casts handed over that no layer took, as a share of all; None before the first
@@ -33,11 +35,11 @@ class Fusion:
     unread: float | None = None
 
     def __str__(self) -> str:
-        readers = ", ".join(self.readers)
+        readers = f" -> {', '.join(self.readers)}" if self.readers else ""
         if self.reason:
-            return f"{self.name} -> {readers}: not fused ({self.reason})"
+            return f"{self.name}{readers}: not fused ({self.reason})"
         lost = f"; {self.unread:.0%} of its casts were read by nobody" if self.unread else ""
-        return f"{self.name} ({self.function}) -> {readers}: {self.backend}{lost}"
+        return f"{self.name} ({self.function}){readers}: {self.backend}{lost}"
 
 
 @dataclass(eq=False)
@@ -84,6 +86,9 @@ def fuse(model: nn.Module) -> list[Fusion]:
             refused[place.name] = found
             continue
         module = modules[place.name]
+        if isinstance(found, Embedding):
+            module.__dict__["forward"] = OfAttention(module, found)
+            continue
         producer = Producer(
             found,
             tuple(modules[each] for each in place.readers),
@@ -101,7 +106,7 @@ def fuse(model: nn.Module) -> list[Fusion]:
 def unfuse(model: nn.Module) -> None:
     """Gives every module its own forward back."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), _OfModule | _OfMlp):
+        if isinstance(module.__dict__.get("forward"), _OfModule | _OfMlp | OfAttention):
             del module.__dict__["forward"]
     model.__dict__.pop("_not_fused", None)
 
@@ -116,6 +121,9 @@ def fusions(model: nn.Module) -> list[Fusion]:
         forward = modules[place.name].__dict__.get("forward")
         if isinstance(forward, _OfModule | _OfMlp):
             found.append(_fusion(place, forward.producer))
+        elif isinstance(forward, OfAttention):
+            words = forward.embedding.backend_words(modules[place.name])
+            found.append(Fusion(name=place.name, readers=(), function="rotary", backend=words))
         else:
             reason = refused.get(place.name, "it came after the model was fused")
             found.append(Fusion(name=place.name, readers=place.readers, reason=reason))
@@ -136,9 +144,11 @@ def _fusion(place: Place, producer: Producer) -> Fusion:
     )  # fmt: skip
 
 
-def _tried(place: Place, modules: dict[str, nn.Module]) -> Kind | str:
+def _tried(place: Place, modules: dict[str, nn.Module]) -> Kind | Embedding | str:
     """What a place computes, or why it is not fused."""
     module, readers = modules[place.name], [modules[each] for each in place.readers]
+    if place.form == "rotary":
+        return _embedding(module)
     if not readers:
         return "no Linear is found that reads it"
     if "forward" in module.__dict__:
@@ -149,6 +159,14 @@ def _tried(place: Place, modules: dict[str, nn.Module]) -> Kind | str:
         names = [each.rpartition(".")[2] for each in (*place.sources, *place.readers)]
         return gated(module, *names)
     return kind_of(module)
+
+
+def _embedding(module: nn.Module) -> Embedding | str:
+    if "forward" in module.__dict__:
+        return "its forward was replaced by somebody else"
+    function = function_of(module)
+    assert function is not None
+    return refuse(function) or Embedding(function)
 
 
 def _article(name: str) -> str:

@@ -5,6 +5,7 @@
     GPT-2               ln_1 -> attn.c_attn;  ln_2 -> mlp.c_fc;  mlp.act -> mlp.c_proj
     BERT                attention.output.LayerNorm -> intermediate.dense;  intermediate.intermediate_act_fn -> output.dense;
                         output.LayerNorm -> attention.self.{query,key,value} of the next block
+    rotary embedding    in each attention whose `forward` calls `apply_rotary_pos_emb`
 
 A name here only says where to look: what a module computes is tried out (`proof`), and who reads it shows when it is read.
 """
@@ -17,6 +18,8 @@ from typing import Literal
 
 from torch import nn
 
+from narrowgauge.fusing.rotary import function_of
+
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # of an attention: Linears that read something else
 GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -25,12 +28,13 @@ GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 class Place:
     """A producer, and the Linears that read it, by their dotted names.
 
-    form      "module": its output is what is read; "gated": an MLP that multiplies silu(gate) by up
+    form      "module": its output is what is read; "gated": an MLP that multiplies silu(gate) by up; "rotary": an attention that turns
+              its queries and keys, and nobody's input is cast
     sources   Linears whose outputs it reads alone, so that its gradients are theirs: gate and up, or the Linear before a GELU
     """
 
     name: str
-    form: Literal["module", "gated"]
+    form: Literal["module", "gated", "rotary"]
     readers: tuple[str, ...]
     sources: tuple[str, ...] = ()
 
@@ -43,6 +47,8 @@ def places(model: nn.Module) -> Iterator[Place]:
         yield from _decoder(prefix, module)
         yield from _gpt2(prefix, module)
         yield from _bert(prefix, module, modules)
+        if function_of(module) is not None:
+            yield Place(name, "rotary", ())
         for gate, up, down in GATED:
             if all(_has(module, part) for part in (gate, up, down)):
                 yield Place(name, "gated", (prefix + down,), (prefix + gate, prefix + up))

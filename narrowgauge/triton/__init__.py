@@ -9,6 +9,7 @@
     blocks      square and one-dimensional blocks; codes in both orientations from one read
     produced    norms and activations with the casts of what they compute; norms: the gradients of norms
     hadamard    block rotation, 4-bit codes, packing and mask in one pass
+    rotary      rotary embedding of queries and keys
     settings    what they are compiled with, worked out from a Cast
     orders      what those that produce are asked for
 

@@ -18,7 +18,7 @@ from tests.compare import assert_same
 transformers = pytest.importorskip("transformers")
 
 FUSED = {
-    "llama": {"rms-norm": 4, "swiglu": 2},
+    "llama": {"rms-norm": 4, "swiglu": 2, "rotary": 2},
     "gpt2": {"layer-norm": 4, "gelu-tanh": 2},
     "bert": {"layer-norm": 3, "gelu": 2},
 }
@@ -128,7 +128,7 @@ def test_every_reader_takes_the_cast_and_nobody_casts_again(monkeypatch):
     model = built("llama", "fp8-delayed")
     trained(model, 1)
     assert casts == [(24, 64), (24, 64), (24, 96)] * 2
-    assert all(each.unread == 0 for each in fusions(model))
+    assert all(each.unread == 0 for each in fusions(model) if each.readers)
 
 
 def test_windows_of_readers_agree_with_those_of_an_unfused_model():
@@ -219,6 +219,36 @@ def test_a_dropout_inside_an_mlp_is_seen_in_evaluation_too():
     [found] = fusions(model)
     assert found.reason == "a Dropping does not multiply silu(gate_proj) by up_proj"
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_queries_and_keys_are_turned_as_the_attention_would(precision):
+    """By the autograd function that a kernel runs in; in mixed precision they are bfloat16 and the angles float32."""
+    found = []
+    for fused in (True, False):
+        model = built("llama", fused=fused)
+        taken = []
+        for block in model.model.layers if fused else ():
+            embedding = block.self_attn.forward.embedding
+            embedding.backend = "reference"
+            embedding.own = lambda *call, taken=taken: taken.append(call)
+        found.append(trained(model, precision=precision))
+        assert not taken
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_attention_that_turns_otherwise_keeps_its_own_code(monkeypatch):
+    """Pairs of neighbours, as in some models, under the same name."""
+    from transformers.models.llama import modeling_llama
+
+    def neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        turned = (torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k))
+        return tuple(x * cos[:, None] + y * sin[:, None] for x, y in zip((q, k), turned, strict=True))  # type: ignore[return-value]
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", neighbours)
+    reasons = {each.name: each.reason for each in fusions(built("llama"))}
+    assert reasons["model.layers.0.self_attn"] == "its apply_rotary_pos_emb computes something else"
 
 
 def test_describe_prints_it_and_none_takes_it_back():
