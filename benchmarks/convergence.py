@@ -37,28 +37,32 @@ SIZES: dict[str, Any] = {
 def main() -> None:
     options = _options()
     jobs = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
+    changes = {"batch_size": options.batch_size}
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         futures = [
-            pool.submit(train, options.data, recipe, seed, options.steps, options.output) for recipe, seed in jobs
+            pool.submit(train, options.data, recipe, seed, options.steps, options.output, changes)
+            for recipe, seed in jobs
         ]
         results = [future.result() for future in futures]
     rows = summarize(results)
     record(
         "convergence",
-        [row | {"data": Path(options.data).name, "steps": options.steps} for row in rows],
+        [row | {"data": Path(options.data).name, "steps": options.steps, **changes} for row in rows],
         options.results,
     )
     print(markdown(rows))
 
 
-def train(data: str, recipe: str, seed: int, steps: int, output: Path) -> dict[str, Any]:
-    """One run, or the record of it if it is finished."""
+def train(
+    data: str, recipe: str, seed: int, steps: int, output: Path, changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One run, or the record of it if it is finished. changes: of SIZES; each set of them needs an output of its own."""
     from narrowgauge.train.config import TrainConfig, resolved
     from narrowgauge.train.loop import run
 
     folder = output / Path(data).stem / f"{recipe}-seed{seed}"
     if not (folder / "final").exists():
-        sizes = SIZES | {"warmup_steps": min(SIZES["warmup_steps"], steps)}
+        sizes = SIZES | {"warmup_steps": min(SIZES["warmup_steps"], steps)} | (changes or {})
         if recipe == CONTROL:
             sizes = sizes | {"micro_batches": 2}
         name, _, switch = ("bf16" if recipe == CONTROL else recipe).partition(",")
@@ -124,6 +128,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--data", default="stdlib", help="as `narrowgauge train --data`")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--batch-size", type=int, default=SIZES["batch_size"], help="sequences of a step")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/convergence"))
