@@ -47,6 +47,8 @@ def calibrate_blocks(model: nn.Module, batches: Iterable[Any], *, rows: int = RO
     layers that the batches do not reach. Cost: eight products of `rows` rows per layer and batch. Raises ConfigError on no
     such layer, no batch, and on an input that is all zeros or not finite, with the layer's name; nothing is changed then.
     """
+    if rows < 1:
+        raise ConfigError(f"calibrate_blocks: rows is {rows}; it must be at least 1. {ROWS} are enough.")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear) and _may_rotate(layer)}
     if not layers:
         raise ConfigError(

@@ -83,6 +83,8 @@ def convert(
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"convert: a {type(model).__name__} is no nn.Module. Pass the model first, then the recipe.")
     if recipe is None:
         for _, quantized in _quantized(model):
             _restore(quantized)

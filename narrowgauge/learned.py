@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from narrowgauge.recipe import LearnedStep, LeverageScore
 
 RATE = 64.0  # of 1, 4, 16, 64, 256 and 1024 the best in a language model, single runs (docs/log.md)
-SMALLEST_STEP = 2.0**-20  # clips everything, which pushes a step up again
-LARGEST_STEP = 2.0**20  # rounds everything to zero
+SMALLEST_STEP = 2.0**-100  # clips everything, which pushes a step up again
+LARGEST_STEP = 2.0**100  # rounds everything to zero
 WATCHED = 16  # optimizer steps after which `warn_of_untrained` looks; again after twice as many, and so on
 VISIBLE = 2.0**-12  # of the largest weight: what moves it so far moves every step by more than its last bit
 
@@ -68,9 +68,12 @@ class LearnedSteps(nn.Module):
     """The learned steps of a layer: parameters `x` and `w`, log(step) / RATE, [1] float32 each, those that its recipe has.
 
     cold_left  [1] int64, the steps of the cold start that are left; in them the steps are set from the data
+    seen       [n] bool, of each role, whether data has set it since the last `advance`: only such a step counts, or a layer that
+               is not used at first, such as an expert, would end its cold start with steps that mean nothing
     """
 
     cold_left: Tensor
+    seen: Tensor
 
     def __init__(self, settings: dict[str, LearnedStep], device: torch.device) -> None:
         super().__init__()
@@ -79,6 +82,7 @@ class LearnedSteps(nn.Module):
             self.register_parameter(role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device)))
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
+        self.register_buffer("seen", torch.zeros(len(settings), dtype=torch.bool, device=device), persistent=False)
         self.is_cold = True
         self.is_watched = True
         self.watch: Watch | None = None
@@ -105,12 +109,19 @@ class LearnedSteps(nn.Module):
         return _step(value)
 
     @torch.no_grad()
+    def saw(self, role: str, data: Tensor) -> None:
+        """Notes whether there was data to set the step of a role by; data: [1] bool on the device."""
+        here = torch.tensor([each == role for each in self.settings], device=self.seen.device)
+        self.seen.logical_or_(here & data)
+
+    @torch.no_grad()
     def advance(self) -> None:
         """Ends an optimizer step."""
         for role in self.settings:
             getattr(self, role).clamp_(min=math.log(SMALLEST_STEP) / RATE, max=math.log(LARGEST_STEP) / RATE)
         if self.is_cold:
-            self.cold_left -= 1
+            self.cold_left -= self.seen.all().to(self.cold_left.dtype)
+            self.seen.zero_()
             self.is_cold = int(self.cold_left) > 0
 
     @torch.no_grad()
@@ -119,6 +130,7 @@ class LearnedSteps(nn.Module):
         for role in self.settings:
             getattr(self, role).fill_(0.0)
         self.cold_left.fill_(self._cold_steps)
+        self.seen.zero_()
         self.is_cold = self.is_watched = True
         self.watch = None
 
@@ -143,7 +155,7 @@ class LearnedSteps(nn.Module):
                 step.data = data
             else:  # a parameter cannot change from meta in place
                 setattr(self, role, nn.Parameter(data, requires_grad=step.requires_grad))
-        self.cold_left = fn(self.cold_left)
+        self.cold_left, self.seen = fn(self.cold_left), fn(self.seen)
         if was_meta and not self.cold_left.is_meta:
             self.reset_parameters()
         return self

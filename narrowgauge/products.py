@@ -9,7 +9,8 @@
 Each operand is rotated along its contracted axis, if the product says so, and then cast. Everything inside works on plain
 tensors, so `torch.compile(fullgraph=True)` traces through.
 
-What is left out: second derivatives (they raise); backward="straight-through", which is another function (straight_through.py).
+What is left out: second derivatives (`backward` raises, `torch.autograd.grad` finds none); backward="straight-through", which is
+another function (straight_through.py).
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class WeightCache:
     def _of(self, weight: Tensor, settings: Settings) -> dict[str, QTensor | Tensor]:
         """The casts of the weight as it is now; another thread may bring another one meanwhile, but not into these."""
         address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
-        key = (weight._version, *address, weight.dtype, settings.out_dtype, id(settings.recipe), settings.steps_version)
+        # What is made in inference mode cannot be saved for backward.
+        made = (settings.out_dtype, id(settings.recipe), settings.steps_version, torch.is_inference_mode_enabled())
+        key = (weight._version, *address, weight.dtype, *made)
         if key != self.key:
             self.key, self.held, self.casts = key, weight.detach(), {}
         return self.casts

@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize.together import OneRead
@@ -59,14 +60,17 @@ class SharedInputs:
     """One entry: (weak reference to the input, version, {key: casts}, {key: Handed}). Replaced as a whole, so threads see old or new."""
 
     def __init__(self) -> None:
-        self._entry: tuple[weakref.ref[Tensor], int, dict[Hashable, Any], dict[Hashable, Handed]] | None = None
+        self._entry: (
+            tuple[weakref.ref[Tensor], tuple[int, bool], dict[Hashable, Any], dict[Hashable, Handed]] | None
+        ) = None
         self.gradients = SharedGradients()
 
     def of(self, x: Tensor) -> Share | None:
         """The share of a layer that reads x now; None for a tensor without a version."""
         if x.is_inference():
             return None
-        entry, version = self._entry, x._version
+        # What is made in inference mode cannot be saved for backward.
+        entry, version = self._entry, (x._version, torch.is_inference_mode_enabled())
         if entry is None or entry[0]() is not x or entry[1] != version:
             entry = (weakref.ref(x, self._forget), version, {}, {})
             self._entry = entry

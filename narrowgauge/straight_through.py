@@ -18,7 +18,7 @@ Kept for backward: q_x, two codes to a byte, and one bit per element that says w
 residual_every more for a learned step. Layers that read the same x keep the same tensors (`sharing`). q_w is made again from the
 weight.
 
-What is left out: second derivatives (they raise).
+What is left out: second derivatives (`backward` raises, `torch.autograd.grad` finds none; `suspended` has them).
 """
 
 from __future__ import annotations
@@ -341,6 +341,9 @@ def _note(readings: Tensor | None, place: int, draw: Draw, whole: Tensor | None)
     if readings is None or draw.variance is None or whole is None:
         return
     relative = torch.where(draw.variance == 0, 0.0, draw.variance / whole).to(torch.float32)
+    relative = torch.where(
+        whole.isfinite(), relative, torch.inf
+    )  # a sum of squares beyond float32 is no reason to sample
     here = torch.arange(2, device=readings.device) == place
     readings.copy_(torch.where(here, relative, readings))
 
@@ -375,5 +378,8 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
         amax = calibrated_amax(Turn.of(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast).reshape(1)
         step = steps.get(role)
         assert step is not None
-        found[role] = steps.put(role, torch.where(amax.isfinite() & (amax > 0), amax / cast.format.max, step), writes)
+        there = amax.isfinite() & (amax > 0)
+        found[role] = steps.put(role, torch.where(there, amax / cast.format.max, step), writes)
+        if writes:
+            steps.saw(role, there)
     return found

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import recipes
+from narrowgauge.conversion import advance, convert
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
 from narrowgauge.qlinear import QLinear, linear
@@ -324,8 +325,6 @@ def test_nonfinite_input_shows_itself(recipe: Recipe, poison: float) -> None:
         x = torch.randn(8, 64)
         layer(x)
         if recipe.windows():
-            from narrowgauge.conversion import advance
-
             advance(layer)
     x[3, 5] = poison
     assert not layer(x)[3].isfinite().all()
@@ -454,3 +453,27 @@ def test_meta_tensors_pass_through() -> None:
 def test_autocast_leaves_float64_alone_as_it_does_for_a_linear() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(X.double(), W.double(), None, recipes.FP8_CURRENT).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "recipe", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq", "fp8-current", "fp8-delayed", "nvfp4", "int8"]
+)
+@pytest.mark.parametrize("caches", [False, True])
+def test_what_inference_mode_computed_does_not_enter_training(recipe, caches):
+    """Neither the casts of an input that is read again nor those of the weight; with and without a change of mode."""
+    torch.manual_seed(0)
+    model, x = (
+        convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), recipe),
+        torch.randn(32, 64),
+    )
+    if caches:
+        model(x).sum().backward()
+        advance(model)
+    for changes in (True, False):
+        model.train(not changes)
+        with torch.inference_mode():
+            model(x)
+        model.train()
+        model(x).sum().backward()
+        model(torch.randn(32, 64)).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

@@ -615,3 +615,43 @@ def test_one_cast_of_the_gradient_serves_both_products_if_it_has_one_scale() -> 
     layer.observer = lambda gemm, role, original, operand: seen.update({f"{gemm} {role}": operand})
     run(layer, x, gy)
     assert_same(seen["grad_weight gy"].values(), seen["grad_input gy"].values().T)
+
+
+def test_a_layer_that_is_not_used_at_first_begins_with_steps_from_its_data():
+    """As an expert or a second head: its cold start does not run out while it sees nothing, or nothing but zeros."""
+    torch.manual_seed(0)
+    model = ng.convert(torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(2)]), "int4-hq-lss")
+    x = torch.randn(32, 64)
+    for step in range(20):
+        model[0](x).sum().backward()
+        if step % 2:
+            model[1](torch.zeros_like(x))
+        ng.advance(model)
+    assert not model[0].steps.is_cold and model[1].steps.is_cold
+    error = (model[1](x) - x @ model[1].weight.T).norm() / (x @ model[1].weight.T).norm()
+    assert error < 0.4
+    ng.advance(model)
+    assert model[1].steps.cold_left == 15
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1e-12, 1e-7, 1e8, 1e15])
+def test_steps_from_the_data_fit_any_magnitude(scale):
+    torch.manual_seed(0)
+    layer = ng.QLinear(64, 32, bias=False, recipe="int4-hq-lss")
+    x, weight = torch.randn(128, 64), layer.weight.detach().clone()
+    usual = (layer(x) - x @ weight.T).norm() / (x @ weight.T).norm()
+    layer.weight.data.mul_(scale)
+    expected = x.double() @ layer.weight.detach().double().T
+    assert float((layer(x).double() - expected).norm() / expected.norm()) == pytest.approx(float(usual), rel=0.05)
+
+
+def test_a_gradient_whose_squares_overflow_is_no_reason_to_sample():
+    torch.manual_seed(0)
+    layer = ng.QLinear(64, 32, recipe="int4-hq-lss")
+    x, gradient = torch.randn(256, 64), torch.randn(256, 32) * 1e18
+    for _ in range(2):
+        layer.zero_grad()
+        layer(x).backward(gradient)
+        ng.advance(layer)
+    assert layer.sampling.active == () and layer.sampling.variance[1] == torch.inf
