@@ -111,7 +111,7 @@ class LearnedSteps(nn.Module):
     @torch.no_grad()
     def saw(self, role: str, data: Tensor) -> None:
         """Notes whether there was data to set the step of a role by; data: [1] bool on the device."""
-        here = torch.tensor([each == role for each in self.settings], device=self.seen.device)
+        here = torch.arange(len(self.settings), device=self.seen.device) == list(self.settings).index(role)
         self.seen.logical_or_(here & data)
 
     @torch.no_grad()
