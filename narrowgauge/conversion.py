@@ -83,8 +83,7 @@ def convert(
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"convert: a {type(model).__name__} is no nn.Module. Pass the model first, then the recipe.")
+    _check_model(model)
     if recipe is None:
         for _, quantized in _quantized(model):
             _restore(quantized)
@@ -313,6 +312,11 @@ def advance(model: nn.Module) -> None:
     warn_of_untrained([(name, layer, layer.steps) for name, layer in named.items() if layer.steps is not None])
     decide([layer.sampling for layer in layers if layer.sampling is not None])
     roll([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"convert: a {type(model).__name__} is no nn.Module. Pass the model first, then the recipe.")
 
 
 def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:

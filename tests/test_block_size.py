@@ -138,3 +138,9 @@ def test_calibration_leaves_the_output_of_a_layer_to_its_recipe() -> None:
     x = torch.randn(16, 64)
     calibrate_blocks(layer, [{"x": x}])
     assert_same(layer(x), ng.linear(x, layer.weight, layer.bias, layer.recipe))
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_rows_that_are_none_are_refused(rows):
+    with pytest.raises(ConfigError, match=f"rows is {rows}; it must be at least 1"):
+        calibrate_blocks(torch.nn.Linear(4, 4), [], rows=rows)

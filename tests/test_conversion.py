@@ -324,3 +324,8 @@ def test_wrong_types_change_nothing(recipe: object) -> None:
     with pytest.raises(ConfigError, match="convert: "):
         ng.convert(model, recipe)  # type: ignore[arg-type]
     assert type(model[0]) is nn.Linear
+
+
+def test_what_is_no_model_is_refused_in_words():
+    with pytest.raises(ConfigError, match=r"convert: a str is no nn\.Module\. Pass the model first, then the recipe"):
+        ng.convert("fp8-current", "fp8-current")

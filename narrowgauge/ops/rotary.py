@@ -12,7 +12,7 @@ Contract of `run(q, k, cos, sin, dtypes, inverse)`
     ->         in the layout of q and of k
 
 Each product is rounded to the type of the result before the sum, as PyTorch rounds between operations: all bits are the reference's.
-Bytes: q and k read and written once, where operations one after the other move seven times as much. Source: arXiv 2104.09864, in the
+Bytes: q and k read and written once, where operations one after the other move five times as much. Source: arXiv 2104.09864, in the
 order of halves that Llama has.
 """
 
