@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from narrowgauge import formats, memory, optim, recipes
-    from narrowgauge.conversion import advance, convert, describe, suspended
+    from narrowgauge.conversion import advance, convert, suspended
+    from narrowgauge.description import describe
     from narrowgauge.ops import dequantize, mm, quantize
     from narrowgauge.qlinear import QLinear, linear
     from narrowgauge.qtensor import QTensor
@@ -42,7 +43,7 @@ _HOMES = {
     "linear": "qlinear",
     "QLinear": "qlinear",
     "convert": "conversion",
-    "describe": "conversion",
+    "describe": "description",
     "suspended": "conversion",
     "advance": "conversion",
     "switch": "switching",

@@ -77,6 +77,10 @@ def calibrate_blocks(model: nn.Module, batches: Iterable[Any], *, rows: int = RO
             module.training = training
     if count == 0:
         raise ConfigError("calibrate_blocks: no batch was given. Give a list of a few inputs of the model.")
+    if not any(sums.values()):
+        raise ConfigError(
+            f"calibrate_blocks: in {count} batches no row came to a Linear whose recipe rotates. Give batches that are not empty."
+        )
     found = {name: _relative(name, parts) for name, parts in sums.items() if parts}
     for name, errors in found.items():
         _set_block(layers[name], min(errors, key=lambda block: (errors[block], block)))

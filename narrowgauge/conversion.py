@@ -1,4 +1,4 @@
-"""convert: give the Linears of any nn.Module their recipes, in place. describe: say of each what it became and why.
+"""convert: give the Linears of any nn.Module their recipes, in place. advance: end an optimizer step of theirs.
 
     convert(model, "fp8-current")
     convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})     later patterns win
@@ -16,14 +16,10 @@ spells out its block's number ("layers.11.*", "layers.[0-9]*.*").
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import isfinite
 
-import torch
 from torch import nn
 
 from narrowgauge import recipes
@@ -32,17 +28,14 @@ from narrowgauge.auto.layers import decisions
 from narrowgauge.blocks import Block, blocks
 from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.fusing import Fusion, fusions, unfuse
 from narrowgauge.fusing import fuse as fuse_producers
+from narrowgauge.fusing import unfuse
 from narrowgauge.learned import decide, warn_of_untrained
-from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.native import ALIGNMENT
-from narrowgauge.ops.rotate import rotated_length
 from narrowgauge.patterns import matches
 from narrowgauge.qlinear import QLinear
-from narrowgauge.recipe import GEMMS, Gemm, Recipe
+from narrowgauge.recipe import Recipe
 from narrowgauge.sharing import SharedInputs
-from narrowgauge.unconverted import other_weights
 
 # Last part of a layer's name -> why it is kept in its own precision.
 KEPT: dict[str, str] = {
@@ -115,9 +108,9 @@ def convert(
                 + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
             )
     matching = {name: [pattern for pattern in resolved if matches(name, pattern)] for name in linears}
-    head = _output_head(model)
+    head = output_head(model)
     kept = {
-        name: _reason_to_keep(name, layer, matching[name], head) for name, layer in linears.items() if matching[name]
+        name: reason_to_keep(name, layer, matching[name], head) for name, layer in linears.items() if matching[name]
     }
     if all(kept.values()):
         raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}.")
@@ -177,106 +170,6 @@ def _spells_out(pattern: str, block: Block) -> bool:
     return any(fnmatchcase(str(block.index), part) for part in parts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One Linear of a model, or a weight that is multiplied as one: what it became.
-
-    shape                             "in -> out"; of experts in one parameter "count experts of rows x columns"
-    output, grad_input, grad_weight   the casts of each product, in words
-    backend                           which kernel computes each product, and why not a faster one
-    note                              why it was kept, or what else a user should know
-    """
-
-    name: str
-    shape: str
-    recipe: str
-    output: str
-    grad_input: str
-    grad_weight: str
-    backend: str
-    note: str
-
-
-class Description(list[Row]):
-    """The rows of `describe`; prints as a table in which equal layers share a line. `fused`: what `convert(fuse=True)` did."""
-
-    fused: tuple[Fusion, ...] = ()
-
-    def __str__(self) -> str:
-        groups: dict[Row, list[str]] = {}
-        for row in self:  # layers whose names differ in numbers only
-            groups.setdefault(replace(row, name=re.sub(r"\b\d+\b", "*", row.name)), []).append(row.name)
-        lines = [line for row, names in groups.items() for line in _lines(row, names)]
-        fused = dict.fromkeys(re.sub(r"\b\d+\b", "*", str(each)) for each in self.fused)
-        return "\n".join([*lines, *(["Casts in the pass that computes the input:"] * bool(fused)), *fused])
-
-
-def _lines(row: Row, names: list[str]) -> list[str]:
-    """The lines of one group of equal rows."""
-    title = names[0] if len(names) == 1 else f"{row.name} ({len(names)} layers)"
-    head = f"{title}  {row.shape}  {row.recipe}" + (f"  ({row.note})" if row.note else "")
-    if row.recipe == "none":
-        return [head]
-    return [
-        head,
-        f"    output       {row.output}",
-        f"    grad_input   {row.grad_input}",
-        f"    grad_weight  {row.grad_weight}",
-        f"    backend      {row.backend}",
-    ]
-
-
-def describe(model: nn.Module) -> Description:
-    """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table.
-
-    Weights that are no Linear's but are multiplied as one (see `unconverted`) have a row too, with the recipe "none".
-    """
-    description, head = Description(), _output_head(model)
-    description.fused = tuple(fusions(model))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            description.append(_row(model, name, module, head))
-        else:
-            for weight in other_weights(name, module):
-                description.append(_wide_row(weight.name, weight.shape, "no nn.Linear", weight.reason))
-    return description
-
-
-def _row(model: nn.Module, name: str, layer: nn.Linear, head: nn.Module | None) -> Row:
-    shape = f"{layer.in_features} -> {layer.out_features}"
-    recipe = layer.recipe if isinstance(layer, QLinear) else None
-    if not isinstance(layer, QLinear) or recipe is None:
-        return _wide_row(
-            name,
-            shape,
-            "ordinary Linear",
-            _decided(layer) or _reason_to_keep(name, layer, [], head) or "no pattern named it",
-        )
-    return Row(
-        name=name,
-        shape=shape,
-        recipe=recipe.name,
-        output=str(recipe.output),
-        grad_input=str(recipe.grad_input),
-        grad_weight=str(recipe.grad_weight) + _kept(recipe),
-        backend=_backends(layer, recipe),
-        note=_note(model, name, layer),
-    )
-
-
-def _decided(layer: nn.Linear) -> str:
-    """What "auto" decided, in words, or ''."""
-    decision = layer.decision if isinstance(layer, QLinear) else None
-    return "" if decision is None else str(decision)
-
-
-def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
-    return Row(
-        name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
-        backend="torch", note=note,
-    )  # fmt: skip
-
-
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
     """Inside the block every QLinear of the model computes as an ordinary nn.Linear."""
@@ -304,9 +197,7 @@ def advance(model: nn.Module) -> None:
     named = dict(_quantized(model))
     layers = list(named.values())
     for layer in layers:
-        layer.empty_cache(keep=True)
-        if layer.shared_inputs is not None:
-            layer.shared_inputs.clear()
+        layer.end_step()
         if layer.steps is not None:
             layer.steps.advance()
     warn_of_untrained([(name, layer, layer.steps) for name, layer in named.items() if layer.steps is not None])
@@ -351,7 +242,17 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
-    for name in ("observer", "is_suspended", "reason", "decision", "_cache", "_shared", "_recipe", "_plans"):
+    for name in (
+        "observer",
+        "is_suspended",
+        "reason",
+        "decision",
+        "_cache",
+        "_shared",
+        "_written",
+        "_recipe",
+        "_plans",
+    ):
         layer.__dict__.pop(name)
     for name in ("scaling", "steps", "sampling"):
         layer._modules.pop(name, None)
@@ -371,13 +272,13 @@ def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
     return "; ".join(words) + (f". Its {others} Conv1D layers are no nn.Linear: replace them first" if others else "")
 
 
-def _output_head(model: nn.Module) -> nn.Module | None:
+def output_head(model: nn.Module) -> nn.Module | None:
     """The head that a transformers model names itself, whatever it is called (BERT's is `cls.predictions.decoder`)."""
     find = getattr(model, "get_output_embeddings", None)
     return find() if callable(find) else None
 
 
-def _reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None) -> str | None:
+def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None) -> str | None:
     """Why a Linear keeps its own precision although a pattern matched it, or None."""
     if type(layer) not in (nn.Linear, QLinear):
         return f"{type(layer).__name__} has a forward of its own"
@@ -387,64 +288,3 @@ def _reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.M
     if (last in KEPT or layer is head) and not any(_names_in_letters(pattern) for pattern in matching):
         return KEPT.get(last, "output head")
     return None
-
-
-def _kept(recipe: Recipe) -> str:
-    if recipe.save != "quantized":
-        return ""
-    return ", x kept as codes" + (" and what was clipped" if recipe.backward == "straight-through" else "")
-
-
-def _backends(layer: QLinear, recipe: Recipe) -> str:
-    """ "native" or "reference (native: why not)" for each product, one entry if all three agree."""
-    entries = {name: _backend(gemm, layer) for name, gemm in recipe.gemms().items()}
-    if len(set(entries.values())) == 1:
-        return entries["output"]
-    return "; ".join(f"{name}: {entries[name]}" for name in GEMMS)
-
-
-def _backend(gemm: Gemm, layer: QLinear) -> str:
-    how = plan(gemm, layer.weight.device)
-    if gemm == Gemm() or gemm.lhs is None or gemm.rhs is None:
-        in_float32 = how.expand == torch.float32
-        return "torch" + (" (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else "")
-    refusals = [(name, reason) for name, reason in how.choice.refusals if not reason.startswith("needs two")]
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
-    kernel = how.choice.kernel.name
-    if how.expand is not None:
-        kernel = f"emulated exactly in {str(how.expand).removeprefix('torch.')}"
-    return f"{kernel} ({reasons})" if reasons else kernel
-
-
-def _note(model: nn.Module, name: str, layer: QLinear) -> str:
-    notes = [words for words in (layer.reason, _decided(layer)) if words]
-    if layer.is_suspended:
-        notes.append("suspended")
-    if not layer.weight.requires_grad:
-        notes.append("weight frozen: no grad_weight")
-    if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
-        notes.append(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
-    notes += _four_bit_notes(layer)
-    owner = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
-    if isinstance(owner, nn.TransformerEncoderLayer):
-        notes.append("PyTorch's fused encoder bypasses it in eval() without gradients")
-    return ", ".join(notes)
-
-
-def _four_bit_notes(layer: QLinear) -> list[str]:
-    """What a rotation fills up, and what learned steps and sampling are doing."""
-    notes = []
-    rotation = layer.recipe.output.rotate if layer.recipe is not None else None
-    if rotation is not None and layer.in_features % rotation.block:
-        filled = rotated_length(layer.in_features, rotation)
-        notes.append(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation")
-    if layer.steps is not None and layer.steps.is_cold:
-        notes.append("steps from the data, learned later")
-    if layer.sampling is not None:
-        notes += [
-            f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
-            + (f" (sampling adds {variance:.2g} relative variance)" if isfinite(variance) else " so far")
-            for product, variance in zip(layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True)
-            if product in layer.sampling.settings
-        ]
-    return notes

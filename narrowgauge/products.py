@@ -9,8 +9,8 @@
 Each operand is rotated along its contracted axis, if the product says so, and then cast. Everything inside works on plain
 tensors, so `torch.compile(fullgraph=True)` traces through.
 
-What is left out: second derivatives (`backward` raises, `torch.autograd.grad` finds none); backward="straight-through", which is
-another function (straight_through.py).
+What is left out: second derivatives (asking for them raises; `suspended` has them); backward="straight-through", which is another
+function (straight_through.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.delayed import observe
+from narrowgauge.first_order import first_order_only
 from narrowgauge.ops.mm import Plan, high_precision
 from narrowgauge.ops.noise import draw
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
@@ -123,7 +123,7 @@ class Products(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, x_amax, w_amax, *kept = ctx.saved_tensors
         settings: Settings = ctx.settings

@@ -27,6 +27,7 @@ __all__ = ["Observer", "QLinear", "WeightCache", "linear"]
 
 # Submodules that recipes add -> what they hold, in words.
 _ADDED = {"scaling": "amax windows", "steps": "learned steps", "sampling": "readings of the sampler"}
+PATIENCE = 16  # optimizer steps without `advance` before a warning
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,8 +55,8 @@ class QLinear(nn.Linear):
 
     Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
     anew. `observer` sees every operand in eager mode (see `Observer`).
-    Loading the state of an ordinary Linear leaves the recipe's own state (amax windows, learned steps) as it is, and warns once;
-    one that has a part of such state must have all of it.
+    Loading a state without any of the recipe's own (amax windows, learned steps) leaves that as it is, and warns once; one that
+    has a part of it must have all; of another recipe's, a warning says what to do.
     `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
     `decision` is what recipe "auto" decided for the layer (narrowgauge.auto.Decision), None where it did not.
     """
@@ -92,6 +93,7 @@ class QLinear(nn.Linear):
         self.decision: object | None = None
         self._cache: WeightCache | None = None
         self._shared: SharedInputs | None = None
+        self._written = (0, 0)
         self._recipe: Recipe | None = None
         self._plans: tuple[torch.device, Plans] | None = None
         self.scaling = self.steps = self.sampling = None
@@ -112,12 +114,13 @@ class QLinear(nn.Linear):
         windows = {} if recipe is None else recipe.windows()
         self._recipe = recipe
         self.reason, self.decision = "", None
-        self._plans = None
+        self._plans, self._written = None, (0, 0)
         self.empty_cache()
-        self.scaling = nn.ModuleDict(
-            {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
-        ) if windows else None  # fmt: skip
-        self._renew_state(recipe)
+        with torch.inference_mode(False):  # what inference mode makes cannot be trained later
+            self.scaling = nn.ModuleDict(
+                {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
+            ) if windows else None  # fmt: skip
+            self._renew_state(recipe)
 
     def _renew_state(self, recipe: Recipe | None) -> None:
         """Learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.
@@ -138,6 +141,13 @@ class QLinear(nn.Linear):
         """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does)."""
         self._cache = WeightCache() if keep or self._cache is not None else None
 
+    def end_step(self) -> None:
+        """What `advance` does for every layer, whatever its recipe."""
+        self.empty_cache(keep=True)
+        if self._shared is not None:
+            self._shared.clear()
+        self._written = (0, 0)
+
     def share_inputs(self, shared: SharedInputs | None) -> None:
         """From now on casts of x are shared with the layers that were given the same `shared`; None: with no one."""
         self._shared = shared
@@ -154,6 +164,8 @@ class QLinear(nn.Linear):
         lives: tuple[Tensor | None, ...] = (self.live("x"), self.live("w"), self.live("gy"))
         shared = None if torch.compiler.is_compiling() else self._shared
         settings = self.settings(x)
+        if self._recipe.has_memory and settings.records and settings.grads and not torch.compiler.is_compiling():
+            self._expect_advance()
         if shared is not None:
             settings = replace(settings, share=shared.of(x), gradients=shared.gradients)
         if self._recipe.backward == "straight-through":
@@ -163,6 +175,33 @@ class QLinear(nn.Linear):
         finally:
             if settings.share is not None:
                 settings.share.close()
+
+    def _expect_advance(self) -> None:
+        """Warns, once, of a training loop without `advance`: the weight is written again and again, and no step ends."""
+        weight = self.weight
+        if weight.is_inference():
+            return
+        version, count = self._written
+        if weight._version != version:
+            self._written = weight._version, count + 1
+            if count == PATIENCE:
+                assert self._recipe is not None
+                warnings.warn(
+                    f"{self._recipe.name}: in {PATIENCE} optimizer steps narrowgauge.advance was not called, so that its {self._memory()} "
+                    "stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
+                    stacklevel=3,
+                )
+
+    def _memory(self) -> str:
+        """What the recipe remembers, in words."""
+        return ", ".join(words for name, words in _ADDED.items() if getattr(self, name, None) is not None)
+
+    @staticmethod
+    def _words(keys: set[str], prefix: str) -> str:
+        """What entries of a state dict hold, in words."""
+        return ", ".join(
+            words for name, words in _ADDED.items() if any(key.startswith(f"{prefix}{name}.") for key in keys)
+        )
 
     def settings(self, x: Tensor) -> Settings:
         """What its products need for an input like x, but for the casts that it shares with other layers."""
@@ -202,7 +241,7 @@ class QLinear(nn.Linear):
             return (None, None, variance), settings
         fresh = {}
         if steps.is_cold:
-            fresh = steps_from_data(steps, x.reshape(-1, x.shape[-1]), weight, settings.recipe, writes=self.training)
+            fresh = steps_from_data(steps, _rows(x), weight, settings.recipe, writes=self.training)
         x_step, w_step = (
             fresh[role] if role in fresh and not self.training else steps.get(role) for role in ("x", "w")
         )
@@ -222,17 +261,27 @@ class QLinear(nn.Linear):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """As ever; but what a recipe added to the layer is not missing where an unconverted one was saved."""
-        added = {name: words for name, words in _ADDED.items() if getattr(self, name, None) is not None}
-        heads = tuple(f"{prefix}{name}." for name in _ADDED)
-        if added and f"{prefix}weight" in state_dict and not any(key.startswith(heads) for key in state_dict):
-            for name in added:  # into a copy that load_state_dict made
-                own = getattr(self, name).state_dict()
-                state_dict.update({f"{prefix}{name}.{key}": value for key, value in own.items()})
+        """As ever; but what a recipe added to the layer is not missing where it was saved without, and another's is told."""
+        own = {
+            f"{prefix}{name}.{key}": value
+            for name in _ADDED if getattr(self, name, None) is not None
+            for key, value in getattr(self, name).state_dict().items()
+        }  # fmt: skip
+        given = {key for key in state_dict if key.startswith(tuple(f"{prefix}{name}." for name in _ADDED))}
+        recipe = None if self.recipe is None else self.recipe.name
+        if own and f"{prefix}weight" in state_dict and not given:
+            state_dict.update(own)  # a copy that load_state_dict made
             warnings.warn(
-                f"load_state_dict: what is loaded was saved before the model was converted: it has no {', '.join(added.values())}. "
-                "They stay as they are: of a model just converted they begin with the data of the next steps. Where they are of other "
-                "weights, convert again.",
+                f"load_state_dict: what is loaded has no {self._memory()} for recipe {recipe!r}: it was saved before the model was "
+                "converted, or with another recipe. They stay as they are: of a model just converted they begin with the data of the "
+                "next steps. Where they are of other weights, convert again.",
+                stacklevel=2,
+            )
+        elif given - own.keys():  # torch raises or, not strict, leaves them out: which it is, it does not say here
+            warnings.warn(
+                f"load_state_dict: what is loaded was saved with another recipe than {recipe!r}, which has no place for "
+                f"{self._words(given - own.keys(), prefix)}. Convert the model as the one that was saved was, load, and convert again to "
+                f"{recipe!r}; or leave out what belongs to recipes with strict=False.",
                 stacklevel=2,
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -288,5 +337,10 @@ def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
 ) -> Tensor:
     function = StraightThrough if settings.recipe.backward == "straight-through" else Products
-    y = function.apply(x.reshape(-1, x.shape[-1]), weight, bias, settings, *lives)
+    y = function.apply(_rows(x), weight, bias, settings, *lives)
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as [T, K]. K may be 0, where -1 for T would have no meaning."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

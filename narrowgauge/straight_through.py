@@ -18,7 +18,7 @@ Kept for backward: q_x, two codes to a byte, and one bit per element that says w
 residual_every more for a learned step. Layers that read the same x keep the same tensors (`sharing`). q_w is made again from the
 weight.
 
-What is left out: second derivatives (`backward` raises, `torch.autograd.grad` finds none; `suspended` has them).
+What is left out: second derivatives (asking for them raises; `suspended` has them).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge import sampling
+from narrowgauge.first_order import first_order_only
 from narrowgauge.formats import INT8
 from narrowgauge.learned import LearnedSteps
 from narrowgauge.ops.codes import decode, encode, unclipped, unpack_bits
@@ -132,7 +132,7 @@ class StraightThrough(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, w_scale, signs, original, *kept = ctx.saved_tensors
         needs, settings = ctx.needs_input_grad, ctx.settings

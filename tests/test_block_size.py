@@ -127,6 +127,8 @@ def test_nothing_to_choose_is_an_error() -> None:
     model = ng.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "int4-hq-bs")
     with pytest.raises(ConfigError, match="no batch was given"):
         calibrate_blocks(model, [])
+    with pytest.raises(ConfigError, match=r"in 2 batches no row came to a Linear whose recipe rotates.*not empty"):
+        calibrate_blocks(model, [x[:0], x[:0]])
     torch.nn.init.zeros_(model[0].weight)
     with pytest.raises(ConfigError, match=r"the output of '0' has a squared norm of 0\.0"):
         calibrate_blocks(model, [x])

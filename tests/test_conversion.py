@@ -13,41 +13,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Gemm
 from tests.compare import assert_same
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up_proj = nn.Linear(32, 64)
-        self.down_proj = nn.Linear(64, 32)
-        self.gate = nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down_proj(torch.relu(self.up_proj(self.norm(x)))) * self.gate(x)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(48, 32)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.lm_head = nn.Linear(32, 48, bias=False)
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(x)
-
-
-IDS = torch.arange(24).reshape(2, 12)
-
-
-def recipe_names(model: nn.Module) -> dict[str, str]:
-    return {row.name: row.recipe for row in ng.describe(model)}
+from tests.small_model import IDS, Model, recipe_names
 
 
 def test_one_line_takes_every_linear_but_heads_and_routers() -> None:
@@ -56,14 +22,6 @@ def test_one_line_takes_every_linear_but_heads_and_routers() -> None:
         "lm_head", "layers.0.gate", "layers.1.gate", "layers.2.gate",
     }  # fmt: skip
     assert names["layers.1.up_proj"] == "fp8-current"
-
-
-def test_describe_says_why_a_layer_was_kept() -> None:
-    rows = {row.name: row for row in ng.describe(ng.convert(Model(), "fp8-current"))}
-    assert rows["lm_head"].note == "output head"
-    assert rows["layers.0.gate"].note.startswith("router")
-    assert "no FP8 units" in rows["layers.0.up_proj"].backend
-    assert "emulated exactly" in rows["layers.0.up_proj"].backend
 
 
 def test_later_patterns_win_and_letters_name_kept_layers() -> None:
@@ -174,79 +132,6 @@ def test_suspended_restores_after_an_error() -> None:
     assert not model.layers[0].up_proj.is_suspended
 
 
-def test_frozen_and_subclassed_layers_are_told() -> None:
-    class Own(nn.Linear):
-        pass
-
-    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32), nn.Linear(32, 8), nn.Linear(32, 40))
-    model[0].weight.requires_grad_(False)
-    rows = ng.describe(ng.convert(model, "fp8-current"))
-    assert [row.recipe for row in rows] == ["fp8-current", "none", "none", "fp8-current"]
-    assert "frozen" in rows[0].note
-    assert "Own has a forward of its own" in rows[1].note
-    assert "fewer than 16" in rows[2].note
-    assert "multiples of 16" in rows[3].note
-
-
-def unconverted(model: nn.Module, reason: str) -> dict[str, str]:
-    """Name -> shape of the rows without a recipe whose note holds `reason`."""
-    rows = [row for row in ng.describe(model) if reason in row.note]
-    assert {row.recipe for row in rows} <= {"none"} and {row.output for row in rows} <= {"no nn.Linear"}
-    return {row.name: row.shape for row in rows}
-
-
-def test_attention_of_torch_keeps_its_own_projection() -> None:
-    attention, split = nn.MultiheadAttention(32, 2), nn.MultiheadAttention(32, 2, kdim=16, vdim=48)
-    model = ng.convert(nn.Sequential(attention, nn.Linear(32, 32), split), "fp8-current")
-    names = recipe_names(model)
-    assert names.pop("1") == "fp8-current"
-    assert set(names.values()) == {"none"} and {"0.out_proj", "2.out_proj"} < set(names)
-    assert unconverted(model, "nn.MultiheadAttention multiplies it") == {
-        "0.in_proj_weight": "32 -> 96",
-        "2.q_proj_weight": "32 -> 32", "2.k_proj_weight": "16 -> 32", "2.v_proj_weight": "48 -> 32",
-    }  # fmt: skip
-    assert unconverted(attention, "nn.MultiheadAttention") == {"in_proj_weight": "32 -> 96"}, "as the model itself"
-
-
-def test_transposed_layers_of_transformers_are_told() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64))
-    assert [row.name for row in ng.describe(model)][-1] == "lm_head", "in the order of the model"
-    block = {"attn.c_attn": "32 -> 96", "attn.c_proj": "32 -> 32", "mlp.c_fc": "32 -> 128", "mlp.c_proj": "128 -> 32"}
-    expected = {f"transformer.h.{index}.{name}": shape for index in range(2) for name, shape in block.items()}
-    assert unconverted(model, "Conv1D is no nn.Linear") == expected
-    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96  none  (transformers'" in str(ng.describe(model))
-
-
-def test_experts_in_one_parameter_are_told() -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=4,
-    )  # fmt: skip
-    model = ng.convert(MixtralForCausalLM(sizes), "fp8-current")
-    assert unconverted(model, "the experts share one parameter") == {
-        "model.layers.0.mlp.experts.gate_up_proj": "4 experts of 96 x 32",
-        "model.layers.0.mlp.experts.down_proj": "4 experts of 32 x 48",
-    }
-    assert recipe_names(model)["model.layers.0.self_attn.q_proj"] == "fp8-current"
-
-
-def test_other_weights_with_three_axes_have_no_row() -> None:
-    class PerExpert(nn.Conv1d):
-        """A convolution whose class is named after experts."""
-
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.position = nn.Parameter(torch.zeros(1, 16, 32))
-
-    model = nn.Sequential(nn.Conv1d(32, 32, 3), PerExpert(32, 32, 3), Embedded(), nn.Linear(32, 32))
-    assert [row.name for row in ng.describe(model)] == ["3"]
-
-
 def test_one_product_can_be_put_back_to_16_bits() -> None:
     model = ng.convert(Model(), ng.recipes.FP8_CURRENT.with_gemm(grad_weight=Gemm()))
     row = next(row for row in ng.describe(model) if row.name == "layers.0.up_proj")
@@ -273,24 +158,6 @@ def test_deepcopy_is_independent() -> None:
     ng.advance(model)
     window = twin.layers[0].up_proj.scaling["x"]
     assert not window.history.any()
-
-
-def test_a_sampler_that_has_predicted_nothing_yet_says_so() -> None:
-    """The prediction comes with the first backward pass."""
-    model = ng.convert(Model(), "int4-hq-lss")
-    note = next(row.note for row in ng.describe(model) if row.name == "layers.0.up_proj")
-    assert "grad_weight keeps all rows so far" in note and "inf" not in note
-    model(IDS).square().mean().backward()
-    ng.advance(model)
-    note = next(row.note for row in ng.describe(model) if row.name == "layers.0.up_proj")
-    assert "(sampling adds " in note and "so far" not in note
-
-
-def test_description_groups_equal_layers() -> None:
-    text = str(ng.describe(ng.convert(Model(), "fp8-current")))
-    assert "layers.*.up_proj (3 layers)" in text
-    assert text.isascii()
-    assert "recipe=fp8-current" in repr(ng.convert(Model(), "fp8-current"))
 
 
 def test_training_by_any_optimizer_follows_the_weights() -> None:

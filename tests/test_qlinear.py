@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import recipes
-from narrowgauge.conversion import advance, convert
+from narrowgauge.conversion import advance, convert, suspended
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
 from narrowgauge.qlinear import QLinear, linear
@@ -309,12 +310,27 @@ def test_wrong_last_axis_is_told() -> None:
         layer_of(recipes.FP8_CURRENT)(torch.randn(8, 63))
 
 
-def test_second_derivatives_raise() -> None:
-    layer = layer_of(recipes.FP8_CURRENT)
+@pytest.mark.parametrize(
+    "recipe", [recipes.FP8_CURRENT, recipes.INT4_HQ_BS, recipes.BF16], ids=lambda recipe: recipe.name
+)
+def test_second_derivatives_raise(recipe: Recipe) -> None:
+    layer = layer_of(recipe)
     x = torch.randn(4, 64, requires_grad=True)
-    [gradient] = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        gradient.sum().backward()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return layer(x).square().sum()
+
+    for ask in (
+        lambda: torch.autograd.grad(loss(x), x, create_graph=True),
+        lambda: loss(x).backward(create_graph=True),
+        lambda: torch.autograd.functional.hessian(loss, x),
+        lambda: torch.autograd.functional.hvp(loss, x, torch.ones_like(x)),
+    ):
+        with pytest.raises(RuntimeError, match=r"a Linear with a recipe has no second derivatives.*suspended"):
+            ask()
+    with suspended(layer):
+        [twice] = torch.autograd.grad(torch.autograd.grad(loss(x), x, create_graph=True)[0].sum(), x)
+    torch.testing.assert_close(twice, (torch.ones(4, 64) @ layer.weight.T @ layer.weight * 2).detach())
 
 
 @pytest.mark.parametrize("recipe", NARROW, ids=lambda recipe: recipe.name)
@@ -477,3 +493,18 @@ def test_what_inference_mode_computed_does_not_enter_training(recipe, caches):
         model(x).sum().backward()
         model(torch.randn(32, 64)).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)], ids=str)
+def test_an_axis_of_zero(recipe: Recipe, shape: tuple[int, int]) -> None:
+    """As nn.Linear has it: the bias, and gradients of zero."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element")
+        layer, ordinary = QLinear(*shape, recipe=recipe), torch.nn.Linear(*shape)
+    ordinary.load_state_dict({"weight": layer.weight, "bias": layer.bias})
+    x = torch.randn(3, 2, shape[0], requires_grad=True)
+    y = layer(x)
+    assert_same(y.detach(), ordinary(x.detach()).detach())
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape and layer.weight.grad.shape == layer.weight.shape

@@ -318,37 +318,6 @@ def test_steps_and_readings_are_in_the_state_dict_and_survive_a_change_of_type()
     assert built.steps.x.device.type == "cpu" and built.steps.is_cold and built.steps.cold_left == 16
 
 
-@pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "fp8-delayed"])
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_checkpoint_of_an_unconverted_model_leaves_what_the_recipe_added(name: str, assign: bool) -> None:
-    """Exact: converting first and loading then is loading first and converting then."""
-    torch.manual_seed(0)
-    saved = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 64))
-    plain = saved.state_dict()
-    converted = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 64)), name)
-    with pytest.warns(UserWarning, match="was saved before the model was converted: it has no (learned steps|amax)"):
-        assert not any(converted.load_state_dict(copy.deepcopy(plain), assign=assign))
-    assert set(plain) < set(converted.state_dict())
-    expected = ng.convert(saved, name)
-    assert_same(converted.state_dict(), expected.state_dict())
-    x = torch.randn(20, 64)
-    assert_same(converted(x).detach(), expected(x).detach())
-    trained = converted.state_dict()
-    assert not any(converted.load_state_dict(trained))  # and of a converted one says nothing
-
-
-def test_loading_stays_strict_where_something_would_be_lost() -> None:
-    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 48)), "int4-lsq-luq")
-    whole = model.state_dict()
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.steps.w"'):
-        model.load_state_dict({name: value for name, value in whole.items() if name != "0.steps.w"})
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.weight"'):
-        model.load_state_dict({"0.bias": whole["0.bias"]})
-    ordinary = torch.nn.Sequential(torch.nn.Linear(64, 48))
-    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*steps"):
-        ordinary.load_state_dict(whole)
-
-
 # --- steps that nobody trains ---------------------------------------------------------------------------------------------------
 
 SOON = recipe_of(replace(LSQ, calibrate=LearnedStep(cold_steps=1, residual_every=1)), None)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter, Token
 
 from narrowgauge.cli import flags
+from narrowgauge.errors import ConfigError
 from narrowgauge.train import config_file, run_folder, switches
 from narrowgauge.train.config import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
 from narrowgauge.train.config_file import Settings
@@ -51,7 +52,14 @@ def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
         return config_file.read(Path(path))
     output = str(flags_given.get("output") or TrainConfig.output)
     stored = run_folder.RunFolder(Path(output)).config
-    if not flags_given.get("resume") or not stored.exists():
+    if not flags_given.get("resume"):
+        return Settings()
+    if not stored.exists():
+        if set(flags_given) <= {"resume", "output"}:  # nobody means a new run with every setting its default
+            raise ConfigError(
+                f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "
+                "the CONFIG of a new run."
+            )
         return Settings()
     settings = config_file.read(stored)
     return Settings({**settings.values, "output": output}, settings.origins)

@@ -90,6 +90,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "samples": samples(recorded),
         "reference_sample": samples(reference)[-1:] if reference else [],
         "describe": tables.layers(recorded),
+        "switches": tables.switches(recorded),
         "tensors": tables.tensors(recorded),
         "shown_tensors": tables.SHOWN_TENSORS,
         "nonfinite": tables.nonfinite_readings(recorded),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from narrowgauge import readings
 from narrowgauge.diagnose import pictures, words
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.recorded import Recorded
@@ -26,9 +27,27 @@ def layers(recorded: Recorded) -> list[dict[str, Any]]:
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for index, row in enumerate(rows):
         row = {key: str(row.get(key) or "") for key in ("name", *DESCRIBE_COLUMNS)}
-        key = (re.sub(r"\d+", "#", row["name"]), *(row[column] for column in DESCRIBE_COLUMNS))
+        alike = row | {"note": readings.without(row["note"])}
+        key = (re.sub(r"\d+", "#", row["name"]), *(alike[column] for column in DESCRIBE_COLUMNS))
         groups.setdefault(key if len(rows) > UNGROUPED_ROWS else (str(index),), []).append(row)
-    return [{"name": group_name([row["name"] for row in group]), "rows": group} for group in groups.values()]
+    return [
+        {
+            "name": group_name([row["name"] for row in group]),
+            "shared": group[0] | {"note": readings.spanned([row["note"] for row in group])},
+            "rows": group,
+        }
+        for group in groups.values()
+    ]
+
+
+def switches(recorded: Recorded) -> list[str]:
+    """What changed in that table on the way: a sentence for every switch that was reached."""
+    return [
+        f"Step {words.count(event['step'])}: {words.plural(event['layers'], 'layer')} went from {', '.join(event['before'])} to "
+        f"{', '.join(event['after'])}; the table is of the end, or of the beginning of a run that was cut short."
+        for event in recorded.of("switch")
+        if {"layers", "before", "after"} <= event.keys()
+    ]
 
 
 def group_name(names: Sequence[str]) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from narrowgauge.first_order import first_order_only
 from narrowgauge.ops.produce import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
 from narrowgauge.ops.quantize.together import OneRead
 from narrowgauge.ops.registry import Choice, device_facts
@@ -179,7 +179,7 @@ class _Function(torch.autograd.Function):
         return pocket.made.value
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         producer: Producer = ctx.producer
         tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from narrowgauge.first_order import first_order_only
 from narrowgauge.ops import rotary
 from narrowgauge.ops.registry import device_facts
 
@@ -56,7 +56,7 @@ class _Function(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("a fused rotary embedding", "Convert the model to None, and again without fuse.")
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return (None, *ctx.run(of_q, of_k, cos, sin, ctx.dtypes, True), None, None)

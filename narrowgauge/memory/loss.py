@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.errors import ConfigError, DataError, ShapeError
+from narrowgauge.first_order import first_order_only
 from narrowgauge.ops.registry import device_facts
 
 IGNORED = -100
@@ -145,7 +145,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("chunked_cross_entropy", "Use torch.nn.functional.cross_entropy for them.")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         if grad_hidden is not None:

@@ -12,7 +12,7 @@ import torch
 
 import narrowgauge
 from narrowgauge.auto.layers import chosen
-from narrowgauge.conversion import describe
+from narrowgauge.description import describe
 from narrowgauge.fusing import fusions
 from narrowgauge.train.machine import device_words
 from narrowgauge.train.model import describe_model

@@ -27,7 +27,8 @@ from transformers import (
 from transformers.utils import logging
 
 from narrowgauge import recipes
-from narrowgauge.conversion import SMALLEST, convert, describe
+from narrowgauge.conversion import SMALLEST, convert
+from narrowgauge.description import describe
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fusing import fuse
 from narrowgauge.ops.registry import device_facts

@@ -341,6 +341,14 @@ def test_resume_takes_the_configuration_of_the_run(loop, tmp_path):
     assert loop[0].layers_recipe == stored.layers_recipe
 
 
+def test_resume_of_a_folder_without_a_run_is_refused_if_nothing_else_is_asked(loop, capsys, tmp_path):
+    """A mistyped folder. With a CONFIG or a setting it is a new run: what starts a job again after a preemption says --resume always."""
+    assert cli.main(["train", "--resume", "--output", str(tmp_path / "mistyped")]) == 2
+    assert "mistyped' holds no run (no config.toml) to go on with" in capsys.readouterr().err and not loop
+    assert cli.main(["train", "--resume", "--output", str(tmp_path / "new"), "--layers", "2"]) == 0
+    assert loop[0].layers == 2
+
+
 def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
     a_run(tmp_path, layers=2)
     assert cli.main(["train", "--resume", "--output", str(tmp_path), "--layers", "3"]) == 2
@@ -356,7 +364,9 @@ def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
 
 
 def test_resume_of_a_run_that_never_began_begins_it(loop, tmp_path):
-    assert cli.main(["train", "--resume", "--output", str(tmp_path / "new")]) == 0
+    file = tmp_path / "own.toml"
+    file.write_text(config_file.dump(TrainConfig()))
+    assert cli.main(["train", str(file), "--resume", "--output", str(tmp_path / "new")]) == 0
     assert loop[0].resume
 
 

@@ -1,0 +1,186 @@
+"""describe: say of each Linear of a model what it became and why.
+
+print(describe(model))       equal layers share a line; `describe(model)` itself is a list of rows
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+from torch import nn
+
+from narrowgauge import readings
+from narrowgauge.conversion import output_head, reason_to_keep
+from narrowgauge.fusing import Fusion, fusions
+from narrowgauge.ops.mm import plan
+from narrowgauge.ops.mm.native import ALIGNMENT
+from narrowgauge.ops.rotate import rotated_length
+from narrowgauge.qlinear import QLinear
+from narrowgauge.recipe import GEMMS, Gemm, Recipe
+from narrowgauge.unconverted import other_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One Linear of a model, or a weight that is multiplied as one: what it became.
+
+    shape                             "in -> out"; of experts in one parameter "count experts of rows x columns"
+    output, grad_input, grad_weight   the casts of each product, in words
+    backend                           which kernel computes each product, and why not a faster one
+    note                              why it was kept, or what else a user should know
+    """
+
+    name: str
+    shape: str
+    recipe: str
+    output: str
+    grad_input: str
+    grad_weight: str
+    backend: str
+    note: str
+
+
+class Description(list[Row]):
+    """The rows of `describe`; prints as a table in which equal layers share a line. `fused`: what `convert(fuse=True)` did."""
+
+    fused: tuple[Fusion, ...] = ()
+
+    def __str__(self) -> str:
+        groups: dict[Row, list[Row]] = {}
+        for row in self:  # layers whose names differ in numbers only
+            alike = replace(row, name=re.sub(r"\b\d+\b", "*", row.name), note=readings.without(row.note))
+            groups.setdefault(alike, []).append(row)
+        lines = [line for alike, rows in groups.items() for line in _lines(alike, rows)]
+        fused = dict.fromkeys(re.sub(r"\b\d+\b", "*", str(each)) for each in self.fused)
+        return "\n".join([*lines, *(["Casts in the pass that computes the input:"] * bool(fused)), *fused])
+
+
+def _lines(row: Row, rows: list[Row]) -> list[str]:
+    """The lines of one group of rows, which are equal but for the numbers in their names and their readings."""
+    title = rows[0].name if len(rows) == 1 else f"{row.name} ({len(rows)} layers)"
+    note = readings.spanned([each.note for each in rows])
+    head = f"{title}  {row.shape}  {row.recipe}" + (f"  ({note})" if note else "")
+    if row.recipe == "none":
+        return [head]
+    return [
+        head,
+        f"    output       {row.output}",
+        f"    grad_input   {row.grad_input}",
+        f"    grad_weight  {row.grad_weight}",
+        f"    backend      {row.backend}",
+    ]
+
+
+def describe(model: nn.Module) -> Description:
+    """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table.
+
+    Weights that are no Linear's but are multiplied as one (see `unconverted`) have a row too, with the recipe "none".
+    """
+    description, head = Description(), output_head(model)
+    description.fused = tuple(fusions(model))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            description.append(_row(model, name, module, head))
+        else:
+            for weight in other_weights(name, module):
+                description.append(_wide_row(weight.name, weight.shape, "no nn.Linear", weight.reason))
+    return description
+
+
+def _row(model: nn.Module, name: str, layer: nn.Linear, head: nn.Module | None) -> Row:
+    shape = f"{layer.in_features} -> {layer.out_features}"
+    recipe = layer.recipe if isinstance(layer, QLinear) else None
+    if not isinstance(layer, QLinear) or recipe is None:
+        return _wide_row(
+            name,
+            shape,
+            "ordinary Linear",
+            _decided(layer) or reason_to_keep(name, layer, [], head) or "no pattern named it",
+        )
+    return Row(
+        name=name,
+        shape=shape,
+        recipe=recipe.name,
+        output=str(recipe.output),
+        grad_input=str(recipe.grad_input),
+        grad_weight=str(recipe.grad_weight) + _kept(recipe),
+        backend=_backends(layer, recipe),
+        note=_note(model, name, layer),
+    )
+
+
+def _decided(layer: nn.Linear) -> str:
+    """What "auto" decided, in words, or ''."""
+    decision = layer.decision if isinstance(layer, QLinear) else None
+    return "" if decision is None else str(decision)
+
+
+def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
+    return Row(
+        name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
+        backend="torch", note=note,
+    )  # fmt: skip
+
+
+def _kept(recipe: Recipe) -> str:
+    if recipe.save != "quantized":
+        return ""
+    return ", x kept as codes" + (" and what was clipped" if recipe.backward == "straight-through" else "")
+
+
+def _backends(layer: QLinear, recipe: Recipe) -> str:
+    """ "native" or "reference (native: why not)" for each product, one entry if all three agree."""
+    entries = {name: _backend(gemm, layer) for name, gemm in recipe.gemms().items()}
+    if len(set(entries.values())) == 1:
+        return entries["output"]
+    return "; ".join(f"{name}: {entries[name]}" for name in GEMMS)
+
+
+def _backend(gemm: Gemm, layer: QLinear) -> str:
+    how = plan(gemm, layer.weight.device)
+    if gemm == Gemm() or gemm.lhs is None or gemm.rhs is None:
+        in_float32 = how.expand == torch.float32
+        return "torch" + (" (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else "")
+    refusals = [(name, reason) for name, reason in how.choice.refusals if not reason.startswith("needs two")]
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
+    kernel = how.choice.kernel.name
+    if how.expand is not None:
+        kernel = f"emulated exactly in {str(how.expand).removeprefix('torch.')}"
+    return f"{kernel} ({reasons})" if reasons else kernel
+
+
+def _note(model: nn.Module, name: str, layer: QLinear) -> str:
+    notes = [words for words in (layer.reason, _decided(layer)) if words]
+    if layer.is_suspended:
+        notes.append("suspended")
+    if not layer.weight.requires_grad:
+        notes.append("weight frozen: no grad_weight")
+    if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
+        notes.append(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
+    notes += _four_bit_notes(layer)
+    owner = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
+    if isinstance(owner, nn.TransformerEncoderLayer):
+        notes.append("PyTorch's fused encoder bypasses it in eval() without gradients")
+    return ", ".join(notes)
+
+
+def _four_bit_notes(layer: QLinear) -> list[str]:
+    """What a rotation fills up, and what learned steps and sampling are doing."""
+    notes = []
+    rotation = layer.recipe.output.rotate if layer.recipe is not None else None
+    if rotation is not None and layer.in_features % rotation.block:
+        filled = rotated_length(layer.in_features, rotation)
+        notes.append(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation")
+    if layer.steps is not None and layer.steps.is_cold:
+        notes.append("steps from the data, learned later")
+    if layer.sampling is not None:
+        notes += [
+            f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
+            + (readings.variance_note(variance) if isfinite(variance) else " so far")
+            for product, variance in zip(layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True)
+            if product in layer.sampling.settings
+        ]
+    return notes

@@ -1,0 +1,131 @@
+"""The table of `describe`: why a layer is what it is, what convert cannot reach, and which rows share a line."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge import readings
+from tests.small_model import IDS, Model, recipe_names
+
+
+def test_describe_says_why_a_layer_was_kept() -> None:
+    rows = {row.name: row for row in ng.describe(ng.convert(Model(), "fp8-current"))}
+    assert rows["lm_head"].note == "output head"
+    assert rows["layers.0.gate"].note.startswith("router")
+    assert "no FP8 units" in rows["layers.0.up_proj"].backend
+    assert "emulated exactly" in rows["layers.0.up_proj"].backend
+
+
+def test_frozen_and_subclassed_layers_are_told() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32), nn.Linear(32, 8), nn.Linear(32, 40))
+    model[0].weight.requires_grad_(False)
+    rows = ng.describe(ng.convert(model, "fp8-current"))
+    assert [row.recipe for row in rows] == ["fp8-current", "none", "none", "fp8-current"]
+    assert "frozen" in rows[0].note
+    assert "Own has a forward of its own" in rows[1].note
+    assert "fewer than 16" in rows[2].note
+    assert "multiples of 16" in rows[3].note
+
+
+def unconverted(model: nn.Module, reason: str) -> dict[str, str]:
+    """Name -> shape of the rows without a recipe whose note holds `reason`."""
+    rows = [row for row in ng.describe(model) if reason in row.note]
+    assert {row.recipe for row in rows} <= {"none"} and {row.output for row in rows} <= {"no nn.Linear"}
+    return {row.name: row.shape for row in rows}
+
+
+def test_attention_of_torch_keeps_its_own_projection() -> None:
+    attention, split = nn.MultiheadAttention(32, 2), nn.MultiheadAttention(32, 2, kdim=16, vdim=48)
+    model = ng.convert(nn.Sequential(attention, nn.Linear(32, 32), split), "fp8-current")
+    names = recipe_names(model)
+    assert names.pop("1") == "fp8-current"
+    assert set(names.values()) == {"none"} and {"0.out_proj", "2.out_proj"} < set(names)
+    assert unconverted(model, "nn.MultiheadAttention multiplies it") == {
+        "0.in_proj_weight": "32 -> 96",
+        "2.q_proj_weight": "32 -> 32", "2.k_proj_weight": "16 -> 32", "2.v_proj_weight": "48 -> 32",
+    }  # fmt: skip
+    assert unconverted(attention, "nn.MultiheadAttention") == {"in_proj_weight": "32 -> 96"}, "as the model itself"
+
+
+def test_transposed_layers_of_transformers_are_told() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64))
+    assert [row.name for row in ng.describe(model)][-1] == "lm_head", "in the order of the model"
+    block = {"attn.c_attn": "32 -> 96", "attn.c_proj": "32 -> 32", "mlp.c_fc": "32 -> 128", "mlp.c_proj": "128 -> 32"}
+    expected = {f"transformer.h.{index}.{name}": shape for index in range(2) for name, shape in block.items()}
+    assert unconverted(model, "Conv1D is no nn.Linear") == expected
+    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96  none  (transformers'" in str(ng.describe(model))
+
+
+def test_experts_in_one_parameter_are_told() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4,
+    )  # fmt: skip
+    model = ng.convert(MixtralForCausalLM(sizes), "fp8-current")
+    assert unconverted(model, "the experts share one parameter") == {
+        "model.layers.0.mlp.experts.gate_up_proj": "4 experts of 96 x 32",
+        "model.layers.0.mlp.experts.down_proj": "4 experts of 32 x 48",
+    }
+    assert recipe_names(model)["model.layers.0.self_attn.q_proj"] == "fp8-current"
+
+
+def test_other_weights_with_three_axes_have_no_row() -> None:
+    class PerExpert(nn.Conv1d):
+        """A convolution whose class is named after experts."""
+
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position = nn.Parameter(torch.zeros(1, 16, 32))
+
+    model = nn.Sequential(nn.Conv1d(32, 32, 3), PerExpert(32, 32, 3), Embedded(), nn.Linear(32, 32))
+    assert [row.name for row in ng.describe(model)] == ["3"]
+
+
+def test_a_sampler_that_has_predicted_nothing_yet_says_so() -> None:
+    """The prediction comes with the first backward pass."""
+    model = ng.convert(Model(), "int4-hq-lss")
+    note = next(row.note for row in ng.describe(model) if row.name == "layers.0.up_proj")
+    assert "grad_weight keeps all rows so far" in note and "inf" not in note
+    model(IDS).square().mean().backward()
+    ng.advance(model)
+    note = next(row.note for row in ng.describe(model) if row.name == "layers.0.up_proj")
+    assert "(sampling adds " in note and "so far" not in note
+
+
+def test_description_groups_equal_layers() -> None:
+    text = str(ng.describe(ng.convert(Model(), "fp8-current")))
+    assert "layers.*.up_proj (3 layers)" in text
+    assert text.isascii()
+    assert "recipe=fp8-current" in repr(ng.convert(Model(), "fp8-current"))
+
+
+def test_layers_that_differ_in_a_reading_alone_share_a_line() -> None:
+    model = ng.convert(Model(), "int4-hq-lss")
+    for index, value in enumerate((0.5, 0.25, 1.5)):
+        model.layers[index].up_proj.sampling.variance.copy_(torch.tensor([0.0, value]))
+    text = str(ng.describe(model))
+    assert "layers.*.up_proj (3 layers)" in text and "sampling adds 0.25 to 1.5 relative variance" in text
+    model.layers[1].up_proj.sampling.decide([0.0, 0.0])  # one does something else: not alike
+    assert "layers.*.up_proj (2 layers)" in str(ng.describe(model))
+
+
+def test_spans_of_readings_are_numbers_not_words() -> None:
+    notes = [
+        f"a{readings.variance_note(v)}, b{readings.variance_note(w)}" for v, w in ((9.0, 1.0), (10.0, 1.0), (2e-5, 1.0))
+    ]
+    assert len({readings.without(note) for note in notes}) == 1
+    assert (
+        readings.spanned(notes)
+        == "a (sampling adds 2e-05 to 10 relative variance), b (sampling adds 1 relative variance)"
+    )
+    assert readings.spanned(["no reading", "no reading"]) == "no reading"
