@@ -6,19 +6,17 @@
 All run in float32 arithmetic on the same corpus (Python's standard library, bytes as tokens), so that only the states differ;
 masters train bfloat16 weights. A seed decides weights and batches: a case and torch's float32 AdamW of one seed are a pair.
 Reported: validation loss in nats per byte, its difference to the pair's, and what chance does: `adamw-fp32` of ours beside
-torch's, the same algorithm with another last bit.
+torch's, the same algorithm with another last bit. Finished runs are kept in OUTPUT and not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import statistics
 import sysconfig
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import RESULTS, record
+from benchmarks.paired import Experiment, summarize
 
 BASELINE = "torch-adamw"
 SIZES: dict[str, int] = {
@@ -42,6 +41,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cases", nargs="+", default=[])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--output", type=Path, default=Path("runs/optimizer_convergence"))
+    parser.add_argument("--results", type=Path, default=RESULTS / "optimizer_convergence.jsonl")
     parser.add_argument("--quick", action="store_true", help="nothing is recorded")
     options = parser.parse_args()
     names = options.cases or list(cases())
@@ -50,13 +51,14 @@ def main() -> None:
         names = [name for name in names if name in (BASELINE, "adamw-fp32", "adamw-8bit", "adamw-4bit")]
     if BASELINE not in names:
         parser.error(f"--cases must include {BASELINE}, the reference of every pair")
-    jobs = [(name, seed, options.steps) for seed in options.seeds for name in names]
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        results = list(pool.map(train, *zip(*jobs, strict=True)))
-    lines = summarize(results)
+    folder = options.output / f"{options.steps}-steps"
+    results = Experiment(train, names, options.seeds, {"steps": options.steps}, folder).results(options.jobs)
+    lines = summarize(results, ["loss"], BASELINE)
+    sizes = {each["recipe"]: each["state_bytes_per_parameter"] for each in results}
+    lines = [line | {"steps": options.steps, "state_bytes_per_parameter": sizes[line["recipe"]]} for line in lines]
     print(markdown(lines))
     if not options.quick:
-        record("optimizer-convergence", lines, RESULTS / "optimizer_convergence.jsonl")
+        record("optimizer-convergence", lines, options.results)
 
 
 def cases() -> dict[str, tuple[torch.dtype, Callable[[nn.Module], torch.optim.Optimizer]]]:
@@ -94,7 +96,7 @@ def _peer(module: str, model: nn.Module, settings: dict[str, Any]) -> torch.opti
     return optimizer
 
 
-def train(name: str, seed: int, steps: int) -> dict[str, Any]:
+def train(name: str, seed: int, steps: int) -> dict[str, float]:
     """One run: linear warm-up over a tenth, half a cosine to zero, gradients clipped at norm 1."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -123,7 +125,7 @@ def train(name: str, seed: int, steps: int) -> dict[str, Any]:
     with torch.no_grad():
         batches = held_out[: 64 * BATCH * TOKENS].view(-1, BATCH, TOKENS)
         found = statistics.mean(float(loss(model, batch)) for batch in batches)
-    return {"case": name, "seed": seed, "steps": steps, "loss": found, "state_bytes_per_parameter": size.per_parameter}
+    return {"loss": found, "state_bytes_per_parameter": size.per_parameter}
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -139,31 +141,13 @@ def corpus() -> Tensor:
     return torch.tensor(list(b"".join(file.read_bytes() for file in files)[:2_000_000]))
 
 
-def summarize(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per case: losses by seed and their differences to torch's AdamW of that seed."""
-    reference = {each["seed"]: each["loss"] for each in results if each["case"] == BASELINE}
-    lines = []
-    for name in dict.fromkeys(each["case"] for each in results):
-        own = [each for each in results if each["case"] == name]
-        differences = {each["seed"]: each["loss"] - reference[each["seed"]] for each in own}
-        lines.append(
-            {
-                "case": name, "steps": own[0]["steps"], "loss": statistics.mean(each["loss"] for each in own),
-                "losses": {each["seed"]: each["loss"] for each in own},
-                "difference": statistics.mean(differences.values()), "differences": differences,
-                "state_bytes_per_parameter": own[0]["state_bytes_per_parameter"],
-            }
-        )  # fmt: skip
-    return lines
-
-
 def markdown(lines: list[dict[str, Any]]) -> str:
     text = ["| case | state bytes per parameter | validation loss | difference | by seed |", "|---|---|---|---|---|"]
     for line in lines:
-        seeds = ", ".join(f"{value:+.4f}" for value in line["differences"].values())
+        seeds = ", ".join(f"{value:+.4f}" for value in line["loss_differences"])
         text.append(
-            f"| `{line['case']}` | {line['state_bytes_per_parameter']:.2f} | {line['loss']:.4f} | {line['difference']:+.4f} "
-            f"| {seeds} |"
+            f"| `{line['recipe']}` | {line['state_bytes_per_parameter']:.2f} | {line['loss']:.4f} "
+            f"| {line['loss_difference']:+.4f} | {seeds} |"
         )
     return "\n".join(text)
 
