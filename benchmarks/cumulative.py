@@ -70,7 +70,7 @@ CLASSIFIER: Techniques = (
     ("+ step in backward, without accumulation", {"in_backward": True, "accumulation": 1}),
 )
 COLUMNS = ("peak_bytes", "saved_bytes", "optimizer_bytes", "tokens_per_s", "examples_per_s", "cpu_s_per_1000_tokens",
-           "first_step_s", "padding", "loss", "mcc")  # fmt: skip
+           "first_step_s", "padding", "loss", "mcc", "auc")  # fmt: skip
 VOCABULARY = 4096
 
 
@@ -150,7 +150,7 @@ def _cell(name: str, value: float) -> str:
         return f"{value / 2**20:.1f}"
     if name == "padding":
         return f"{100 * value:.1f} %"
-    return f"{value:.4f}" if name in ("loss", "mcc") else f"{value:.4g}"
+    return f"{value:.4f}" if name in ("loss", "mcc", "auc") else f"{value:.4g}"
 
 
 # ---- the two tasks ------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def _language_model(options: argparse.Namespace, folder: Path) -> Task:
         found.tokenizer.save_pretrained(model)
         fitting = [row for row in records if _tokens(found.tokenizer, row) <= options.max_length]
         _split(fitting, options.records, folder)
-    task = _task("causal-lm", folder, model, options.max_length, 1e-3, options)
+    task = _task("causal-lm", folder, model, options.max_length, 1e-3, options.steps, options)
     _warm_cache(task)
     return task
 
@@ -199,17 +199,17 @@ def _classifier(options: argparse.Namespace, folder: Path) -> Task:
             lines = (options.data / file).read_text(encoding="utf-8").splitlines()
             fields = [line.split("\t") for line in lines]
             _write([{"text": field[3], "label": int(field[1])} for field in fields], folder / f"{part}.jsonl")
-    task = _task("classification", folder, model, 128, 1e-4, options)
+    task = _task("classification", folder, model, 128, 1e-4, options.classifier_steps, options)
     _warm_cache(task)
     return task
 
 
 def _task(
-    kind: str, folder: Path, model: Path, max_length: int, learning_rate: float, options: argparse.Namespace
+    kind: str, folder: Path, model: Path, max_length: int, learning_rate: float, steps: int, options: argparse.Namespace
 ) -> Task:
     return Task(
         kind=kind, folder=str(folder), model=str(model), max_length=max_length, batch_size=options.batch_size,
-        learning_rate=learning_rate, steps=options.steps, threads=options.threads,
+        learning_rate=learning_rate, steps=steps, threads=options.threads,
     )  # fmt: skip
 
 
@@ -261,7 +261,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--encoder", type=Path, default=None, help="folder of a BERT-like encoder")
     parser.add_argument("--only", choices=("both", "causal-lm", "classification"), default="both")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of a row")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of a row of the language model")
+    parser.add_argument("--classifier-steps", type=int, default=500, help="the same of the classifier")
     parser.add_argument("--batch-size", type=int, default=8, help="examples of a step; even")
     parser.add_argument("--rounds", type=int, default=1, help="readings of each row")
     parser.add_argument("--threads", type=int, default=1)
@@ -274,7 +275,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS / "cumulative.jsonl")
     options = parser.parse_args()
     if options.quick:
-        options.steps, options.width, options.layers, options.max_length, options.records = 2, 48, 4, 64, 64
+        options.steps = options.classifier_steps = 2
+        options.width, options.layers, options.max_length, options.records = 48, 4, 64, 64
     return options
 
 

@@ -336,6 +336,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
 ) -> Tensor:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise ConfigError(
+            f"linear: recipe {settings.recipe.name!r} has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use "
+            "torch.autograd, or compute inside `with narrowgauge.suspended(model):`."
+        )
     function = StraightThrough if settings.recipe.backward == "straight-through" else Products
     y = function.apply(_rows(x), weight, bias, settings, *lives)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from benchmarks import cola_speed, cola_variants, cumulative, paired
+from benchmarks.cumulative_row import area_under_roc
 from narrowgauge.data import Document
 from tests.train.tasks import folders
 
@@ -101,6 +102,14 @@ def test_docstrings_are_records_of_prompt_and_completion(monkeypatch):
     text = 'class A:\n    def f(self, x=1):\n        """Adds.\n\n        More."""\n    def g(self):\n        pass\n'
     monkeypatch.setattr("narrowgauge.data.documents", lambda source: [Document(text, "a.py")])
     assert list(cumulative.docstrings()) == [{"prompt": "def f(self, x=1):\n", "completion": "Adds."}]
+
+
+def test_the_area_under_roc() -> None:
+    """Against pairs counted by hand: (3 > 1), (3 > 2), (2 > 1), and (2, 2) a tie."""
+    scores, labels = torch.tensor([3.0, 1.0, 2.0, 2.0]), torch.tensor([1, 0, 1, 0])
+    assert area_under_roc(scores, labels) == 3.5 / 4
+    assert area_under_roc(-scores, labels) == 0.5 / 4
+    assert area_under_roc(torch.zeros(4), labels) == 0.5
 
 
 @pytest.mark.parametrize("kind", ["causal-lm", "classification"])

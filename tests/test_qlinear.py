@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -331,6 +332,18 @@ def test_second_derivatives_raise(recipe: Recipe) -> None:
     with suspended(layer):
         [twice] = torch.autograd.grad(torch.autograd.grad(loss(x), x, create_graph=True)[0].sum(), x)
     torch.testing.assert_close(twice, (torch.ones(4, 64) @ layer.weight.T @ layer.weight * 2).detach())
+
+
+@pytest.mark.parametrize("recipe", [recipes.FP8_CURRENT, recipes.INT4_HQ_BS], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda f: f.__name__)
+def test_transforms_of_torch_func_are_refused_in_words(recipe: Recipe, transform: Any) -> None:
+    layer, x = layer_of(recipe), torch.randn(4, 64)
+    with pytest.raises(ConfigError, match=r"no rule for transforms of torch.func.*suspended"):
+        transform(lambda x: layer(x).sum())(x)
+    with suspended(layer):
+        transform(lambda x: layer(x).sum())(x)
+    parameters = {name: value.clone() for name, value in layer.named_parameters()}
+    assert_same(torch.func.functional_call(layer, parameters, (x,)), layer(x))  # no transform: calls the layer as it is
 
 
 @pytest.mark.parametrize("recipe", NARROW, ids=lambda recipe: recipe.name)
