@@ -64,8 +64,8 @@ class Format:
         return _table(self, codes.device)[codes.to(torch.int64)]
 
     def values(self) -> Tensor:
-        """The value of each code 0 ... 2**bits - 1, float32; NaN for codes that mean NaN."""
-        codes = torch.arange(2**self.bits, dtype=torch.int32)
+        """The value of each code 0 ... 2**bits - 1, float32 on the CPU; NaN for codes that mean NaN."""
+        codes = torch.arange(2**self.bits, dtype=torch.int32, device="cpu")
         return self._decode_bits(codes)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class TableFormat(Format):
         return (below + up).to(torch.uint8)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
-        return torch.tensor(self.levels, dtype=torch.float32)[codes]
+        return torch.tensor(self.levels, dtype=torch.float32, device=codes.device)[codes]
 
 
 def _round_stochastically(y: Tensor, noise: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def _boundaries(format: TableFormat, device: torch.device) -> Tensor:
     levels = format.values().double()
     exact = (levels[:-1] + levels[1:]) / 2
     nearest = exact.float()
-    lower = torch.nextafter(nearest, torch.tensor(-torch.inf))
+    lower = torch.nextafter(nearest, nearest.new_tensor(-torch.inf))
     return torch.where(nearest.double() > exact, lower, nearest).to(device)
 
 

@@ -137,7 +137,7 @@ class LearnedSteps(nn.Module):
     def values(self) -> Tensor:
         """[n] a copy of the parameters that require a gradient."""
         values = [_local(parameter) for parameter in self.parameters() if parameter.requires_grad]
-        return torch.cat(values) if values else torch.empty(0)
+        return torch.cat(values) if values else self.cold_left.new_empty(0, dtype=torch.float32)
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)

@@ -62,7 +62,7 @@ def turn(
 ) -> Tensor:
     """rotate: x [rows, inner] -> [rows, whole]; inverse, unrotate of what `bits` lets through: [rows, whole] -> [rows, inner]."""
     x = _rows(x)
-    out = torch.empty(len(x), inner if inverse else whole, dtype=torch.float32)
+    out = torch.empty(len(x), inner if inverse else whole, dtype=torch.float32, device="cpu")
     call, dtype = _library().narrowgauge_turn, DTYPES[x.dtype]
     signs = None if signs is None else signs.contiguous()
     bits = None if bits is None else bits.contiguous()
@@ -83,9 +83,9 @@ def encode(
     """y [rows, n] -> codes int8 [rows, n], packed [rows, ceil(n / 2)] and bits [rows, ceil(n / 8)], both uint8 or None."""
     y = y.to(torch.float32).contiguous()
     rows, columns = y.shape
-    codes = torch.empty(rows, columns, dtype=torch.int8)
-    pairs = torch.empty(rows, -(-columns // 2), dtype=torch.uint8) if packed else None
-    inside = torch.empty(rows, -(-columns // 8), dtype=torch.uint8) if bits else None
+    codes = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
+    pairs = torch.empty(rows, -(-columns // 2), dtype=torch.uint8, device="cpu") if packed else None
+    inside = torch.empty(rows, -(-columns // 8), dtype=torch.uint8, device="cpu") if bits else None
     call = _library().narrowgauge_encode
     _in_rows(
         rows,
@@ -100,7 +100,7 @@ def encode(
 def decode(packed: Tensor, columns: int) -> Tensor:
     """uint8 [rows, ceil(columns / 2)] -> int8 [rows, columns]."""
     packed = packed.contiguous()
-    codes = torch.empty(len(packed), columns, dtype=torch.int8)
+    codes = torch.empty(len(packed), columns, dtype=torch.int8, device="cpu")
     call = _library().narrowgauge_decode
     _in_rows(
         len(codes),
@@ -113,7 +113,7 @@ def decode(packed: Tensor, columns: int) -> Tensor:
 def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[int, int]) -> Tensor:
     """x [rows, n] float32 or bfloat16 -> int8 codes of x / scale [rows or 1, 1], rounded with the noise of `key`."""
     x, scale = _rows(x), scale.to(torch.float32).contiguous()
-    codes = torch.empty(x.shape, dtype=torch.int8)
+    codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     call, dtype = _library().narrowgauge_round, DTYPES[x.dtype]
     _in_rows(
         len(x),
@@ -137,7 +137,7 @@ def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[in
 
 def uniform(shape: tuple[int, ...], key: tuple[int, int]) -> Tensor:
     """float32 in [0, 1) of `shape`: the noise of `key` (see `noise`)."""
-    out = torch.empty(shape, dtype=torch.float32)
+    out = torch.empty(shape, dtype=torch.float32, device="cpu")
     call = _library().narrowgauge_uniform
     _in_rows(out.numel(), out.numel(), lambda first, last: call(*key, first, last, out.data_ptr()))
     return out
@@ -152,7 +152,7 @@ def gemm(
     largest        magnitude of the other operand, at most 98
     """
     (m, inner), n = left.shape, len(right)
-    out = torch.empty(m, n, dtype=torch.float32)
+    out = torch.empty(m, n, dtype=torch.float32, device="cpu")
     a = _panels(left, LEFT, OFFSET if unsigned_left else 0)
     b = _panels(right, RIGHT, 0 if unsigned_left else OFFSET)
     steps = (2**15 - 1) // (2 * 2 * OFFSET * largest)
@@ -174,7 +174,7 @@ def _panels(x: Tensor, width: int, offset: int) -> Tensor:
     """x [rows, K] int8 as the panels of gemm.h."""
     rows, inner = x.shape
     count = -(-rows // width)
-    panels = torch.empty(count * width * -(-inner // DEPTH) * DEPTH, dtype=torch.int8)
+    panels = torch.empty(count * width * -(-inner // DEPTH) * DEPTH, dtype=torch.int8, device="cpu")
     call = _library().narrowgauge_pack
     _in_rows(
         count,

@@ -81,7 +81,8 @@ def fuse(model: nn.Module) -> list[Fusion]:
     modules = dict(model.named_modules())
     refused: dict[str, str] = {}
     for place in places(model):
-        found = _tried(place, modules)
+        with torch.device("cpu"):  # where proofs are computed, whatever the default device is
+            found = _tried(place, modules)
         if isinstance(found, str):
             refused[place.name] = found
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from narrowgauge.first_order import first_order_only
 from narrowgauge.ops import rotary
-from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.registry import Choice, device_facts
 
 NAME = "apply_rotary_pos_emb"
 
@@ -68,15 +68,25 @@ class Embedding:
 
     own: Callable[..., Any]
     backend: str | None = None
+    _choices: dict[rotary.Spec, Choice[rotary.Spec]] = field(default_factory=dict, repr=False)
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
         usual = q.ndim == k.ndim == 4 and cos.ndim == sin.ndim == 3 and cos.dtype == sin.dtype
         if more or options or not usual or torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
             return self.own(q, k, cos, sin, *more, **options)
-        kernel = rotary.KERNELS.choose(rotary.Spec.of(q, k, cos, sin), self.backend).kernel
+        kernel = self._choice(rotary.Spec.of(q, k, cos, sin)).kernel
         if kernel.name == "reference" and self.backend is None:
             return self.own(q, k, cos, sin)
         return _Function.apply(kernel.run, q, k, cos, sin)
+
+    def _choice(self, spec: rotary.Spec) -> Choice[rotary.Spec]:
+        if spec not in self._choices:
+            self._choices[spec] = rotary.KERNELS.choose(spec, self.backend)
+        return self._choices[spec]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the choices: they belong to this process."""
+        return self.__dict__ | {"_choices": {}}
 
     def backend_words(self, module: nn.Module) -> str:
         """Which kernel turns queries and keys on the module's device, and why no other."""

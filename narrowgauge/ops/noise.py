@@ -74,7 +74,7 @@ def draw(shape: tuple[int, ...], device: torch.device) -> Key | DeviceKey | Tens
         return DeviceKey(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
     if device.type != "cpu" or torch.compiler.is_compiling():
         return torch.rand(shape, dtype=torch.float32, device=device)
-    low, high = torch.randint(0, 2**32, (2,), dtype=torch.int64).tolist()
+    low, high = torch.randint(0, 2**32, (2,), dtype=torch.int64, device="cpu").tolist()
     return Key(low, high)
 
 

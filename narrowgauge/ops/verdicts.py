@@ -70,7 +70,8 @@ def refuse_capture(op: str, kernel: str, device_type: str, index: int) -> None:
 def examine(op: str, compare: Compare, device: torch.device) -> Verdict:
     """The proof itself. A kernel that raises is refused with its own words; OutOfMemoryError if the device has no room for it."""
     started_at_s = time.perf_counter()
-    with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    # On the CPU, whatever the default device is: there the truth is computed.
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
             worst, reason = compare(device)
         except torch.OutOfMemoryError as error:

@@ -212,12 +212,12 @@ def expansion_tables() -> tuple[Tensor, Tensor, Tensor]:
     (1 + f/8)^(1/k) [5, 8], (f 2^-17)^(1/k) [5, 8] of the subnormal numbers, and 2^(q/4) [4].
     Roots of roots and squares of squares in float64, rounded once: the same bits on every machine.
     """
-    share = torch.arange(8, dtype=torch.float64) / 8
+    share = torch.arange(8, dtype=torch.float64, device="cpu") / 8
     rows = []
     for y in (1 + share, share * 2.0**-14):
         squared, root = y * y, y.sqrt()
         rows.append(torch.stack((squared * squared, squared, y, root, root.sqrt())).float())
-    quarters = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64).sqrt().sqrt().float()
+    quarters = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64, device="cpu").sqrt().sqrt().float()
     return rows[0], rows[1], quarters
 
 
@@ -261,7 +261,7 @@ def _expanded(t: Tensor, log_k: Tensor | None) -> Tensor:
 
 
 def _float32(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float32))
+    return float(torch.tensor(x, dtype=torch.float32, device="cpu"))
 
 
 WIDE = Moment(name="fp32", kind=1, dtype=torch.float32, bits=32, has_scale=False)

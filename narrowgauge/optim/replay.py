@@ -95,7 +95,7 @@ class ReplayedStep:
         for task, gradient in zip(tasks, self._gradients, strict=True):
             task.gradient = gradient
         for device, batches in self._captured.items():
-            numbers = torch.tensor(triton_step.sheet_of(batches), dtype=torch.int64)
+            numbers = torch.tensor(triton_step.sheet_of(batches), dtype=torch.int64, device="cpu")
             sent = numbers.pin_memory() if device.type == "cuda" else numbers
             self._sheets[device][: len(numbers)].copy_(sent, non_blocking=True)
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in self._chosen])

@@ -61,7 +61,7 @@ class MomentForm:
     @classmethod
     def of(cls, moment: Moment) -> MomentForm:
         if isinstance(moment, Squared):
-            share = torch.tensor(1 / moment.most**2, dtype=torch.float32)
+            share = torch.tensor(1 / moment.most**2, dtype=torch.float32, device="cpu")
             return cls(moment.kind, moment.bits, True, most=float(moment.most**2), share=float(share))
         if isinstance(moment, SmallFloat):
             lowest, highest = moment.expansions or (0, 0)
@@ -153,8 +153,9 @@ class Batch:
             ])  # fmt: skip
             counts.append(-(-rows * per_row // form.tiles))
         self.programs = sum(counts)
-        self.table = _sent(torch.tensor(lines, dtype=torch.int64), device)
-        self.which = _sent(torch.arange(len(tasks), dtype=torch.int32).repeat_interleave(torch.tensor(counts)), device)
+        self.table = _sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
+        which = torch.arange(len(tasks), dtype=torch.int32, device="cpu")
+        self.which = _sent(which.repeat_interleave(torch.tensor(counts, device="cpu")), device)
 
     def sheet(self) -> list[int]:
         """What this step brings, an even number of whole numbers: the next sheet is aligned too."""
@@ -178,7 +179,7 @@ def step(tasks: Sequence[Task], kept: dict[Any, Batch]) -> None:
     for device in dict.fromkeys(task.weight.device for task in tasks):
         batches = batches_of([task for task in tasks if task.weight.device == device and task.elements], kept)
         if batches:
-            run(batches, _sent(torch.tensor(sheet_of(batches), dtype=torch.int64), device))
+            run(batches, _sent(torch.tensor(sheet_of(batches), dtype=torch.int64, device="cpu"), device))
 
 
 def batches_of(tasks: Sequence[Task], kept: dict[Any, Batch], makes: bool = True) -> list[Batch]:

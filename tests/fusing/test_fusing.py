@@ -165,6 +165,15 @@ def test_a_mixed_recipe_hands_over_to_those_who_ask_for_it():
         assert_same(a, b)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_default_device_elsewhere_changes_nothing(name):
+    """As torch.set_default_device has it; the model itself is on the CPU."""
+    expected = [str(each) for each in fuse(ng.convert(MODELS[name](), "fp8-current"))]
+    model = ng.convert(MODELS[name](), "fp8-current")
+    with torch.device("meta"):
+        assert [str(each) for each in fuse(model)] == expected
+
+
 def test_what_is_not_fused_says_why():
     """No Linear, no recipe, another function, another precision."""
     config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=4)

@@ -40,7 +40,7 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
     """Codes of INT4 may come packed, or one to a byte under a cast to INT8 (see `straight_through`)."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
-        out = torch.zeros(m, n)
+        out = torch.zeros(m, n, device="cpu")
     else:
         # The left operand is INT4 in the forward product and the right one in the others; of two INT4 either serves.
         unsigned_left = lhs.cast.format != INT4X2
@@ -51,8 +51,8 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
         if len(starts) == 1:
             out = cpp.gemm(left, right, *scales, unsigned_left, largest)
         else:
-            one = torch.ones(1, 1)
-            total = torch.zeros(m, n, dtype=torch.float64)
+            one = torch.ones(1, 1, device="cpu")
+            total = torch.zeros(m, n, dtype=torch.float64, device="cpu")
             for start in starts:
                 stop = start + LONGEST_SUM
                 total += cpp.gemm(left[:, start:stop], right[:, start:stop], one, one, unsigned_left, largest)

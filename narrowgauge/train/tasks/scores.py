@@ -19,7 +19,7 @@ class Confusion:
     """counts [classes, classes] int64; rows are the truth, columns what was predicted."""
 
     def __init__(self, classes: int) -> None:
-        self.counts = torch.zeros(classes, classes, dtype=torch.int64)
+        self.counts = torch.zeros(classes, classes, dtype=torch.int64, device="cpu")
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """logits [rows, classes], labels [rows]; the largest logit is the prediction, the first of equal ones."""
