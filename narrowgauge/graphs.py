@@ -2,7 +2,7 @@
 
     step = GraphedStep(model, optimizer, backward, clip=1.0)
     for batch in micro_batches:
-        step.accumulate(batch)              forward and backward, one graph for each shape of a micro-batch
+        step.accumulate(batch)              forward and backward, one graph for each shape of a micro-batch; the weights' casts, one graph
     loss, norm = step.readings().tolist()   clipping, one graph; the step's only synchronisation
     step.update()                           optimizer, advance, gradients to zero: one graph
 
@@ -11,8 +11,10 @@ one pool of memory, and inputs are copied into tensors that stay where they are.
 stream of its own (these are steps like any other), and is captured then; what stays eager says so in `notes`. The step of
 `narrowgauge.optim` reads its numbers from memory, which the host fills ahead of each replay (`optim.replay`).
 
-Weights are cast in each micro-batch, for a graph cannot know which one comes first in a step. Random numbers of the device's default
-generator, so those of stochastic rounding and dropout, differ at every replay, since the graph is registered with it.
+Where a step has several micro-batches, a graph of its own casts the weights ahead of the first one, for those that follow cannot know
+whether they are it. The casts stay in memory from step to step, as they do in eager mode between two calls of `advance`. Random
+numbers of the device's default generator, so those of stochastic rounding and dropout, differ at every replay, since the graph is
+registered with it.
 
 Refused in words before anything runs (`refuse`): what reads from the host what the device computes, or is decided there in each step.
 """
@@ -32,6 +34,7 @@ from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.replay import ReplayedStep
 from narrowgauge.qlinear import QLinear
+from narrowgauge.settings import StepCasts, WeightCache
 
 WARMUP = 3  # eager runs of a part before it is captured: libraries allocate and choose their kernels in the first ones
 MOST_SHAPES = 16  # captured; each keeps the activations of its micro-batch for as long as the run lasts
@@ -47,6 +50,7 @@ class Part:
     record          what is captured in place of `run`
     before_replay   ahead of each replay: fills the memory that its launches read
     around_capture  ahead of a capture and after it
+    ready           whether it may be captured already
     refuse          why it is not captured, a clause, or '': asked when its turn has come
     """
 
@@ -54,6 +58,7 @@ class Part:
     record: Callable[..., None] | None = None
     before_replay: Callable[[], None] = lambda: None
     around_capture: Callable[[], None] = lambda: None
+    ready: Callable[[], bool] = lambda: True
     refuse: Callable[[], str] = lambda: ""
 
 
@@ -178,7 +183,8 @@ class Graphs:
         inputs = inputs or {}
         key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
         recorded = self._parts.setdefault(key, _Recorded())
-        if recorded.replay is None and (recorded.runs < self.warmup or self._stays_eager(name, part, key)):
+        waits = recorded.runs < self.warmup or not part.ready()
+        if recorded.replay is None and (waits or self._stays_eager(name, part, key)):
             recorded.runs += 1
             moved = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
             _copy(inputs, moved)
@@ -296,6 +302,8 @@ class GraphedStep:
         self._loss = torch.zeros((), device=device)
         self._readings = torch.zeros(2, device=device)
         self._replayed = self._replayable()
+        self._casts: dict[QLinear, WeightCache] = {}
+        self._taken, self._usual = 0, 0  # micro-batches of this step, and of the one before
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -303,7 +311,10 @@ class GraphedStep:
 
     def accumulate(self, batch: Batch) -> None:
         """Forward and backward of a micro-batch; its gradients and loss are added to those of the step."""
-        part = Part(self._forward_and_backward, around_capture=self._forget)
+        if self._taken == 0 and self._shares_casts():
+            self.graphs.run("casts of the weights", Part(lambda: None, self._cast_weights))
+        self._taken += 1
+        part = Part(self._forward_and_backward, around_capture=self._forget, ready=self._may_record)
         self.graphs.run("forward and backward", part, batch)
 
     def readings(self) -> Tensor:
@@ -319,16 +330,17 @@ class GraphedStep:
         else:
             part = Part(self._update, self._record_update, replayed.before_replay, refuse=replayed.refuse)
         self.graphs.run("update", part)
-        self._forget()
+        self._end()
 
     def discard(self) -> None:
         """Gradients and loss to zero without a step."""
         self._clear()
-        self._forget()
+        self._end()
 
     def renew(self) -> None:
         """After a change of the model, such as another recipe of a layer: everything is warmed up and captured anew."""
         self.graphs.clear()
+        self._casts = {}
         self._replayed = self._replayable()
         self._forget()
 
@@ -336,8 +348,29 @@ class GraphedStep:
         """Its memory must not be that of a capture."""
         return self.optimizer.replayable() if isinstance(self.optimizer, NarrowOptimizer) else None
 
+    def _shares_casts(self) -> bool:
+        """Whether a step has several micro-batches, and layers whose casts serve them all."""
+        return self._usual > 1 and any(layer.keeps_casts for layer in self._layers())
+
+    def _layers(self) -> list[QLinear]:
+        return [layer for layer in self.model.modules() if isinstance(layer, QLinear)]
+
+    def _may_record(self) -> bool:
+        """Not before it is known how many micro-batches a step has, and where the casts lie that they shall read."""
+        return self._usual > 0 and (bool(self._casts) or not self._shares_casts())
+
+    def _cast_weights(self) -> None:
+        """Recorded alone: until then the first micro-batch casts, and the others find it, as in eager mode."""
+        self._casts = {layer: StepCasts(casts=layer.cast_weight().casts) for layer in self._layers()}
+
     def _forward_and_backward(self, **batch: Tensor) -> None:
-        self._loss += self._backward(**batch).detach()
+        for layer, casts in self._casts.items():
+            layer.take_casts(casts)
+        try:
+            self._loss += self._backward(**batch).detach()
+        finally:
+            for layer in self._casts:
+                layer.empty_cache(keep=True)
 
     def _clip(self) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.clip)
@@ -359,10 +392,14 @@ class GraphedStep:
         torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
         self._loss.zero_()
 
+    def _end(self) -> None:
+        """Of a step."""
+        self._taken, self._usual = 0, self._taken
+        self._forget()
+
     def _forget(self) -> None:
         """What lies in the host's memory of the last weights and inputs: a replay changes them behind its back."""
-        for layer in self.model.modules():
-            if isinstance(layer, QLinear):
-                layer.empty_cache(keep=True)
-                if layer.shared_inputs is not None:
-                    layer.shared_inputs.clear()
+        for layer in self._layers():
+            layer.empty_cache(keep=True)
+            if layer.shared_inputs is not None:
+                layer.shared_inputs.clear()

@@ -229,6 +229,29 @@ def _weight_in_both(weight: Tensor, live: Tensor | None, settings: Settings, kee
     return one.amax
 
 
+def cast_weight(weight: Tensor, live: Tensor | None, settings: Settings) -> None:
+    """Puts the casts of the weight that serve a whole step into the cache of the settings, and its amax into its window.
+
+    Left out: what is rotated by new signs or rounded by new numbers at every call, and 16-bit operands, which follow autocast.
+    """
+    recipe, plans = settings.recipe, settings.plans
+    amax = _weight_in_both(weight, live, settings, True)
+    if amax is None:
+        amax = _amax(weight, live, settings)
+    for gemm, product, how in (
+        ("output", recipe.output, plans.output),
+        ("grad_input", recipe.grad_input, plans.grad_input),
+    ):
+        if serves_a_step(product.rhs, product.rotate):
+            turn = Turn.of(product.rotate, weight if gemm == "output" else weight.T)
+            _weight_operand(gemm, weight, settings, how, amax, turn)
+
+
+def serves_a_step(cast: Cast | None, rotation: Hadamard | None) -> bool:
+    """Whether the cast of a weight is the same at every call between two optimizer steps."""
+    return cast is not None and cast.rounding == "nearest" and not Turn.is_random_in(rotation)
+
+
 def is_shareable(cast: Cast | None) -> bool:
     """Whether layers that cast the same tensor get the same numbers: no random ones, and no scale from a layer's own state."""
     return cast is None or (cast.rounding == "nearest" and not isinstance(cast.calibrate, Window | LearnedStep))

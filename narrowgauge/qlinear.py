@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import recipes
+from narrowgauge import products, recipes, straight_through
 from narrowgauge.delayed import AmaxWindow
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.learned import LearnedSteps, RowSampling
@@ -147,6 +147,30 @@ class QLinear(nn.Linear):
         if self._shared is not None:
             self._shared.clear()
         self._written = (0, 0)
+
+    def cast_weight(self) -> WeightCache:
+        """The casts of its weight that serve a whole optimizer step, made now; empty where `keeps_casts` is false."""
+        cache = WeightCache()
+        if self.keeps_casts:
+            settings = replace(self.settings(self.weight), cache=cache)
+            with torch.no_grad():
+                if settings.recipe.backward == "straight-through":
+                    straight_through.cast_weight(self.weight, settings)
+                else:
+                    products.cast_weight(self.weight, self.live("w"), settings)
+        return cache
+
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether a cast of its weight serves a whole optimizer step, and could be made before the first input is seen."""
+        recipe = self._recipe
+        if recipe is None or self.is_suspended or self.steps is not None:
+            return False
+        return any(products.serves_a_step(gemm.rhs, gemm.rotate) for gemm in (recipe.output, recipe.grad_input))
+
+    def take_casts(self, casts: WeightCache) -> None:
+        """Computes with these casts of its weight until the next `empty_cache`."""
+        self._cache = casts
 
     def share_inputs(self, shared: SharedInputs | None) -> None:
         """From now on casts of x are shared with the layers that were given the same `shared`; None: with no one."""

@@ -67,6 +67,21 @@ class WeightCache:
         return self.casts
 
 
+class StepCasts(WeightCache):
+    """Casts that are made once per step by others, such as a CUDA graph: valid whatever the weight's version says.
+
+    What is not among them is built at every call, and not kept.
+    """
+
+    def get(
+        self, gemm: str, weight: Tensor, settings: Settings, build: Callable[[], QTensor | Tensor]
+    ) -> QTensor | Tensor:
+        return self.casts[gemm] if gemm in self.casts else build()
+
+    def _of(self, weight: Tensor, settings: Settings) -> dict[str, QTensor | Tensor]:
+        return self.casts
+
+
 @dataclass(frozen=True)
 class Plans:
     """What a recipe means on a device, worked out once: it would cost more than a small GEMM to do so at every call.

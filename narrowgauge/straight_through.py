@@ -38,7 +38,7 @@ from narrowgauge.ops.mm import Plan
 from narrowgauge.ops.quantize import calibrated_amax
 from narrowgauge.ops.rotate import rotated_length, unrotate
 from narrowgauge.ops.rotate.encoding import in_one_pass, rotate_and_encode
-from narrowgauge.products import Turn, is_shareable, operand, seen, show, turned
+from narrowgauge.products import Turn, is_shareable, operand, seen, serves_a_step, show, turned
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
 from narrowgauge.settings import Plans, Settings
@@ -234,6 +234,13 @@ def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings
     if settings.cache is None or turn.is_random:
         return build()
     return settings.cache.get("output", weight, settings, build)
+
+
+def cast_weight(weight: Tensor, settings: Settings) -> None:
+    """As `products.cast_weight`; the only cast that is kept is that of the forward product. Not for learned steps."""
+    gemm = settings.recipe.output
+    if serves_a_step(gemm.rhs, gemm.rotate):
+        _weight(weight, None, Turn.of(gemm.rotate, weight), settings.plans.output, settings)
 
 
 def _input(x: Tensor, turn: Turn, step: Tensor | None, settings: Settings, masks: bool, reads: bool) -> Coded | None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge import graphs
+from narrowgauge import graphs, products, recipes
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.graphs import GraphedStep, Graphs, Part, make_capturable, refuse
 from narrowgauge.qlinear import QLinear
+from narrowgauge.settings import StepCasts
 from tests.compare import assert_same
 
 CPU = torch.device("cpu")
@@ -84,12 +85,86 @@ def trained(recorder: Recorder | None, recipe: str = "fp8-delayed", steps: int =
     return [*found, *model.state_dict().values()]
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-row", "int8", "bf16"])
-def test_training_is_what_it_was(recipe):
+# Two shapes of micro-batches, clipping, update; and the casts of the weights, where the recipe has some that serve a step.
+@pytest.mark.parametrize(
+    ("recipe", "captures"),
+    [("fp8-delayed", 5), ("fp8-row", 5), ("fp8-block", 5), ("int8", 5), ("int4-hq-bs", 5), ("nvfp4", 5), ("bf16", 4)],
+)
+def test_training_is_what_it_was(recipe, captures):
     recorder = Recorder()
-    for a, b in zip(trained(recorder, recipe), trained(None, recipe), strict=True):
+    for a, b in zip(trained(recorder, recipe, steps=8), trained(None, recipe, steps=8), strict=True):
         assert_same(a, b)
-    assert recorder.captures == 4 and recorder.replays > recorder.captures
+    assert recorder.captures == captures and recorder.replays > recorder.captures
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_weights_are_cast_once_in_a_step(monkeypatch, micro):
+    """Whatever the number of its micro-batches, from the first `advance` on. Counted by the shapes of the two weights."""
+    casts = []
+    quantized = products._quantized
+
+    def counted(x, *rest):
+        casts.append(tuple(x.shape))
+        return quantized(x, *rest)
+
+    monkeypatch.setattr(products, "_quantized", counted)
+    model = built(
+        "fp8-row"
+    )  # casts a weight twice, along the axis that each product contracts; the other weight is its transpose
+    step = GraphedStep(
+        model, torch.optim.AdamW(model.parameters()), lambda x: _backward(model, x.detach().requires_grad_()), warmup=1,
+        recorder=Recorder(),
+    )  # fmt: skip
+    for number in range(6):
+        casts.clear()
+        for batch in batches(micro, rows=(4,)):
+            step.accumulate(batch)
+        step.readings()
+        step.update()
+        assert number == 0 or casts.count((48, 32)) == casts.count((32, 48)) == 2
+    assert step.graphs.captured["forward and backward"] == 1
+    assert step.graphs.captured.get("casts of the weights", 0) == (micro > 1)
+    layer = model[0]
+    assert not layer._cache.casts, "what a graph has made is out of reach between its parts, as for an evaluation"
+
+
+def test_casts_of_a_step_do_not_ask_for_the_version_of_the_weight():
+    """A graph changes the weight behind the host's back; and what is not among the casts is built anew each time."""
+    layer = QLinear(32, 48, recipe="fp8-row")
+    casts = StepCasts(casts=layer.cast_weight().casts)
+    assert set(casts.casts) == {"output", "grad_input"}
+    x = torch.randn(4, 32)
+    before = layer(x)
+    layer.take_casts(casts)
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    assert_same(layer(x), before)
+    del casts.casts["output"]
+    assert not torch.equal(layer(x), before)
+    assert set(casts.casts) == {"grad_input"}
+    layer.empty_cache()
+    assert not torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
+def test_casts_made_ahead_are_those_that_the_layer_makes(recipe):
+    """For every recipe: exact, or none at all."""
+    torch.manual_seed(0)
+    layer = QLinear(64, 48, recipe=recipe)
+    x = torch.randn(8, 64)
+    results = []
+    for ahead in (False, True):
+        torch.manual_seed(1)
+        layer.zero_grad()
+        if ahead:
+            layer.take_casts(StepCasts(casts=layer.cast_weight().casts))
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        y.square().sum().backward()
+        results.append([y.detach(), given.grad, layer.weight.grad.clone()])
+        layer.empty_cache()
+    assert_same(*results)
+    assert bool(layer.cast_weight().casts) == layer.keeps_casts
 
 
 def test_one_graph_per_shape_after_the_warm_up():
@@ -144,6 +219,7 @@ def test_what_cannot_be_captured_raises_and_is_not_run_in_its_place():
     )
     [batch] = batches(1)
     step.accumulate(batch)
+    step.discard()  # from here on it is known that a step has one micro-batch
     with pytest.raises(
         BackendError, match="forward and backward cannot be captured: operation not permitted Something"
     ):
