@@ -17,6 +17,7 @@ from synthetic_run import MODULES, REFERENCE, Plan, events, run, write_pair, wri
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from narrowgauge import readings  # noqa: E402
 from narrowgauge.diagnose import pictures, report, tables, words  # noqa: E402
 from narrowgauge.diagnose.recorded import Recorded, last_done  # noqa: E402
 from narrowgauge.errors import ConfigError, StorageError  # noqa: E402
@@ -411,3 +412,23 @@ def test_the_reference_of_the_made_up_runs_sees_the_same_batches():
     """The comparison in these tests is a paired one only if this holds."""
     tokens = [[event["tokens"] for event in events(plan) if event["event"] == "step"] for plan in (Plan(), REFERENCE)]
     assert tokens[0] == tokens[1]
+
+
+def test_layers_that_differ_in_a_reading_are_one_row_with_its_span(tmp_path):
+    rows = [
+        {"name": f"layers.{i}.up", "recipe": "int4-hq-lss", "note": f"a{readings.variance_note(value)}"}
+        for i, value in enumerate([0.5, 0.25, *[1.0] * tables.UNGROUPED_ROWS])
+    ]
+    [group] = tables.layers(Recorded(folder=tmp_path, run={"describe": rows}, events=[], config=""))
+    assert group["shared"]["note"] == "a (sampling adds 0.25 to 1 relative variance)"
+    assert group["rows"][0]["note"] == rows[0]["note"]
+
+
+def test_a_run_with_switches_says_which_recipes_its_table_is_of(tmp_path):
+    event = {"event": "switch", "step": 240, "switch": "bf16@80%", "layers": 14, "before": ["nvfp4"], "after": ["bf16"]}
+    old = {"event": "switch", "step": 250, "switch": "bf16@81%"}  # as an earlier version wrote it
+    recorded = Recorded(folder=tmp_path, run={}, events=[event, old], config="")
+    assert tables.switches(recorded) == [
+        "Step 240: 14 layers went from nvfp4 to bf16; the table is of the end, or of the beginning of a run that was cut short."
+    ]
+    assert tables.switches(Recorded(folder=tmp_path, run={}, events=[], config="")) == []
