@@ -183,6 +183,34 @@ def _statistics(
 
 
 @triton.jit
+def _row_scales(
+    a, b, c, mean, rate, y, y2, scales, scales2, scale, scale2, top, row, known, place, columns,
+    KIND: tl.constexpr, CASTS: tl.constexpr, C: tl.constexpr, CASTS2: tl.constexpr, C2: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The scale of each row, [ROWS, 1], of what has one (CASTS == 2), written as well; the others as they are given."""
+    largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    largest2 = largest
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS).to(tl.int64)
+        inside = column < columns
+        mask = known[:, None] & inside[None, :]
+        first, second = _values(a, b, c, mean, rate, top * columns + start, place, column, mask, inside, KIND)
+        largest = tl.maximum(largest, magnitude_bits(_rounded(first, y, mask)))
+        if CASTS2 == 2:
+            largest2 = tl.maximum(largest2, magnitude_bits(_rounded(second, y2, mask)))
+    if CASTS == 2:
+        of_rows = scale_of(tl.max(largest, axis=1), C)
+        tl.store(scales + row, of_rows, mask=known)
+        scale = of_rows[:, None]
+    if CASTS2 == 2:
+        of_rows2 = scale_of(tl.max(largest2, axis=1), C2)
+        tl.store(scales2 + row, of_rows2, mask=known)
+        scale2 = of_rows2[:, None]
+    return scale, scale2
+
+
+@triton.jit
 def produce(
     a,
     b,
@@ -235,24 +263,10 @@ def produce(
     if CASTS2 == 1:
         scale2 = scale_of(tl.load(live2 + IN_USE + tl.zeros((1, 1), tl.int32)).to(tl.int32, bitcast=True), C2)
     if CASTS == 2 or CASTS2 == 2:
-        largest = tl.zeros((ROWS, COLUMNS), tl.int32)
-        largest2 = largest
-        for start in range(0, columns, COLUMNS):
-            column = start + tl.arange(0, COLUMNS).to(tl.int64)
-            inside = column < columns
-            mask = known[:, None] & inside[None, :]
-            first, second = _values(a, b, c, mean, rate, top * columns + start, place, column, mask, inside, KIND)
-            largest = tl.maximum(largest, magnitude_bits(_rounded(first, y, mask)))
-            if CASTS2 == 2:
-                largest2 = tl.maximum(largest2, magnitude_bits(_rounded(second, y2, mask)))
-        if CASTS == 2:
-            of_rows = scale_of(tl.max(largest, axis=1), C)
-            tl.store(scales + row, of_rows, mask=known)
-            scale = of_rows[:, None]
-        if CASTS2 == 2:
-            of_rows2 = scale_of(tl.max(largest2, axis=1), C2)
-            tl.store(scales2 + row, of_rows2, mask=known)
-            scale2 = of_rows2[:, None]
+        scale, scale2 = _row_scales(
+            a, b, c, mean, rate, y, y2, scales, scales2, scale, scale2, top, row, known, place, columns,
+            KIND, CASTS, C, CASTS2, C2, ROWS, COLUMNS,
+        )  # fmt: skip
     greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
     greatest2 = greatest
     for start in range(begin, end, COLUMNS):
