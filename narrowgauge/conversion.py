@@ -269,7 +269,11 @@ def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
     """The first reasons, and what a model of another make is built from (GPT-2 of transformers: Conv1D)."""
     words = [f"{name!r} ({reason})" for name, reason in list(kept.items())[:3]]
     others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
-    return "; ".join(words) + (f". Its {others} Conv1D layers are no nn.Linear: replace them first" if others else "")
+    return "; ".join(words) + (
+        f". Its {others} Conv1D layers are no nn.Linear: replace them first, or train without a recipe"
+        if others
+        else ""
+    )
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -75,5 +75,5 @@ class OutOfMemoryError(NarrowgaugeError):
 
 def closest(name: str, candidates: Iterable[str], limit: int = 3) -> str:
     """The candidates most like `name`, quoted and comma-separated, ready for an error message; '' if none is near."""
-    near = difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(dict.fromkeys(candidates)), n=limit, cutoff=0.5)
     return ", ".join(repr(candidate) for candidate in near)

@@ -50,6 +50,11 @@ def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
     for number, turn in enumerate(messages):
         if not isinstance(turn.get("role"), str):
             raise DataError(f"{origin}: message {number} has no role. Give each message a role and a content.")
+        if turn["role"] == "assistant" and turn.get("content") is None and not turn.get("tool_calls"):
+            raise DataError(
+                f"{origin}: message {number} is an answer without content, from which a model would learn to end its turn at once. Give "
+                "it a content, or remove the row."
+            )
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{origin}: no message has the role 'assistant', so there is nothing to learn. Remove the row.")
     return messages

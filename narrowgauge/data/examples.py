@@ -260,13 +260,14 @@ class _Job:
         if long.count and limits.too_long == "error":
             raise DataError(
                 f"{shown(self.source)}: {long.count} of {tally.rows} rows are longer than max_length {limits.max_length}; the "
-                f"longest has {long.longest} tokens, the first is {long.first}. Pass a larger max_length, or "
-                "too_long='truncate' or 'skip'."
+                f"longest has {long.longest} tokens, the first is {long.first}. Set max_length higher, if the model has positions for it, "
+                "or too_long to 'truncate' or 'skip'."
             )
         if empty.count and limits.no_target == "error":
+            what = "no text" if self.task.kind == "classification" else "no target, all their labels are masked"
             raise DataError(
-                f"{shown(self.source)}: {empty.count} of {tally.rows} rows have no target, all their labels are masked; the "
-                f"first is {empty.first}. Correct them, or pass no_target='skip'."
+                f"{shown(self.source)}: {empty.count} of {tally.rows} rows have {what}; the first is {empty.first}. Correct them, or "
+                "set no_target to 'skip'."
             )
         if not kept:
             raise DataError(f"{shown(self.source)}: no row is left of {tally.rows}. Pass more data, or other limits.")
@@ -280,7 +281,8 @@ class _Job:
                 f"{tally.too_long.longest} tokens) and were {done}."
             )
         if tally.no_target.count:
-            notes.append(f"{tally.no_target.count} of {tally.rows} rows had no target and were left out.")
+            what = "text" if self.task.kind == "classification" else "target"
+            notes.append(f"{tally.no_target.count} of {tally.rows} rows had no {what} and were left out.")
         return {
             "source": shown(self.source),
             "content_hash": self.content,

@@ -84,11 +84,16 @@ def _jsonl(path: Path, columns: list[str], limit_bytes: int) -> Iterator[Record]
 
 
 def _csv(path: Path, columns: list[str], header: Sequence[str] | None, limit_bytes: int) -> Iterator[Record]:
-    places: list[int] | None = None
+    places, seen = None, header is None
     if header is not None:
         places = [header.index(choose_column(column, header, (), shown(path))) for column in columns]
     for where, row in csv_rows(path, limit_bytes=limit_bytes, header=header):
         if places is None:
             places = [row.index(choose_column(column, row, (), where)) for column in columns]
             continue
+        if not seen and row == list(header or ()):
+            raise DataError(
+                f"{where}: the first row repeats the names given for the columns: the file has a header row. Leave them out."
+            )
+        seen = True
         yield Record(dict(zip(columns, (row[place] for place in places), strict=True)), where)

@@ -152,10 +152,10 @@ def _folder_files(folder: Path) -> list[Path]:
             else:
                 others[path.suffix] += 1
     if not found:
-        seen = (
-            ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in others.most_common(5)) or "nothing"
-        )
-        example = f"{shown(folder)}/**/*{next(iter(others), '.jsonl') or ''}"
+        if not others:
+            raise DataError(f"{shown(folder)}: the folder holds no files. Pass one that does, or a file.")
+        seen = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in others.most_common(5))
+        example = f"{shown(folder)}/**/*{next(iter(others))}"
         raise DataError(
             f"{shown(folder)}: no text files below it, but {seen}. Name the files by a glob, such as '{example}'."
         )

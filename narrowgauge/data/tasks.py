@@ -32,8 +32,14 @@ Encoded = dict[str, Values]
 Notes = Counter[str]  # sentence with {count} -> how many examples it is true of
 
 NUMBER = re.compile(r"-?\d{1,18}")
-STRADDLING = "{count} examples have a token across the border of prompt and completion; it counts as prompt."
-STRADDLING_CHAT = "{count} chats have a token across the border of a prompt and its answer; it counts as prompt."
+STRADDLING = (
+    "{count} examples have a token across the border of prompt and completion; it counts as prompt, and what it holds of the "
+    "completion is not learnt. A prompt that ends without a space, and a completion that begins with one, often helps."
+)
+STRADDLING_CHAT = (
+    "{count} chats have a token across the border of a prompt and its answer; it counts as prompt, and what it holds of the answer "
+    "is not learnt. A template whose prompt ends in a special token or a line break has none."
+)
 UNFINISHED = (
     "{count} chats end without the end-of-text token {token}: the template does not write it behind the last answer."
 )
@@ -161,9 +167,11 @@ class Classification:
         if self.pair is not None:
             texts = [(str(text), row.text(self.pair)) for text, row in zip(texts, rows, strict=True)]
         encoded = encoder.ids(texts, max_length=max_length)
-        for row, example, label in zip(rows, encoded, labels, strict=True):
+        for row, text, example, label in zip(rows, texts, encoded, labels, strict=True):
             encoder.check_start(example["input_ids"], row.origin)
             example["labels"] = np.array([label])
+            if not "".join(text).strip():  # special tokens are no text: an example without ids is one without a target
+                example["input_ids"] = example["input_ids"][:0]
         return encoded
 
     def class_of(self, row: Record) -> int:

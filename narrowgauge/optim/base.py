@@ -22,10 +22,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
-from narrowgauge.errors import CheckpointError, ConfigError, closest
+from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, masters, moments, noise, rules
+from narrowgauge.optim import backends, moments, noise, options, rules
 from narrowgauge.optim.groups import groups
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.replay import ReplayedStep
@@ -104,19 +105,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         kind = type(self).__name__
+        options.check(kind, group, self.defaults)
         if self.backend != "auto":
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
                 if reason := backends.refuse(self.backend, device):
                     raise ConfigError(f'{kind}: backend = "{self.backend}" cannot be had here. {reason}')
-        for option, known in (("states", moments.STATES), ("master", masters.KINDS)):
-            if group[option] not in known:
-                names = [str(each) for each in known if each is not None]
-                near = closest(str(group[option]), names) or ", ".join(map(repr, names))
-                raise ConfigError(f"{kind}: no {option} {group[option]!r}. Closest: {near}.")
         for parameter in group["params"]:
             if reason := _refuse(parameter, group["master"]):
                 raise ConfigError(f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}")
 
+    # Not compiled: what a step keeps from the last one, Dynamo would take for constants. Torch's own optimizers import it as well.
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. Returns what `closure` returns, if one is given."""
@@ -202,6 +201,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
             state.update(self._new_state(parameter, group, parameter.device))
             self._start_master(parameter, group, state)
         task = self._tasks.get(parameter)
+        if task is not None and task.asked != options.form(group):
+            raise ConfigError(
+                f"{type(self).__name__}: states, master and embeddings of a group were {task.asked} when its state was made, and are "
+                f"{options.form(group)} now. A state keeps its form: build another optimizer for it."
+            )
         if task is None or not task.holds(parameter, state):
             self._refuse_converted(parameter, group, state)
             task = self._tasks[parameter] = self._make_task(parameter, group, state)
@@ -237,7 +241,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         master = state.get("master", state.get("remainder"))
         weight = parameter.detach()
         return Task(
-            source=parameter, state=tuple(state.values()), step=state["step"], tile=states.tile,
+            source=parameter, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.form(group),
             weight=(weight if weight.is_contiguous() else weight.contiguous()).view(rows, columns),
             first=kept[0], second=kept[1], master_kind=None if wide else group["master"],
             master=None if master is None else master.view(rows, columns), master_scale=state.get("master_scale"),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch import Tensor
-
-from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import Backend, NarrowOptimizer
 from narrowgauge.optim.masters import Master
 
@@ -44,7 +41,6 @@ class AdamW(NarrowOptimizer):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        _check("AdamW", lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, embeddings=embeddings)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
         super().__init__(params, defaults | shared, backend)
@@ -69,7 +65,6 @@ class Lion(NarrowOptimizer):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        _check("Lion", lr=lr, weight_decay=weight_decay, betas=betas, embeddings=embeddings)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
         super().__init__(params, defaults | shared, backend)
@@ -95,24 +90,6 @@ class SGD(NarrowOptimizer):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        _check("SGD", lr=lr, weight_decay=weight_decay, betas=(momentum,), embeddings=embeddings)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
         super().__init__(params, defaults | shared, backend)
-
-
-def _check(
-    kind: str, *, lr: float, weight_decay: float, betas: tuple[float, ...], embeddings: str, eps: float = 0.0
-) -> None:
-    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-        if not _is_number(value) or not value >= 0:
-            raise ConfigError(f"{kind}: {name} = {value!r}: must be a number of at least 0.")
-    if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
-    if embeddings not in ("fp32", "same"):
-        raise ConfigError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.")
-
-
-def _is_number(value: object) -> bool:
-    """A learning rate may be a tensor, as torch's schedulers allow."""
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -45,6 +45,7 @@ class Task:
     number             the parameter's place in the groups, which its noise depends on
     native             what the compiled backend keeps with it
     backend            who computes it, for gradients of a kind
+    asked              what the group said of the state's form, see `options.form`
     """
 
     source: Tensor
@@ -62,6 +63,7 @@ class Task:
     number: int = 0
     native: Any = None
     backend: tuple[Any, Any] | None = None
+    asked: tuple[Any, ...] = ()
     step: Tensor
     address: int = field(init=False)
     elements: int = field(init=False)

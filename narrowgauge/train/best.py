@@ -26,10 +26,10 @@ class Best:
 
     def __init__(self, folder: Path, metric: str) -> None:
         self.folder, self.metric = folder, metric
-        self.step, self.value = 0, math.nan
+        self.step, self.value, self.loss = 0, math.nan, math.nan
 
     def take(self, step: int, found: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
-        """Keeps the weights if this evaluation is better than all before; of equal ones the first stays."""
+        """Keeps the weights if this evaluation is better than all before; of equal ones that with the least loss, the first of them."""
         if not self.metric:
             return False
         if self.metric not in found:
@@ -38,15 +38,17 @@ class Best:
             )
         value = float(found[self.metric])
         sign = -1 if self.metric in LOWER_IS_BETTER else 1
-        if not math.isfinite(value) or (self.step and sign * value <= sign * self.value):
+        loss = float(found.get("loss", math.nan))
+        is_better = sign * value > sign * self.value or (value == self.value and loss < self.loss)
+        if not math.isfinite(value) or (self.step and not is_better):
             return False
         checkpoint.save(self.folder, step, {"weights": dict(weights)}, {"metric": self.metric, "value": value})
-        self.step, self.value = step, value
+        self.step, self.value, self.loss = step, value, loss
         return True
 
     def facts(self) -> dict[str, Any] | None:
         """For a checkpoint; None before the first evaluation."""
-        return {"step": self.step, "value": self.value} if self.step else None
+        return {"step": self.step, "value": self.value, "loss": self.loss} if self.step else None
 
     def restore(self, facts: Mapping[str, Any] | None) -> str:
         """Takes up what a checkpoint says. Returns why its best weights are lost, or ''."""
@@ -58,7 +60,7 @@ class Best:
             return (
                 f"the best weights, of step {facts['step']}, are lost: {error} The best of the steps to come is kept."
             )
-        self.step, self.value = facts["step"], facts["value"]
+        self.step, self.value, self.loss = facts["step"], facts["value"], facts.get("loss", math.nan)
         return ""
 
     def clear(self) -> None:

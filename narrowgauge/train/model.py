@@ -61,7 +61,11 @@ def build(
     model = make().to(device).train()
     for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
         parameter.data = parameter.data.to(rung.weights)
-    convert(model, _patterns(config), tokens=tokens, compiled=config.compile, choices=choices)
+    patterns = _patterns(config)
+    if (
+        config.layers_recipe or patterns["*"] is not None
+    ):  # a model without a Linear needs none where there is nothing to convert
+        convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
     if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -221,8 +225,10 @@ def _is_of_the_head(model: Any, name: str) -> bool:
 
 
 def _cannot_load(where: str, kind: Kind, error: Exception) -> ConfigError:
+    said = str(error).rstrip(". ")
+    said = said.split("Model type should be one of", 1)[0].rstrip(". ")  # a list of two hundred classes follows
     return ConfigError(
-        f"model = {where!r}: transformers cannot load it as a {kind.words}: {str(error).rstrip('. ')}. "
+        f"model = {where!r}: transformers cannot load it as a {kind.words}: {said}. "
         "Pass a folder or hub name of one with safetensors whose code is part of transformers."
     )
 

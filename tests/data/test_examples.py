@@ -108,7 +108,10 @@ def test_a_token_across_the_border_counts_as_prompt_and_is_told(write, llama_lik
     path = write([{"prompt": "the scale of a ", "completion": "tile"}, {"prompt": "the", "completion": " tile"}])
     found = prepare_examples(path, Completion(), llama_like, cache=tmp_path)
     assert learnt(llama_like, found[1]) == " tile</s>"
-    assert found.notes == ["1 examples have a token across the border of prompt and completion; it counts as prompt."]
+    [note] = found.notes
+    assert note.startswith(
+        "1 examples have a token across the border of prompt and completion; it counts as prompt, and"
+    )
 
 
 def test_a_doubled_beginning_is_refused(write, llama_like, tmp_path):
@@ -197,7 +200,10 @@ def test_a_template_whose_prompt_ends_in_a_space_is_told(write, chat_tokenizer, 
     chat_tokenizer.chat_template = PLAIN.replace("{{ m.role }}\n", "{{ m.role }} ").replace("assistant\n", "assistant ")
     chat = [CHAT[0], {"role": "assistant", "content": "tile"}]
     found = prepare_examples(write([{"messages": chat}]), Chat(), chat_tokenizer, cache=tmp_path)
-    assert found.notes == ["1 chats have a token across the border of a prompt and its answer; it counts as prompt."]
+    [note] = found.notes
+    assert note.startswith(
+        "1 chats have a token across the border of a prompt and its answer; it counts as prompt, and"
+    )
 
 
 @pytest.mark.parametrize(

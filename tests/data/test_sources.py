@@ -64,7 +64,7 @@ def test_a_missing_source_is_refused_at_the_call_with_the_closest_name(tree, nam
 
 
 def test_a_folder_without_text_files_says_what_it_holds(tmp_path):
-    with pytest.raises(DataError, match="no text files below it, but nothing"):
+    with pytest.raises(DataError, match="the folder holds no files"):
         documents(tmp_path)
     (tmp_path / "a.jsonl").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match=r"but 1 \.jsonl\. Name the files by a glob, such as '.*\*\*/\*\.jsonl'"):

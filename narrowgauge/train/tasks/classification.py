@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from narrowgauge.train.tasks.scores import Confusion
 from narrowgauge.train.tasks.table_task import TableTask
 from narrowgauge.train.tasks.task import Scorer
 
+SHOWN_CLASSES = 10
 MOST_CLASSES = 1000  # more distinct labels than that are hardly classes, but texts or numbers
 CLASSIFIER = Kind(AutoModelForSequenceClassification, "model that classifies texts", new=True)
 
@@ -50,6 +52,7 @@ class ClassificationTask(TableTask):
         kind = with_classes(names, pad_id)
         longest = tables.longest_example(config, kind, tokenizer)
         found = tables.read(config, columns, tokenizer, longest)
+        found.notes.extend(_class_notes(found, list(map(str, names))))
         found.summary["classes"] = [str(name) for name in names]
         return cls(config, tokenizer, kind, found, tuple(map(str, names)))
 
@@ -78,6 +81,25 @@ class ClassificationTask(TableTask):
         return None
 
 
+def _class_notes(table: tables.Tables, names: list[str]) -> list[str]:
+    """How many examples of each class there are, and what that makes of the metrics."""
+    sides = [
+        Counter(int(part[place]["labels"]) for place in range(len(part))) for part in (table.train, table.validation)
+    ]
+    shown = ", ".join(
+        f"{name} {sides[0][place]} and {sides[1][place]}" for place, name in enumerate(names[:SHOWN_CLASSES])
+    )
+    more = f", and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
+    notes = [f"Classes, with examples to train on and held out: {shown}{more}."]
+    if len(sides[1]) == 1:
+        only = names[next(iter(sides[1]))]
+        notes.append(
+            f"Every held-out example ({len(table.validation)}) is of class {only}, so mcc is 0 whatever the model says. Pass "
+            "validation_data, or a larger validation_fraction."
+        )
+    return notes
+
+
 def with_classes(names: tuple[Any, ...], pad_id: int) -> Kind:
     """The kind of model that has these classes, and pads with this token."""
     options = {
@@ -102,7 +124,7 @@ def chosen_classes(config: TrainConfig) -> tuple[str, ...] | int:
 
 def classes_of(source: str, column: str, header: list[str] | None) -> tuple[str, ...] | int:
     """The distinct labels of a table: sorted names, or how many where they are the numbers 0, 1, ... without a gap."""
-    labels: set[Any] = set()
+    labels: dict[Any, str] = {}  # to where it stands first
     for row in data.records(source, [column], header=header):
         label = row.values[column]
         if isinstance(label, bool) or not isinstance(label, str | int):
@@ -110,14 +132,26 @@ def classes_of(source: str, column: str, header: list[str] | None) -> tuple[str,
                 f"{row.origin}: label {label!r} in column {column!r} is neither text nor a whole number. Correct the row, or name "
                 "another label_column."
             )
-        labels.add(label)
+        if isinstance(label, str) and not label.strip():
+            raise DataError(f"{row.origin}: the label in column {column!r} is empty. Correct the row, or remove it.")
+        labels.setdefault(label, row.origin)
         if len(labels) > MOST_CLASSES:
             raise DataError(
                 f"{source}: column {column!r} has more than {MOST_CLASSES:,} different labels up to {row.origin}. Name another "
                 "label_column, or list the classes."
             )
+    if not labels:
+        raise DataError(f"{source}: has no rows. Pass a file with examples.")
     if len(labels) < 2:
-        raise DataError(f"{source}: column {column!r} has {len(labels)} different labels. Pass data with two at least.")
+        raise DataError(
+            f"{source}: column {column!r} has one label, {next(iter(labels))!r}. Pass data with two at least."
+        )
+    for label, origin in labels.items():
+        if isinstance(label, str) and label != label.strip() and label.strip() in labels:
+            raise DataError(
+                f"{origin}: label {label!r} in column {column!r} is {label.strip()!r} but for its spaces, and would be a class of its "
+                "own. Correct the row."
+            )
     numbers = {str(label) for label in labels}
     if numbers == set(map(str, range(len(numbers)))):
         return len(numbers)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from narrowgauge.errors import ConfigError, DataError, NarrowgaugeError
@@ -92,13 +93,59 @@ def no_chat(path):
     return "chat", {"data": folders.jsonl(path, rows)}
 
 
+def header_named_twice(path):
+    rows = [f"{text},{place % 2}" for place, text in enumerate(TEXTS)]
+    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows), "columns": "text,label"}
+
+
+def empty_label(path):
+    rows = [f"{text},{'ab'[place % 2]}" for place, text in enumerate(TEXTS)]
+    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows, "a row,")}
+
+
+def spaced_label(path):
+    rows = [f"{text},{'ab'[place % 2]}" for place, text in enumerate(TEXTS)]
+    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows, "a row, b")}
+
+
+def empty_text(path):
+    rows = [f"{text},{'ab'[place % 2]}" for place, text in enumerate(TEXTS)]
+    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows, ",b")}
+
+
+def header_alone(path):
+    return "classification", {"data": write(path.with_suffix(".csv"), "text,label")}
+
+
+def empty_file(path):
+    return "classification", {"data": write(path.with_suffix(".csv"))}
+
+
+def empty_folder(path):
+    path.mkdir()
+    return "classification", {"data": path}
+
+
+def answer_of_nothing(path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    return "chat", {"data": folders.jsonl(path, [{"messages": turns}] * 4)}
+
+
 CASES = {
+    header_named_twice: r"\.csv:1: the first row repeats the names given for the columns.*Leave them out",
+    empty_label: r"\.csv:62: the label in column 'label' is empty. Correct the row",
+    spaced_label: r"\.csv:62: label ' b' in column 'label' is 'b' but for its spaces.*Correct the row",
+    empty_text: r"1 of 61 rows have no text; the first is .*:62",
+    header_alone: r"\.csv: has no rows",
+    empty_file: r"\.csv: has no rows",
+    empty_folder: r"the folder holds no files",
+    answer_of_nothing: r":1: message 1 is an answer without content.*remove the row",
     masked: r"60 of 60 rows have no target, all their labels are masked; the first is .*:1. Correct them",
     ragged: r"\.csv:3: .*",
     column: r"label.*\.",
     unknown_label: r"\.csv:62: label '2' in column 'label' is not a class from 0 to 1.*Correct the row",
     unnamed_label: r"label 'warm' in column 'label' is none of the 2 classes. Closest: 'wram'",
-    one_class: r"column 'label' has 1 different labels. Pass data with two at least",
+    one_class: r"column 'label' has one label, 'a'. Pass data with two at least",
     no_classes: r":1: label 0.5 in column 'label' is neither text nor a whole number",
     long: r"rows are longer than max_length 6; the longest has \d+ tokens, the first is",
     beyond_the_model: r"max_length = 500: the model knows positions up to 128. Set max_length to 128 or less",
@@ -254,3 +301,39 @@ def test_settings_that_mean_nothing_together(settings, words):
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**settings)
     assert words in str(caught.value)
+
+
+def test_classes_are_told_with_their_counts_and_held_out_examples_of_one(make, tmp_path, capfd):
+    """60 texts of two classes in turn; and 30 of which those that are held out are all of one."""
+    rows = [f"{text},{'ab'[place % 2]}" for place, text in enumerate(TEXTS)]
+    held_out = write(tmp_path / "held.csv", "text,label", *(f"{text},a" for text in TEXTS[:7]))
+    settings = {"data": write(tmp_path / "own.csv", "text,label", *rows), "steps": 1}
+    assert loop.run(make("classification", **settings, validation_data=held_out)) == 0
+    said = capfd.readouterr().err
+    assert "Note: Classes, with examples to train on and held out: a 30 and 7, b 30 and 0." in said
+    assert "Every held-out example (7) is of class a, so mcc is 0 whatever the model says. Pass validation_data" in said
+
+
+def test_a_model_without_linears_trains_without_a_recipe(make, tmp_path):
+    """GPT-2's are Conv1D: refused with a recipe, and left as they are with none."""
+    torch.manual_seed(0)
+    tokenizer = folders.byte_tokenizer("<pad>")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    sizes = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_positions=128, n_embd=32, n_layer=1, n_head=2, eos_token_id=tokenizer.eos_token_id
+    )
+    transformers.GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
+    given = {"model": str(tmp_path / "gpt2"), "data": folders.prompts(tmp_path / "own.jsonl"), "steps": 1}
+    with pytest.raises(
+        ConfigError, match=r"Conv1D layers are no nn.Linear: replace them first, or train without a recipe"
+    ):
+        loop.run(make("completion", **given))
+    config = make("completion", "without", **given, recipe="none")
+    assert loop.run(config) == 0 and Path(config.output, "final").exists()
+
+
+def test_a_model_of_another_kind_is_told_without_a_list_of_all(make):
+    config = make("t5")
+    with pytest.raises(ConfigError, match="transformers cannot load it as a causal language model") as caught:
+        loop.run(make("completion", model=config.model))
+    assert len(str(caught.value)) < 600

@@ -1,0 +1,77 @@
+"""Options of groups are looked at when the group comes; and a compiled caller gets the eager step (exact)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.optim import SGD, AdamW, Lion
+from tests.compare import assert_same
+
+SHAPES = [(64, 64), (64,), (96, 64), (96, 128)]
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize(
+    ("rule", "group", "words"),
+    [
+        (AdamW, {"betas": (0.9, 1.5)}, "betas or momentum = .* below 1"),
+        (AdamW, {"betas": (0.9,)}, "must be two numbers"),
+        (AdamW, {"lr": float("nan")}, "lr = nan: must be a number of at least 0"),
+        (AdamW, {"eps": "small"}, "eps = 'small'"),
+        (AdamW, {"state": "8bit"}, "a group has 'state', which is no option. Closest: 'states'"),
+        (Lion, {"weight_decays": 0.1}, "Closest: 'weight_decay'"),
+        (SGD, {"nesterov": True, "momentum": 0.0}, "nesterov = True with momentum = 0"),
+        (SGD, {"embeddings": "8bit"}, "embeddings = '8bit'"),
+    ],
+)
+def test_a_group_is_refused_as_arguments_are(rule: Any, group: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rule([{"params": parameters(), **group}])
+    optimizer = rule(parameters())
+    with pytest.raises(ConfigError, match=words):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_what_others_write_into_a_group_is_left_alone() -> None:
+    optimizer = AdamW([{"params": parameters(), "name": "all", "layer": 3}], lr=1e-3)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
+    optimizer.add_param_group({**optimizer.param_groups[0], "params": [torch.nn.Parameter(torch.zeros(2, 2))]})
+
+
+@pytest.mark.parametrize(("option", "value"), [("states", "8bit"), ("master", "fp32"), ("embeddings", "same")])
+def test_a_form_that_is_changed_under_a_state_is_refused(option: str, value: str) -> None:
+    mine = parameters()
+    optimizer = AdamW(mine)
+    for parameter in mine:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.param_groups[0][option] = value
+    before = [parameter.detach().clone() for parameter in mine]
+    with pytest.raises(ConfigError, match="A state keeps its form: build another optimizer"):
+        optimizer.step()
+    assert_same([parameter.detach() for parameter in mine], before)
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_caller_gets_the_eager_step(states: str) -> None:
+    mine, others = parameters(), parameters()
+    compiled, eager = AdamW(mine, lr=0.1, states=states), AdamW(others, lr=0.1, states=states)
+    step = torch.compile(compiled.step, backend="eager")
+    for _ in range(4):
+        for one, other in zip(mine, others, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        step()
+        eager.step()
+    assert_same([each.detach() for each in mine], [each.detach() for each in others])
+    assert {float(state["step"]) for state in compiled.state.values()} == {4.0}
