@@ -83,16 +83,17 @@ def cases() -> dict[str, tuple[torch.dtype, Callable[[nn.Module], torch.optim.Op
         add(f"lion-{states}", wide, Lion, lr=LEARNING_RATE / 5, weight_decay=0.5, states=states)
         add(f"sgd-{states}", wide, SGD, lr=0.2, momentum=0.9, states=states)
     if find_spec("bitsandbytes"):
-        found["bitsandbytes-8bit"] = (wide, lambda model: _peer("bitsandbytes.optim", model, adam))
+        found["bitsandbytes-8bit"] = (wide, lambda model: _peer("bitsandbytes.optim", "AdamW8bit", model, adam))
     if find_spec("torchao"):
-        found["torchao-8bit"] = (wide, lambda model: _peer("torchao.optim", model, adam))
+        found["torchao-8bit"] = (wide, lambda model: _peer("torchao.optim", "AdamW8bit", model, adam))
+        found["torchao-4bit"] = (wide, lambda model: _peer("torchao.optim", "AdamW4bit", model, adam))
     return found
 
 
-def _peer(module: str, model: nn.Module, settings: dict[str, Any]) -> torch.optim.Optimizer:
+def _peer(module: str, name: str, model: nn.Module, settings: dict[str, Any]) -> torch.optim.Optimizer:
     from importlib import import_module
 
-    optimizer: torch.optim.Optimizer = import_module(module).AdamW8bit(model.parameters(), **settings)
+    optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(model.parameters(), **settings)
     return optimizer
 
 

@@ -100,14 +100,18 @@ def convert(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
             "Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first."
         )
+    aliases = _aliases(model, linears)
     for pattern in resolved:
-        if not any(matches(name, pattern) for name in linears):
+        if not any(matches(alias, pattern) for names in aliases.values() for alias in names):
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
                 + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
             )
-    matching = {name: [pattern for pattern in resolved if matches(name, pattern)] for name in linears}
+    matching = {
+        name: [pattern for pattern in resolved if any(matches(alias, pattern) for alias in aliases[name])]
+        for name in linears
+    }
     head = output_head(model)
     kept = {
         name: reason_to_keep(name, layer, matching[name], head) for name, layer in linears.items() if matching[name]
@@ -227,6 +231,16 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
+def _aliases(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, list[str]]:
+    """Each Linear's first name -> all the names by which the model holds it."""
+    names = {id(layer): name for name, layer in linears.items()}
+    found: dict[str, list[str]] = {name: [] for name in linears}
+    for alias, module in model.named_modules(remove_duplicate=False):
+        if id(module) in names:
+            found[names[id(module)]].append(alias)
+    return found
+
+
 def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
     return ((name, layer) for name, layer in _linears(model) if isinstance(layer, QLinear))
 
@@ -285,6 +299,8 @@ def output_head(model: nn.Module) -> nn.Module | None:
 def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None) -> str | None:
     """Why a Linear keeps its own precision although a pattern matched it, or None."""
     if type(layer) not in (nn.Linear, QLinear):
+        if nn.utils.parametrize.is_parametrized(layer):
+            return "it is parametrized: convert it first, and parametrize it then"
         return f"{type(layer).__name__} has a forward of its own"
     if min(layer.in_features, layer.out_features) < SMALLEST:
         return f"fewer than {SMALLEST} features on one side"

@@ -311,7 +311,7 @@ class GraphedStep:
 
     def accumulate(self, batch: Batch) -> None:
         """Forward and backward of a micro-batch; its gradients and loss are added to those of the step."""
-        if self._taken == 0 and self._shares_casts():
+        if self._taken == 0 and (self._casts or self._shares_casts()):  # once recorded, graphs read them in every step
             self.graphs.run("casts of the weights", Part(lambda: None, self._cast_weights))
         self._taken += 1
         part = Part(self._forward_and_backward, around_capture=self._forget, ready=self._may_record)

@@ -83,9 +83,25 @@ class LearnedSteps(nn.Module):
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
         self.register_buffer("seen", torch.zeros(len(settings), dtype=torch.bool, device=device), persistent=False)
-        self.is_cold = True
+        self._looked_at, self._is_cold = self._cold_version(), True
         self.is_watched = True
         self.watch: Watch | None = None
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether steps of the cold start are left. Reads `cold_left` from its device if somebody wrote it since the last look."""
+        if not torch.compiler.is_compiling() and self._looked_at != self._cold_version():
+            self._look_at_cold()
+        return self._is_cold
+
+    def _look_at_cold(self) -> None:
+        self._looked_at = self._cold_version()
+        self._is_cold = self.cold_left.is_meta or int(self.cold_left) > 0
+
+    def _cold_version(self) -> tuple[int, ...]:
+        """An averaged copy is written by others: its own `advance` is never called."""
+        left = self.cold_left
+        return () if left.is_inference() or left.is_meta else (left._version, left.data_ptr())
 
     def get(self, role: str) -> Tensor | None:
         """The step of "x" or "w", [1] float32, whose gradient reaches the parameter as LSQ's would; None if not learned."""
@@ -122,7 +138,7 @@ class LearnedSteps(nn.Module):
         if self.is_cold:
             self.cold_left -= self.seen.all().to(self.cold_left.dtype)
             self.seen.zero_()
-            self.is_cold = int(self.cold_left) > 0
+            self._look_at_cold()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -131,8 +147,8 @@ class LearnedSteps(nn.Module):
             getattr(self, role).fill_(0.0)
         self.cold_left.fill_(self._cold_steps)
         self.seen.zero_()
-        self.is_cold = self.is_watched = True
-        self.watch = None
+        self._looked_at, self._is_cold = self._cold_version(), True
+        self.is_watched, self.watch = True, None
 
     def values(self) -> Tensor:
         """[n] a copy of the parameters that require a gradient."""
@@ -142,7 +158,9 @@ class LearnedSteps(nn.Module):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         self.watch = None
-        self.is_cold = self.cold_left.is_meta or int(self.cold_left) > 0
+        if self.seen.is_meta and not self.cold_left.is_meta:  # it is in no state dict
+            self.seen = torch.zeros_like(self.seen, device=self.cold_left.device)
+        self._look_at_cold()
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnedSteps:
         """model.to(bfloat16) moves the steps but leaves their type: a step of 8 bits would jump."""

@@ -111,16 +111,19 @@ class QLinear(nn.Linear):
             raise ConfigError(
                 f"QLinear.recipe is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names."
             )
-        windows = {} if recipe is None else recipe.windows()
         self._recipe = recipe
         self.reason, self.decision = "", None
         self._plans, self._written = None, (0, 0)
         self.empty_cache()
         with torch.inference_mode(False):  # what inference mode makes cannot be trained later
-            self.scaling = nn.ModuleDict(
-                {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
-            ) if windows else None  # fmt: skip
+            self._renew_windows(recipe)
             self._renew_state(recipe)
+
+    def _renew_windows(self, recipe: Recipe | None) -> None:
+        windows = {} if recipe is None else recipe.windows()
+        self.scaling = nn.ModuleDict(
+            {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
+        ) if windows else None  # fmt: skip
 
     def _renew_state(self, recipe: Recipe | None) -> None:
         """Learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.
@@ -189,9 +192,9 @@ class QLinear(nn.Linear):
         shared = None if torch.compiler.is_compiling() else self._shared
         settings = self.settings(x)
         if self._recipe.has_memory and settings.records and settings.grads and not torch.compiler.is_compiling():
-            self._expect_advance()
+            self._expect_advance(weight)
         if shared is not None:
-            settings = replace(settings, share=shared.of(x), gradients=shared.gradients)
+            settings = replace(settings, share=shared.of(x, self), gradients=shared.gradients)
         if self._recipe.backward == "straight-through":
             lives, settings = self._straight_through(x, weight, settings)
         try:
@@ -200,9 +203,8 @@ class QLinear(nn.Linear):
             if settings.share is not None:
                 settings.share.close()
 
-    def _expect_advance(self) -> None:
+    def _expect_advance(self, weight: Tensor) -> None:
         """Warns, once, of a training loop without `advance`: the weight is written again and again, and no step ends."""
-        weight = self.weight
         if weight.is_inference():
             return
         version, count = self._written
@@ -215,6 +217,11 @@ class QLinear(nn.Linear):
                     "stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
                     stacklevel=3,
                 )
+
+    def _added(self, name: str) -> dict[str, Tensor]:
+        """The state of one of the submodules that recipes add; empty where this one does not."""
+        module = getattr(self, name, None)
+        return {} if module is None else module.state_dict()
 
     def _memory(self) -> str:
         """What the recipe remembers, in words."""
@@ -272,8 +279,8 @@ class QLinear(nn.Linear):
         return (x_step, w_step, variance), settings
 
     def train(self, mode: bool = True) -> QLinear:
-        """As ever; and a change of mode forgets the quantized weight, since averaged weights are swapped in around it."""
-        if mode != self.training:
+        """As ever; and `eval`, or a change of mode, forgets the quantized weight, since averaged weights are swapped in around it."""
+        if mode != self.training or not mode:
             self.empty_cache()
         super().train(mode)
         return self
@@ -286,11 +293,12 @@ class QLinear(nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As ever; but what a recipe added to the layer is not missing where it was saved without, and another's is told."""
-        own = {
-            f"{prefix}{name}.{key}": value
-            for name in _ADDED if getattr(self, name, None) is not None
-            for key, value in getattr(self, name).state_dict().items()
-        }  # fmt: skip
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if not self.weight.is_meta and any(each.is_meta for name in _ADDED for each in self._added(name).values()):
+            self.steps = None  # what `assign=True` leaves on meta has no numbers: made anew where the weight is now
+            self._renew_windows(self._recipe)
+            self._renew_state(self._recipe)
+        own = {f"{prefix}{name}.{key}": value for name in _ADDED for key, value in self._added(name).items()}
         given = {key for key in state_dict if key.startswith(tuple(f"{prefix}{name}." for name in _ADDED))}
         recipe = None if self.recipe is None else self.recipe.name
         if own and f"{prefix}weight" in state_dict and not given:
@@ -308,7 +316,6 @@ class QLinear(nn.Linear):
                 f"{recipe!r}; or leave out what belongs to recipes with strict=False.",
                 stacklevel=2,
             )
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _planned(self, device: torch.device) -> Plans:
         assert self._recipe is not None
@@ -321,8 +328,7 @@ class QLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts and the observer."""
-        kept = None if self._cache is None else WeightCache()
-        return self.__dict__ | {"_cache": kept, "observer": None, "_plans": None}
+        return self.__dict__ | {"_cache": None, "observer": None, "_plans": None}
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:
@@ -334,6 +340,11 @@ def _out_dtype(x: Tensor) -> torch.dtype:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuses in words what the products would compute wrongly or stumble over."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise ConfigError(
+            "linear: a recipe has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute inside "
+            "`with narrowgauge.suspended(model):`."
+        )
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is None and name == "bias":
             continue
@@ -360,11 +371,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise ConfigError(
-            f"linear: recipe {settings.recipe.name!r} has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use "
-            "torch.autograd, or compute inside `with narrowgauge.suspended(model):`."
-        )
     function = StraightThrough if settings.recipe.backward == "straight-through" else Products
     y = function.apply(_rows(x), weight, bias, settings, *lives)
     return y.reshape(*x.shape[:-1], weight.shape[0])

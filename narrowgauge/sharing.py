@@ -4,10 +4,11 @@ A SharedInputs belongs to the layers of one model (`convert` installs it) and ho
 
     input tensor (weakly), its version, what was made of it  ->  the casts
 
-It serves only the very tensor object at the very version that the entry was made from, so what it serves is what would be computed.
-The entry goes when the tensor goes, when another comes, and when `advance` ends the step. Casts that draw random numbers, and
-those with a scale of the layer's own (learned steps, windows), are not shared. Copies and pickles begin empty. Under
-torch.compile it is passed by: the compiler sees equal computations itself.
+It serves only the very tensor object at the very version that the entry was made from, and each layer once: a layer that reads the
+same tensor again is in another forward pass, and the tensor may have been refilled where its version does not show it (a buffer of
+numpy's, shared memory, `.data`). The entry goes when the tensor goes, when another comes, and when `advance` ends the step. Casts
+that draw random numbers, and those with a scale of the layer's own (learned steps, windows), are not shared. Copies and pickles
+begin empty. Under torch.compile it is passed by: the compiler sees equal computations itself.
 
 What computed the input may hand over its casts with it (`fusing`): they lie in the same entry, and are served the same way. A
 gradient comes back through views and as another object, so the casts handed over with one (SharedGradients) are known by its memory,
@@ -56,25 +57,38 @@ class Handed:
     reads: Reads = field(default_factory=Reads)
 
 
+@dataclass(eq=False)
+class _Entry:
+    """Of one input. readers: the layers (by id) that took a share."""
+
+    input: weakref.ref[Tensor]
+    version: tuple[int, bool]
+    casts: dict[Hashable, Any] = field(default_factory=dict)
+    handed: dict[Hashable, Handed] = field(default_factory=dict)
+    readers: set[int] = field(default_factory=set)
+
+    def serves(self, x: Tensor, version: tuple[int, bool], reader: object | None) -> bool:
+        return self.input() is x and self.version == version and id(reader) not in self.readers
+
+
 class SharedInputs:
-    """One entry: (weak reference to the input, version, {key: casts}, {key: Handed}). Replaced as a whole, so threads see old or new."""
+    """One entry, replaced as a whole, so that threads see the old one or the new one."""
 
     def __init__(self) -> None:
-        self._entry: (
-            tuple[weakref.ref[Tensor], tuple[int, bool], dict[Hashable, Any], dict[Hashable, Handed]] | None
-        ) = None
+        self._entry: _Entry | None = None
         self.gradients = SharedGradients()
 
-    def of(self, x: Tensor) -> Share | None:
-        """The share of a layer that reads x now; None for a tensor without a version."""
+    def of(self, x: Tensor, reader: object | None = None) -> Share | None:
+        """The share of the layer `reader`, or of what made x, now; None for a tensor without a version."""
         if x.is_inference():
             return None
         # What is made in inference mode cannot be saved for backward.
         entry, version = self._entry, (x._version, torch.is_inference_mode_enabled())
-        if entry is None or entry[0]() is not x or entry[1] != version:
-            entry = (weakref.ref(x, self._forget), version, {}, {})
-            self._entry = entry
-        return Share(entry[2], entry[3])
+        if entry is None or not entry.serves(x, version, reader):
+            entry = self._entry = _Entry(weakref.ref(x, self._forget), version)
+        if reader is not None:
+            entry.readers.add(id(reader))
+        return Share(entry.casts, entry.handed)
 
     def clear(self) -> None:
         """Forgets the entry, and the gradients."""
@@ -83,7 +97,7 @@ class SharedInputs:
 
     def _forget(self, gone: weakref.ref[Tensor]) -> None:
         entry = self._entry
-        if entry is not None and entry[0] is gone:
+        if entry is not None and entry.input is gone:
             self._entry = None
 
     def __reduce__(self) -> tuple[type[SharedInputs], tuple[()]]:

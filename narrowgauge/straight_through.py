@@ -159,7 +159,9 @@ class StraightThrough(torch.autograd.Function):
 
         if ctx.needs_d_w:
             gemm, how = recipe.grad_weight, plans.grad_weight
-            draw = _draw("grad_weight", gy, original if x is None else x.decoded(), settings)
+            samples = recipe.samples().get("grad_weight") is not None
+            other = original if original is not None or x is None or not samples else x.decoded()
+            draw = _draw("grad_weight", gy, other, settings)
             index = None if draw.sample is None else draw.sample.rows
             if lhs is not None and index is None and _serves_both(recipe, plans, lhs):
                 lhs = turned(lhs)
@@ -169,7 +171,9 @@ class StraightThrough(torch.autograd.Function):
                 rhs = operand(original if index is None else original[index], None, None, None, settings)
             else:
                 rhs = x.operand(how, index)
-            show(settings, "grad_weight", ("gy", draw.rows, lhs), ("x", original if x is None else x.decoded(), rhs))
+            if settings.observer is not None:
+                given = original if original is not None or x is None else x.decoded()
+                show(settings, "grad_weight", ("gy", draw.rows, lhs), ("x", given, rhs))
             d_w = how.choice.kernel.run(lhs, turned(rhs), None, torch.float32, gemm.fast_accumulate)
             _note(ctx.variance, 1, draw, None if draw.squares is None else d_w.square().sum())
             if gemm.rhs is not None and w is not None:
@@ -248,17 +252,22 @@ def _input(x: Tensor, turn: Turn, step: Tensor | None, settings: Settings, masks
 
     masks, reads  whether a gradient asks for what was clipped (and for that of the step), and for the codes
     """
+    offset = None
     cast = settings.recipe.output.lhs
     if cast is None:
         return None
     learned = masks and isinstance(cast.calibrate, LearnedStep)
+
+    if isinstance(cast.calibrate, LearnedStep) and settings.records:
+        # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
+        offset = torch.rand((), device=x.device, dtype=torch.float32)
 
     def build() -> Coded:
         coded, rotated = _coded(x, turn, cast, step, packed=reads or learned, bits=masks)
         if not learned:
             return coded
         assert isinstance(cast.calibrate, LearnedStep) and coded.codes is not None
-        rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device)
+        rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device, offset)
         some = turn(x[rows]) if rotated is None else rotated[rows]
         residual = _residual(some, coded.codes[rows], coded).to(torch.float16)
         return replace(coded, residual=residual, rows=rows)
@@ -302,10 +311,14 @@ def _again(weight: Tensor, scale: Tensor | None, cast: Cast | None, turn: Turn) 
     return replace(coded, residual=_residual(turn(weight) if rotated is None else rotated, found.codes, coded))
 
 
-def _drawn_rows(rows: int, every: int, device: torch.device) -> Tensor:
-    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row with the same probability."""
+def _drawn_rows(rows: int, every: int, device: torch.device, offset: Tensor | None = None) -> Tensor:
+    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row with the same probability.
+
+    offset  uniform in [0, 1), float32; drawn here if it is not given
+    """
     count = -(-rows // every)
-    places = (torch.arange(count, device=device) + torch.rand((), device=device)) * (rows / max(count, 1))
+    offset = torch.rand((), device=device, dtype=torch.float32) if offset is None else offset
+    places = (torch.arange(count, device=device, dtype=torch.float64) + offset) * (rows / max(count, 1))
     return places.to(torch.int64).clamp(max=max(rows - 1, 0))
 
 

@@ -76,7 +76,7 @@ def widened(
     for name in named:
         goal = recipes.BF16 if name in wide else target
         pair = (now[name], goal)
-        mixed = shared.setdefault(pair, _mixed(*pair, chosen))
+        mixed = shared.setdefault(pair, _mixed_or_refused(*pair, chosen))
         if mixed.gemms() != now[name].gemms():
             changes[name] = mixed
     if not changes:
@@ -85,6 +85,16 @@ def widened(
             "names have it already, or are wider. Name a wider recipe, other products or other layers."
         )
     return changes
+
+
+def _mixed_or_refused(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
+    try:
+        return _mixed(recipe, wider, products)
+    except ConfigError:
+        raise ConfigError(
+            f"switch: {recipe.name!r} computes its gradients on the codes of its forward product, so {', '.join(products)} alone cannot "
+            f"follow {wider.name!r}. Switch all products, output included, or these to bf16."
+        ) from None
 
 
 def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:

@@ -196,3 +196,15 @@ def test_wrong_types_change_nothing(recipe: object) -> None:
 def test_what_is_no_model_is_refused_in_words():
     with pytest.raises(ConfigError, match=r"convert: a str is no nn\.Module\. Pass the model first, then the recipe"):
         ng.convert("fp8-current", "fp8-current")
+
+
+def test_a_layer_with_two_names_is_found_by_either() -> None:
+    shared = nn.Linear(32, 32)
+    model = ng.convert(nn.ModuleDict({"first": shared, "second": shared}), {"second": "int8"})
+    assert model["first"].recipe is model["second"].recipe and model["first"].recipe.name == "int8"
+
+
+def test_a_layer_that_was_parametrized_before_says_what_to_do() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    with pytest.raises(ConfigError, match="it is parametrized: convert it first, and parametrize it then"):
+        ng.convert(nn.Sequential(layer), "int8")

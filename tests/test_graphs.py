@@ -128,6 +128,33 @@ def test_weights_are_cast_once_in_a_step(monkeypatch, micro):
     assert not layer._cache.casts, "what a graph has made is out of reach between its parts, as for an evaluation"
 
 
+def test_a_step_with_another_number_of_micro_batches_computes_with_the_weights_of_now():
+    """Also after steps with one, which would not have asked for casts of their own."""
+    model = ng.convert(nn.Sequential(nn.Linear(32, 32)), "fp8-current")
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(32))
+        model[0].bias.zero_()
+    seen: list[float] = []
+
+    def backward(x: Tensor) -> Tensor:
+        y = model(x)
+        seen.append(y[0, 0].item())
+        loss = y.sum() * 0
+        loss.backward()
+        return loss
+
+    step = GraphedStep(model, torch.optim.SGD(model.parameters(), 0.0), backward, warmup=1, recorder=Recorder())
+    for micro in (2, 2, 2, 1, 2, 2, 1, 1, 1, 3):
+        seen.clear()
+        for _ in range(micro):
+            step.accumulate({"x": torch.ones(1, 32)})
+        step.update()
+        assert [round(value) for value in seen] == [model[0].weight[0, 0].item()] * micro
+        with torch.no_grad():
+            model[0].weight.add_(torch.eye(32))
+    assert step.graphs.captured["casts of the weights"] == 1
+
+
 def test_casts_of_a_step_do_not_ask_for_the_version_of_the_weight():
     """A graph changes the weight behind the host's back; and what is not among the casts is built anew each time."""
     layer = QLinear(32, 48, recipe="fp8-row")

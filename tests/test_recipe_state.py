@@ -105,3 +105,76 @@ def test_what_is_converted_in_inference_mode_can_be_trained() -> None:
     model(torch.randn(8, 64)).square().mean().backward()
     ng.advance(model)
     assert not any(tensor.is_inference() for tensor in model.state_dict().values())
+
+
+def test_an_averaged_copy_leaves_the_cold_start_with_its_buffers() -> None:
+    """Nobody calls `advance` on it; it computes as what its own state dict gives (exact)."""
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "int4-hq-lss")
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(18):
+        model(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+        ng.advance(model)
+        averaged.update_parameters(model)
+    assert not model[0].steps.is_cold and not averaged.module[0].steps.is_cold
+    twin = copy.deepcopy(averaged)
+    twin.load_state_dict(averaged.state_dict())
+    x = torch.randn(4, 32) * 3
+    assert_same(averaged.eval()(x), twin.eval()(x))
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "int4-hq-bs"])
+def test_an_averaged_copy_that_is_written_through_data_follows(name: str) -> None:
+    """Copied after `advance`, when the original keeps the casts of its weight; and evaluated, as averages are."""
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), name)
+    model(torch.randn(4, 32)).sum().backward()
+    ng.advance(model)
+    model(torch.randn(4, 32))
+    for average in (copy.deepcopy(model), copy.deepcopy(model).eval()):
+        x = torch.randn(8, 32)
+        average(x.clone())
+        for parameter in average.parameters():
+            parameter.data.mul_(-3.0)
+        assert_same(average(x.clone()), copy.deepcopy(average)(x.clone()))
+    ng.advance(average)  # from here on it keeps casts of its own
+    average(x.clone())
+    for parameter in average.parameters():
+        parameter.data.mul_(-3.0)
+    assert_same(average.eval()(x.clone()), copy.deepcopy(average)(x.clone()))
+
+
+@pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "fp8-delayed"])
+@pytest.mark.parametrize("own", [False, True], ids=["of an unconverted model", "of a converted one"])
+@pytest.mark.filterwarnings("ignore:load_state_dict")
+def test_a_model_on_meta_takes_a_state_by_assignment(name: str, own: bool) -> None:
+    saved = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    state = copy.deepcopy(saved.state_dict())
+    ng.convert(saved, name)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    ng.convert(model, name)
+    model.load_state_dict(saved.state_dict() if own else state, assign=True)
+    x = torch.randn(8, 32)
+    assert_same(model(x).detach(), saved(x).detach())
+    model(x).sum().backward()
+    ng.advance(model)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "int4-hq-lss", "int4-hq-bs"])
+def test_a_parametrized_weight_is_computed_once_in_a_forward(name: str) -> None:
+    """A power iteration would go on twice."""
+
+    class Counted(torch.nn.Module):
+        count = 0
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return weight * 1
+
+    layer, counted = ng.QLinear(32, 32, recipe=name), Counted()
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", counted)
+    counted.count = 0
+    layer(torch.randn(4, 32))
+    assert counted.count == 1

@@ -18,6 +18,7 @@ from narrowgauge.formats import INT4, INT4X2, INT8
 from narrowgauge.learned import LARGEST_STEP, RATE, SMALLEST_STEP, WATCHED
 from narrowgauge.qlinear import QLinear, linear
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
+from narrowgauge.straight_through import _drawn_rows
 from tests.compare import assert_same, sqnr_db
 
 FOUR_BIT = [recipe for recipe in recipes.ALL if recipe.backward == "straight-through"]
@@ -460,6 +461,55 @@ def test_one_huge_input_is_clipped_and_poisons_nothing(recipe: Recipe) -> None:
     assert all(value.isfinite().all() for value in found.values())
     x[3, 5] = math.inf
     assert not layer(x).isfinite().any()
+
+
+@pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "int4-hq-bs"])
+@pytest.mark.parametrize("past", [0, 17])
+def test_reentrant_checkpointing_draws_the_same_dropout_again(name: str, past: int) -> None:
+    """Its first pass has no gradients: what an inner layer would draw for its step must be drawn there too (exact)."""
+    torch.manual_seed(0)
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)), name)
+    dropout = torch.nn.Dropout(0.5)
+    for _ in range(past):
+        model(torch.randn(8, 64)).sum().backward()
+        ng.advance(model)
+    model.zero_grad()
+    x = torch.randn(128, 64, requires_grad=True)
+    y = checkpoint(lambda x: dropout(model(x)), x, use_reentrant=True)
+    y.sum().backward()
+    assert_same(model[2].bias.grad, (y != 0).float().sum(0) * 2)
+
+
+@pytest.mark.parametrize("products", [("grad_weight",), ("grad_input",), ("grad_input", "grad_weight")], ids=str)
+@pytest.mark.parametrize("name", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq"])
+def test_gradients_alone_can_be_put_back_to_16_bits(name: str, products: tuple[str, ...]) -> None:
+    """By `with_gemm` and by `switch`; the weight's gradient is then that of the product (bounded)."""
+    recipe = recipes.get(name).with_gemm(**dict.fromkeys(products, Gemm()))
+    for layer in (QLinear(64, 48, recipe=recipe), ng.convert(QLinear(64, 48), name)):
+        if layer.recipe is not recipe:
+            ng.switch(layer, "bf16", products=products)
+        x = torch.randn(24, 64, requires_grad=True)
+        layer.observer = lambda *_: None
+        y = layer(x)
+        gy = torch.randn_like(y)
+        y.backward(gy)
+        assert x.grad is not None and layer.weight.grad is not None
+        if "grad_weight" in products:
+            assert sqnr_db(layer.weight.grad, (gy.T @ x).detach()) > 20
+    with pytest.raises(
+        ConfigError, match=r"computes its gradients on the codes of its forward product.*or these to bf16"
+    ):
+        ng.switch(ng.convert(QLinear(64, 48), name), "fp8-current", products=products)
+
+
+def test_rows_are_drawn_alike_whatever_the_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        rows = _drawn_rows(16384, 16, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert len(rows.unique()) == 1024 and (rows.diff() == 16).all()
 
 
 @pytest.mark.parametrize("forward", [RMS, LSQ], ids=["rms", "learned"])
