@@ -53,7 +53,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._forget_tasks()
         self.steps_in_backward = False
         self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
-        super().__init__(self._not_empty(params), defaults)
+        super().__init__(self._not_empty(params), defaults | {"form": moments.FORM})
 
     def _not_empty(self, params: Any) -> Any:
         """What torch takes as parameters or groups. Raises ConfigError if there are none, and says why."""
@@ -320,6 +320,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "It is damaged: pass what state_dict() returned, with whole numbers as keys, or start with a fresh state."
             )
         for number, (saved, group) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
+            if saved.get("states") == "4bit" and saved.get("form", 1) != group["form"]:
+                raise CheckpointError(
+                    f"{kind}: group {number} was saved with states='4bit' of an earlier version, whose codes stood for other numbers. "
+                    "Start with a fresh state."
+                )
             for option in ("states", "master"):
                 if option in saved and saved[option] != group[option]:
                     raise CheckpointError(

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int TILE = 256;
 
-enum Kind { NONE, FP32, SQUARED8, UE5M3, E4M3, FP16, SQUARED4, LINEAR4 };
+enum Kind { NONE, FP32, SQUARED8, UE5M3, E4M3, FP16, DYNAMIC4, LINEAR4 };
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
 enum Master { DIRECT, MASTER_FP32, MASTER_FP16, REMAINDER, STOCHASTIC };
 enum Rule { ADAMW, LION, SGD };
@@ -80,7 +80,7 @@ float scale_from(uint32_t amax, uint32_t dropped) {  // rounded up to the kept b
   return as_float(std::max(bits, 33U << 23));
 }
 
-uint32_t dropped_bits(int kind) { return kind == SQUARED4 || kind == LINEAR4 ? 0xFFFFU : 0x7FFFFFU; }
+uint32_t dropped_bits(int kind) { return kind == DYNAMIC4 || kind == LINEAR4 ? 0xFFFFU : 0x7FFFFFU; }
 
 // ---- moments ------------------------------------------------------------------------------------------------------------
 
@@ -129,9 +129,15 @@ void decode(const Moment& q, const Place& at, int n, float* out) {
         nibble[2 * i] = float(packed[i] & 0xF);
         nibble[2 * i + 1] = float(packed[i] >> 4);
       }
-      const float unit = scale * (q.kind == SQUARED4 ? 1.f / 49.f : 1.f / 16.f);
-      if (q.kind == SQUARED4) for (int i = 0; i < n; i++) { float c = nibble[i] - 8.f; out[i] = c * std::fabs(c) * unit; }
-      else for (int i = 0; i < n; i++) out[i] = scale == 0x1p-94f ? 0.f : (nibble[i] + 1.f) * unit;
+      if (q.kind == DYNAMIC4) {
+        for (int i = 0; i < n; i++) {
+          const int32_t code = int32_t(nibble[i]) - 8;
+          const float level = DYNAMIC_LEVELS[std::abs(code) & 7];
+          out[i] = (code < 0 ? -level : level) * scale;
+        }
+      } else {
+        for (int i = 0; i < n; i++) out[i] = scale == 0x1p-94f ? 0.f : (nibble[i] + 1.f) * (scale * (1.f / 16.f));
+      }
     }
   }
 }
@@ -193,9 +199,13 @@ void encode_float(const Moment& q, const float* x, const Place& at, int n, float
 void encode_nibbles(const Moment& q, const float* x, const Place& at, int n, float inverse, uint32_t noise) {
   uint8_t nibble[TILE + 1], *packed = static_cast<uint8_t*>(q.codes) + at.packed;
   nibble[n] = 0;
-  if (q.kind == SQUARED4) {
-    const float unit = 49.f * inverse;
-    for (int i = 0; i < n; i++) nibble[i] = uint8_t(int32_t(std::copysign(std::rint(std::sqrt(std::fabs(x[i]) * unit)), x[i]) + 8.f));
+  if (q.kind == DYNAMIC4) {
+    for (int i = 0; i < n; i++) {
+      const float share = std::fabs(x[i]) * inverse;
+      int32_t code = 0;
+      for (float boundary : DYNAMIC_BOUNDARIES) code += share > boundary;
+      nibble[i] = uint8_t(x[i] < 0.f ? 8 - code : 8 + code);
+    }
   } else {
     const float unit = 16.f * inverse;
     for (int i = 0; i < n; i++) {
@@ -339,7 +349,7 @@ void prefetch_tile(const Job& job, int64_t at, int64_t n) {
   prefetch(job.weight, at * weight_bytes, n * weight_bytes);
   prefetch(job.gradient, at * gradient_bytes, n * gradient_bytes);
   for (const Moment* q : {&job.first, &job.second}) {
-    const int64_t bits = q->kind == FP32 ? 32 : q->kind == FP16 ? 16 : q->kind == SQUARED4 || q->kind == LINEAR4 ? 4 : 8;
+    const int64_t bits = q->kind == FP32 ? 32 : q->kind == FP16 ? 16 : q->kind == DYNAMIC4 || q->kind == LINEAR4 ? 4 : 8;
     if (q->kind != NONE) prefetch(q->codes, at * bits / 8, n * bits / 8);
   }
   if (job.master) {
@@ -351,7 +361,7 @@ void prefetch_tile(const Job& job, int64_t at, int64_t n) {
 #ifdef NARROWGAUGE_AVX2
 void* codes_at(const Moment& q, const Place& at) {
   uint8_t* codes = static_cast<uint8_t*>(q.codes);
-  return codes + (q.kind == FP16 ? 2 * at.element : q.kind == SQUARED4 || q.kind == LINEAR4 ? at.packed : at.element);
+  return codes + (q.kind == FP16 ? 2 * at.element : q.kind == DYNAMIC4 || q.kind == LINEAR4 ? at.packed : at.element);
 }
 
 template <class FORMAT> FORMAT format_at(const Moment& q, const Place& at) {
@@ -396,7 +406,7 @@ bool step_states_avx2(const Job& job, const Place& at, int n, float* w, const fl
   if (n % 16 != 0) return false;
   switch (job.first.kind) {
     case SQUARED8: return step_formats_avx2<avx2::Squared8, avx2::UE5M3>(job, at, n, w, g);
-    case SQUARED4: return step_formats_avx2<avx2::Squared4, avx2::Linear4>(job, at, n, w, g);
+    case DYNAMIC4: return step_formats_avx2<avx2::Dynamic4, avx2::Linear4>(job, at, n, w, g);
     case E4M3:
       if (job.first.expansion) return step_formats_avx2<avx2::E4M3<true, true>, avx2::E4M3<false, true>>(job, at, n, w, g);
       return step_formats_avx2<avx2::E4M3<true, false>, avx2::Float16>(job, at, n, w, g);

@@ -104,10 +104,23 @@ inline void pack(uint8_t* to, Integers nibbles) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(pairs, pairs));
 }
 
-struct Squared4 : Squared<7> {
+struct Dynamic4 {
   static constexpr bool IS_KEPT = true, EXPANDS = false;
   uint8_t* codes;
-  Squared4(void* codes, float scale, int) : Squared(scale), codes(static_cast<uint8_t*>(codes)) {}
+  const __m256 scale, inverse, levels;
+  Dynamic4(void* codes, float scale, int)
+      : codes(static_cast<uint8_t*>(codes)), scale(all(scale)), inverse(all(1.f / scale)), levels(_mm256_load_ps(DYNAMIC_LEVELS)) {}
+  __m256 number(__m256i code) const {
+    const __m256 level = _mm256_permutevar8x32_ps(levels, _mm256_abs_epi32(code));
+    const __m256 sign = value(_mm256_and_si256(code, all(INT32_MIN)));
+    return _mm256_mul_ps(_mm256_xor_ps(level, sign), scale);
+  }
+  __m256i code(__m256 x) const {
+    const __m256 share = _mm256_mul_ps(magnitude(x), inverse);
+    __m256i code = _mm256_setzero_si256();
+    for (float boundary : DYNAMIC_BOUNDARIES) code = _mm256_sub_epi32(code, bits(_mm256_cmp_ps(share, all(boundary), _CMP_GT_OQ)));
+    return _mm256_sign_epi32(code, bits(x));  // of +0 the sign is 0, and so is the code
+  }
   Pair decode(int i) const {
     const Integers c = signed_integers(_mm_sub_epi8(unpacked(codes + i / 2), _mm_set1_epi8(8)));
     return {number(c.a), number(c.b)};

@@ -59,6 +59,10 @@ template <int MANTISSA, int BIAS> inline float round_nearest(float y) {
   return (y + shift) - shift;
 }
 
+// The levels of dynamic4 and the middles between them, as in moments.py.
+alignas(32) const float DYNAMIC_LEVELS[8] = {0.0f, 0.003f, 0.012f, 0.04f, 0.11f, 0.27f, 0.55f, 1.0f};
+const float DYNAMIC_BOUNDARIES[7] = {0.001500000013038516f, 0.007499999832361937f, 0.026000000536441803f, 0.07500000298023224f, 0.1899999976158142f, 0.4099999964237213f, 0.7749999761581421f};
+
 // y^(1/k) for the E4M3 numbers of 2^8 y, a row for each log2 k of -2 ... 2, as in moments.py.
 struct ExpansionTables {
   alignas(32) float fractions[5][8], subnormals[5][8], quarters[8];

@@ -9,7 +9,7 @@ first axis into shards never cuts a tile; the last tile of a row may be short. x
     ue5m3     5 exponent, 3 mantissa    2^(e - 32) (1 + f/8), 0           |x - x'| < x / 8; nothing above 0 becomes 0
     e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest), 2^-3 / k (stochastic), in range
     fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest), 2^-10 (stochastic), in range
-    squared4  c in -7 ... 7             c |c| / 49                        |x - x'| <= s (c + 3/4) / 49, c = floor(7 sqrt(|x|/s))
+    dynamic4  c in -7 ... 7             sign(c) DYNAMIC_LEVELS[|c|]       half the gap of the levels around |x|/s, times s
     linear4   c in 1 ... 16             c / 16                            |x - x'| < s / 16; nothing above 0 becomes 0
 
 First moments are rounded to nearest, second moments stochastically with E[x'] = x: with beta2 = 0.999 a step changes v by a
@@ -19,12 +19,13 @@ away), so they seldom change, and codes of a float survive the change exactly. S
 is not finite or above 2^126 gets the scale NaN and is NaN as a whole (with the codes of zeros): never a finite number for one
 that was none.
 
-Where they come from. squared8, squared4: square-root companding, in place of the dynamic maps of 8-bit and 4-bit optimizers
-(arXiv 2110.02861, 2309.01507): finer than those in the upper two decades and decoded by two products instead of a table, which
-AVX2 would gather. ue5m3: 9.6 decades in a tile where 2110.02861 has seven. linear4: the zero-free linear map of 2309.01507
-(section 4.1), block 128. e4m3 with k: the range expansion of COAT (arXiv 2410.19313), group 128, with k a power of two: x^k is
-repeated squaring or square roots, correctly rounded on every machine, and y^(1/k) of a code is the product of two of 24
-constants and a power of two, so decoding takes no root. Zeros are left out of the choice of k.
+Where they come from. squared8: square-root companding, in place of the dynamic map of 8-bit optimizers (arXiv 2110.02861): finer
+than that in the upper two decades and decoded by two products instead of a table, which AVX2 would gather. dynamic4: the dynamic map
+that 2309.01507 takes for 4 bits, made symmetric, so that the largest number of a tile is kept whatever its sign. ue5m3: 9.6 decades in
+a tile where 2110.02861 has seven. linear4: the zero-free linear map of 2309.01507 (section 4.1), block 128. e4m3 with k: the range
+expansion of COAT (arXiv 2410.19313), group 128, with k a power of two: x^k is repeated squaring or square roots, correctly rounded on
+every machine, and y^(1/k) of a code is the product of two of 24 constants and a power of two, so decoding takes no root. Zeros are
+left out of the choice of k.
 fp16: second moments and masters of FP8-LM (arXiv 2310.18313), with a scale per tile where the paper has one per tensor.
 """
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,6 +44,9 @@ EXPONENT = 0x7F800000
 POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
 LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23  # 2^-94 and 2^126 as bits
 OCTAVES = 14.0  # of normal E4M3 numbers below 2^8
+DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
+DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))
+FORM = 2  # of states, kept in the groups of an optimizer: 1 had square roots in the place of dynamic4
 
 
 @dataclass(frozen=True)
@@ -87,15 +92,32 @@ class Squared(Moment):
     most: int
 
     def encode(self, x: Tensor, noise: Tensor) -> Encoded:
-        scale, x = _scaled_tiles(x, POW2_DROPS if self.bits == 8 else BF16_DROPS)
+        scale, x = _scaled_tiles(x, POW2_DROPS)
         unit = _inverse(scale) * float(self.most**2)
         code = torch.copysign(square_root(x.abs() * unit).round(), x)
-        codes = code.to(torch.int8) if self.bits == 8 else (code + 8.0).to(torch.uint8)
-        return Encoded(codes, scale)
+        return Encoded(code.to(torch.int8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
-        code = state.codes.to(torch.float32) - (0.0 if self.bits == 8 else 8.0)
+        code = state.codes.to(torch.float32)
         return code * code.abs() * (_spread(state.scale) * _float32(1 / self.most**2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic(Moment):
+    """Signed, a level of DYNAMIC_LEVELS and its sign, to the nearest; of two equally near the one closer to zero."""
+
+    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+        scale, x = _scaled_tiles(x, BF16_DROPS)
+        boundaries = torch.tensor(DYNAMIC_BOUNDARIES, dtype=torch.float32, device=x.device)
+        code = torch.bucketize(x.abs() * _inverse(scale), boundaries)
+        return Encoded(torch.where(x < 0, 8 - code, 8 + code).to(torch.uint8), scale)
+
+    def decode(self, state: Encoded) -> Tensor:
+        code = state.codes.to(torch.int64) - 8
+        level = torch.tensor(DYNAMIC_LEVELS, dtype=torch.float32, device=code.device)[
+            code.abs() & 7
+        ]  # -8 stands nowhere
+        return torch.where(code < 0, -level, level) * _spread(state.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +290,7 @@ WIDE = Moment(name="fp32", kind=1, dtype=torch.float32, bits=32, has_scale=False
 NONE = Moment(name="none", kind=0, dtype=torch.float32, bits=0, has_scale=False)
 SQUARED8 = Squared(name="squared8", kind=2, dtype=torch.int8, bits=8, most=127)
 UE5M3 = UnsignedE5M3(name="ue5m3", kind=3, dtype=torch.uint8, bits=8)
-SQUARED4 = Squared(name="squared4", kind=6, dtype=torch.uint8, bits=4, most=7)
+DYNAMIC4 = Dynamic(name="dynamic4", kind=6, dtype=torch.uint8, bits=4)
 LINEAR4 = Linear(name="linear4", kind=7, dtype=torch.uint8, bits=4)
 E4M3_FIRST = SmallFloat(
     name="e4m3-expanded", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8, signed=True,
@@ -298,5 +320,5 @@ STATES: dict[str, States] = {
     "8bit": States(first=SQUARED8, second=UE5M3, tile=256),
     "fp8": States(first=E4M3_FIRST, second=E4M3_SECOND, tile=128),
     "fp8-lm": States(first=E4M3, second=FP16, tile=256),
-    "4bit": States(first=SQUARED4, second=LINEAR4, tile=128),
+    "4bit": States(first=DYNAMIC4, second=LINEAR4, tile=128),
 }

@@ -11,6 +11,7 @@ needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9).
 import triton
 import triton.language as tl
 
+from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS
 from narrowgauge.triton.noise import mix
 
 EXPONENT = tl.constexpr(0x7F800000)
@@ -22,13 +23,16 @@ MOST_AMAX = tl.constexpr(253 << 23)
 WHOLE_NUMBER = tl.constexpr(12582912.0)  # of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even
 OCTAVES = tl.constexpr(14.0)
 
+LEVELS = tl.constexpr(DYNAMIC_LEVELS[1:])
+BOUNDARIES = tl.constexpr(DYNAMIC_BOUNDARIES)
+
 NONE = tl.constexpr(0)
 WIDE = tl.constexpr(1)
 SQUARED8 = tl.constexpr(2)
 UE5M3 = tl.constexpr(3)
 E4M3 = tl.constexpr(4)
 FP16 = tl.constexpr(5)
-SQUARED4 = tl.constexpr(6)
+DYNAMIC4 = tl.constexpr(6)
 LINEAR4 = tl.constexpr(7)
 
 
@@ -107,10 +111,14 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
     """codes [T, TILE], scale int16 [T], log_k int32 [T] -> float32 [T, TILE]. Of what a kind does not have, anything is given."""
     if M.kind == WIDE:
         x = codes
-    elif M.kind == SQUARED8 or M.kind == SQUARED4:
+    elif M.kind == DYNAMIC4:
+        signed = codes.to(tl.int32) - 8
+        level = tl.zeros(codes.shape, tl.float32)
+        for each in tl.static_range(7):
+            level = tl.where(tl.abs(signed) == each + 1, LEVELS[each], level)
+        x = tl.where(signed < 0, -level, level) * _read_scale(scale)
+    elif M.kind == SQUARED8:
         number = codes.to(tl.float32)
-        if M.kind == SQUARED4:
-            number -= 8.0
         x = number * tl.abs(number) * (_read_scale(scale) * M.share)
     elif M.kind == UE5M3:
         t = number_of((codes.to(tl.int32) + 761) << 20)
@@ -140,12 +148,16 @@ def encode_moment(x, noise, tables, M: tl.constexpr):
         codes = x
     else:
         x = tl.where((scale_bits == NAN)[:, None], 0.0, x)
-        if M.kind == SQUARED8 or M.kind == SQUARED4:
+        if M.kind == DYNAMIC4:
+            share = tl.abs(x) * inverse
+            size = tl.zeros(x.shape, tl.int32)
+            for each in tl.static_range(7):
+                size = tl.where(share > BOUNDARIES[each], each + 1, size)
+            codes = tl.where(x < 0, -size, size) + 8
+        elif M.kind == SQUARED8:
             root = tl.sqrt_rn(tl.abs(x) * (inverse * M.most))
             size = bits_of(root + WHOLE_NUMBER) - 0x4B400000
             codes = tl.where(x < 0, -size, size)
-            if M.kind == SQUARED4:
-                codes += 8
         elif M.kind == UE5M3:
             codes = ((bits_of(x * inverse) + noise * 16 + 8) >> 20) - 761
             codes = tl.maximum(codes, (x > 0).to(tl.int32))

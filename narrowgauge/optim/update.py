@@ -175,7 +175,7 @@ def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.d
     tiles = -(-columns // tile)
     width = (columns + 1) // 2 if format.bits == 4 else columns
     codes = torch.zeros(rows, width, dtype=format.dtype, device=device)
-    if format.name == "squared4":
+    if format is moments.DYNAMIC4:
         codes.fill_(0x88)  # two codes of zero
     scale = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device) if format.has_scale else None
     expanded = isinstance(format, moments.SmallFloat) and format.expansions is not None

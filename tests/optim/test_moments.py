@@ -15,7 +15,7 @@ from narrowgauge.optim.moments import STATES, Moment, SmallFloat
 from tests.compare import assert_same, z_limit, z_score
 
 NARROW = {
-    "squared8": moments.SQUARED8, "ue5m3": moments.UE5M3, "squared4": moments.SQUARED4, "linear4": moments.LINEAR4,
+    "squared8": moments.SQUARED8, "ue5m3": moments.UE5M3, "dynamic4": moments.DYNAMIC4, "linear4": moments.LINEAR4,
     "e4m3-first": moments.E4M3_FIRST, "e4m3-second": moments.E4M3_SECOND, "e4m3": moments.E4M3, "fp16": moments.FP16,
 }  # fmt: skip
 SECONDS = ("ue5m3", "linear4", "e4m3-second", "fp16")
@@ -30,14 +30,17 @@ def round_trip(format: Moment, x: Tensor, key: int = 1) -> Tensor:
 def bound(name: str, x: Tensor) -> Tensor:
     """The docstring's table, plus two roundings of float32 (the products with the scale)."""
     amax = x.abs().amax(-1, keepdim=True).double()
-    drops = moments.BF16_DROPS if name in ("squared4", "linear4") else moments.POW2_DROPS
+    drops = moments.BF16_DROPS if name in ("dynamic4", "linear4") else moments.POW2_DROPS
     scale = moments.scales(x, drops).double()[:, None]
     x = x.abs().double()
     slack = 2.0**-22 * (x + amax)
-    if name in ("squared8", "squared4"):
-        most = 127 if name == "squared8" else 7
-        code = (x / scale).sqrt().mul(most).floor()
-        return scale * (code + 0.75) / most**2 + slack
+    if name == "squared8":
+        code = (x / scale).sqrt().mul(127).floor()
+        return scale * (code + 0.75) / 127**2 + slack
+    if name == "dynamic4":
+        levels = torch.tensor(moments.DYNAMIC_LEVELS, dtype=torch.float64)
+        above = torch.bucketize(x / scale, levels).clamp(1, 7)
+        return scale * (levels[above] - levels[above - 1]) / 2 + slack
     if name == "ue5m3":
         return x / 8 + scale * 2.0**-31 + slack
     if name == "linear4":

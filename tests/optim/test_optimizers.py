@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.optim import SGD, AdamW, Lion, groups, in_backward, state_bytes
+from narrowgauge.optim import SGD, AdamW, Lion, groups, in_backward, moments, state_bytes
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from narrowgauge.train import state as train_state
@@ -166,6 +166,23 @@ def test_a_state_of_another_format_is_refused_before_anything_changes(saved, own
     with pytest.raises(CheckpointError, match=words):
         target.load_state_dict(source.state_dict())
     assert_same(target.state_dict()["state"][0]["exp_avg"], before)
+
+
+def test_a_4_bit_state_of_an_earlier_version_is_refused():
+    """Its codes have the same type and shape, and stood for other numbers. Other states did not change."""
+    for states in ("4bit", "8bit"):
+        optimizer = AdamW([matrix()], states=states)
+        run(optimizer, 0, 1)
+        saved = optimizer.state_dict()
+        assert saved["param_groups"][0].pop("form") == moments.FORM
+        taker = AdamW([matrix()], states=states)
+        if states == "8bit":
+            taker.load_state_dict(saved)
+            continue
+        with pytest.raises(
+            CheckpointError, match="states='4bit' of an earlier version, whose codes stood for other numbers"
+        ):
+            taker.load_state_dict(saved)
 
 
 def test_a_state_of_another_shape_or_kind_is_refused():

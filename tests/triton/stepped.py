@@ -258,7 +258,7 @@ PROVEN = {
         "adamw", False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
     ),
     "4bit": proof.Kind(
-        "adamw", False, moments.SQUARED4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
+        "adamw", False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
     ),
 }  # fmt: skip
 
