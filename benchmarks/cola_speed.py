@@ -124,7 +124,7 @@ def quality(options: argparse.Namespace, job: Job) -> None:
     names = options.quality_variants or practical()
     settings = {"job": asdict(replace(job, examples=options.train_examples)), "scored": True}
     experiment = Experiment(_trained, names, options.seeds, settings, options.output / "quality")
-    found = summarize(experiment.results(options.jobs), METRICS, names[0])
+    found = summarize(experiment.results(options.jobs), (*METRICS, "cpu_s"), names[0])
     record("cola_quality", [row | {"settings": _shown(job)} for row in found], options.results)
     print(markdown(found, METRICS))
 

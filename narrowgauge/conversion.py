@@ -16,7 +16,7 @@ spells out its block's number ("layers.11.*", "layers.[0-9]*.*").
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -100,18 +100,7 @@ def convert(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
             "Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first."
         )
-    aliases = _aliases(model, linears)
-    for pattern in resolved:
-        if not any(matches(alias, pattern) for names in aliases.values() for alias in names):
-            near = closest(pattern, linears)
-            raise ConfigError(
-                f"convert: pattern {pattern!r} matched no Linear. "
-                + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
-            )
-    matching = {
-        name: [pattern for pattern in resolved if any(matches(alias, pattern) for alias in aliases[name])]
-        for name in linears
-    }
+    matching = _matching(model, linears, resolved)
     head = output_head(model)
     kept = {
         name: reason_to_keep(name, layer, matching[name], head) for name, layer in linears.items() if matching[name]
@@ -138,6 +127,22 @@ def convert(
     if fuse:
         fuse_producers(model)
     return model
+
+
+def _matching(model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Iterable[str]) -> dict[str, list[str]]:
+    """Each Linear's first name -> the patterns that mean it, by any of its names. ConfigError for one that means none."""
+    aliases = _aliases(model, linears)
+    for pattern in patterns:
+        if not any(matches(alias, pattern) for names in aliases.values() for alias in names):
+            near = closest(pattern, linears)
+            raise ConfigError(
+                f"convert: pattern {pattern!r} matched no Linear. "
+                + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
+            )
+    return {
+        name: [pattern for pattern in patterns if any(matches(alias, pattern) for alias in names)]
+        for name, names in aliases.items()
+    }
 
 
 def _give(layer: nn.Linear, recipe: Recipe | None, reason: str) -> None:

@@ -400,6 +400,4 @@ class GraphedStep:
     def _forget(self) -> None:
         """What lies in the host's memory of the last weights and inputs: a replay changes them behind its back."""
         for layer in self._layers():
-            layer.empty_cache(keep=True)
-            if layer.shared_inputs is not None:
-                layer.shared_inputs.clear()
+            layer.end_step()

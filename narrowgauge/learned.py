@@ -89,8 +89,11 @@ class LearnedSteps(nn.Module):
 
     @property
     def is_cold(self) -> bool:
-        """Whether steps of the cold start are left. Reads `cold_left` from its device if somebody wrote it since the last look."""
-        if not torch.compiler.is_compiling() and self._looked_at != self._cold_version():
+        """Whether steps of the cold start are left. While they are, reads `cold_left` from its device if somebody wrote it.
+
+        Not afterwards: under DistributedDataParallel buffers are written at every forward pass, and each look waits for the device.
+        """
+        if self._is_cold and not torch.compiler.is_compiling() and self._looked_at != self._cold_version():
             self._look_at_cold()
         return self._is_cold
 

@@ -145,7 +145,7 @@ class QLinear(nn.Linear):
         self._cache = WeightCache() if keep or self._cache is not None else None
 
     def end_step(self) -> None:
-        """What `advance` does for every layer, whatever its recipe."""
+        """What the end of a step is for every layer, whatever its recipe: nothing made of the weight or of an input is kept."""
         self.empty_cache(keep=True)
         if self._shared is not None:
             self._shared.clear()

@@ -124,6 +124,21 @@ def test_an_averaged_copy_leaves_the_cold_start_with_its_buffers() -> None:
     assert_same(averaged.eval()(x), twin.eval()(x))
 
 
+def test_past_the_cold_start_nobody_looks_at_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DistributedDataParallel writes buffers at every forward pass, and each look would wait for the device."""
+    layer = ng.QLinear(32, 32, recipe="int4-hq-lss")
+    for _ in range(16):
+        layer(torch.randn(4, 32)).sum().backward()
+        ng.advance(layer)
+    looks: list[int] = []
+    monkeypatch.setattr(type(layer.steps), "_look_at_cold", lambda steps: looks.append(1))
+    for _ in range(3):
+        layer.steps.cold_left.copy_(layer.steps.cold_left.clone())
+        layer(torch.randn(4, 32)).sum().backward()
+        ng.advance(layer)
+    assert not layer.steps.is_cold and looks == []
+
+
 @pytest.mark.parametrize("name", ["fp8-current", "int4-hq-bs"])
 def test_an_averaged_copy_that_is_written_through_data_follows(name: str) -> None:
     """Copied after `advance`, when the original keeps the casts of its weight; and evaluated, as averages are."""

@@ -495,7 +495,7 @@ def test_gradients_alone_can_be_put_back_to_16_bits(name: str, products: tuple[s
         y.backward(gy)
         assert x.grad is not None and layer.weight.grad is not None
         if "grad_weight" in products:
-            assert sqnr_db(layer.weight.grad, (gy.T @ x).detach()) > 20
+            assert sqnr_db(layer.weight.grad, (gy.T @ x).detach()) > 45  # 52: two operands rounded to bfloat16
     with pytest.raises(
         ConfigError, match=r"computes its gradients on the codes of its forward product.*or these to bf16"
     ):

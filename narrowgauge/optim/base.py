@@ -201,10 +201,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
             state.update(self._new_state(parameter, group, parameter.device))
             self._start_master(parameter, group, state)
         task = self._tasks.get(parameter)
-        if task is not None and task.asked != options.form(group):
+        if task is not None and task.asked != options.asked(group):
             raise ConfigError(
                 f"{type(self).__name__}: states, master and embeddings of a group were {task.asked} when its state was made, and are "
-                f"{options.form(group)} now. A state keeps its form: build another optimizer for it."
+                f"{options.asked(group)} now. A state keeps its form: build another optimizer for it."
             )
         if task is None or not task.holds(parameter, state):
             self._refuse_converted(parameter, group, state)
@@ -241,7 +241,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         master = state.get("master", state.get("remainder"))
         weight = parameter.detach()
         return Task(
-            source=parameter, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.form(group),
+            source=parameter, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.asked(group),
             weight=(weight if weight.is_contiguous() else weight.contiguous()).view(rows, columns),
             first=kept[0], second=kept[1], master_kind=None if wide else group["master"],
             master=None if master is None else master.view(rows, columns), master_scale=state.get("master_scale"),

@@ -102,21 +102,24 @@ class Squared(Moment):
         return code * code.abs() * (_spread(state.scale) * _float32(1 / self.most**2))
 
 
+@cache
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """float32, sent to a device once."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(Moment):
     """Signed, a level of DYNAMIC_LEVELS and its sign, to the nearest; of two equally near the one closer to zero."""
 
     def encode(self, x: Tensor, noise: Tensor) -> Encoded:
         scale, x = _scaled_tiles(x, BF16_DROPS)
-        boundaries = torch.tensor(DYNAMIC_BOUNDARIES, dtype=torch.float32, device=x.device)
-        code = torch.bucketize(x.abs() * _inverse(scale), boundaries)
+        code = torch.bucketize(x.abs() * _inverse(scale), _constants(DYNAMIC_BOUNDARIES, x.device))
         return Encoded(torch.where(x < 0, 8 - code, 8 + code).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
         code = state.codes.to(torch.int64) - 8
-        level = torch.tensor(DYNAMIC_LEVELS, dtype=torch.float32, device=code.device)[
-            code.abs() & 7
-        ]  # -8 stands nowhere
+        level = _constants(DYNAMIC_LEVELS, code.device)[code.abs() & 7]  # -8 stands nowhere
         return torch.where(code < 0, -level, level) * _spread(state.scale)
 
 

@@ -14,7 +14,7 @@ from narrowgauge.optim import masters, moments
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
 
 
-def form(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides about the form of a state."""
     return group["states"], group["master"], group["embeddings"]
 

@@ -45,7 +45,7 @@ class Task:
     number             the parameter's place in the groups, which its noise depends on
     native             what the compiled backend keeps with it
     backend            who computes it, for gradients of a kind
-    asked              what the group said of the state's form, see `options.form`
+    asked              what the group said of the state's form, see `options.asked`
     """
 
     source: Tensor

@@ -212,40 +212,14 @@ def _row_scales(
 
 @triton.jit
 def produce(
-    a,
-    b,
-    c,
-    eps,
-    means,
-    rates,
-    y,
-    codes,
-    turned,
-    scales,
-    maxima,
-    live,
-    y2,
-    codes2,
-    turned2,
-    scales2,
-    maxima2,
-    live2,
-    rows,
-    columns,
-    span,
-    KIND: tl.constexpr,
-    CASTS: tl.constexpr,
-    C: tl.constexpr,
-    CASTS2: tl.constexpr,
-    C2: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WANTS_TURNED: tl.constexpr,
-    WANTS_MAXIMA: tl.constexpr,
-    WANTS_MAXIMA2: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    a, b, c, eps, means, rates,
+    y, codes, turned, scales, maxima, live,
+    y2, codes2, turned2, scales2, maxima2, live2,
+    rows, columns, span,
+    KIND: tl.constexpr, CASTS: tl.constexpr, C: tl.constexpr, CASTS2: tl.constexpr, C2: tl.constexpr, BLOCK: tl.constexpr,
+    WANTS_TURNED: tl.constexpr, WANTS_MAXIMA: tl.constexpr, WANTS_MAXIMA2: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """See the module. means, rates [rows] float32 of a norm are written; maxima [PARTS] int32 are zero before; span: SPAN."""
     program = tl.program_id(0).to(tl.int64)
     pieces = tl.cdiv(columns, span)
