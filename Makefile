@@ -22,7 +22,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train test check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining sanitize estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -84,6 +84,12 @@ same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must b
 
 convergence: $(INSTALLED) ## the loss curves of the recipes beside BF16
 	$(BIN)/python -m benchmarks.convergence $(ARGS)
+
+sanitize: $(INSTALLED) ## every kernel under compute-sanitizer, on a GPU
+	$(BIN)/python -m tests.sanitized $(ARGS)
+
+pretraining: $(INSTALLED) ## a Llama of 124 million parameters on 0.1 billion tokens, each recipe beside BF16; wants a GPU
+	$(BIN)/python -m benchmarks.pretraining $(ARGS)
 
 optimizer-convergence: $(PEERS) ## the loss with narrow optimizer states beside float32 ones
 	$(BIN)/python -m benchmarks.optimizer_convergence $(ARGS)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import __main__ as suite
-from benchmarks.gpu import floor, picture, sweep
+from benchmarks.gpu import floor, largest, picture, sweep
 from benchmarks.gpu.bench import Bench, rotating
 from narrowgauge.auto.measure import compiled_alone
 from tests.processes import PYTHON, run
@@ -33,11 +33,14 @@ def test_without_a_gpu_it_says_so_in_one_sentence():
     ]
 
 
-@pytest.mark.parametrize("question", ["casts", "adamw", "step", "sweep", "layer", "integers", "growth"])
+@pytest.mark.parametrize(
+    "question", ["casts", "adamw", "step", "sweep", "layer", "integers", "growth", "largest", "graphs"]
+)
 def test_every_question_runs(question, capsys):
     """torchao and transformers included, where they are installed."""
-    if question in ("step", "layer", "integers", "growth"):
+    if question in ("step", "layer", "growth"):
         pytest.importorskip("torchao")
+    if question in ("step", "integers", "largest", "graphs"):
         pytest.importorskip("transformers")
     code = suite.main(["--dry-run", "--only", question])
     out = capsys.readouterr()
@@ -51,6 +54,8 @@ def test_every_question_runs(question, capsys):
         "layer": "torchao-rowwise",
         "integers": "int4-hq-bs",
         "growth": "torchao-rowwise",
+        "largest": "narrowgauge-fp8-delayed",
+        "graphs": "knows no CUDA graphs",
     }[question] in out.out
 
 
@@ -58,6 +63,51 @@ def test_the_budgets_leave_nine_minutes():
     assert sum(suite.BUDGETS_S.values()) <= 480, (
         "a minute for imports, the floor, and what began just before a budget ended"
     )
+
+
+class Card:
+    """A device of so many bytes, of which a step of `rows` sequences takes fixed + each * rows, and raises where it holds no more."""
+
+    def __init__(self, holds: int, fixed: int, each: int, grows: int = 0) -> None:
+        self.holds, self.fixed, self.each, self.grows = holds, fixed, each, grows
+        self.most, self.tried = 0, []
+
+    def step(self, rows: int) -> None:
+        self.tried.append(rows)
+        taken = self.fixed + self.each * rows + self.grows * rows**2
+        if taken > self.holds:
+            raise torch.OutOfMemoryError(f"{taken} of {self.holds}")
+        self.most = max(self.most, taken)
+
+    def peak(self) -> int:
+        found, self.most = self.most, 0
+        return found
+
+
+@pytest.mark.parametrize(
+    ("card", "rows"),
+    [(Card(100, 20, 10), 8), (Card(100, 85, 10), 1), (Card(100, 20, 10, grows=1), 5), (Card(100, 20, 0), 2)],
+    ids=["foreseen", "one alone", "foreseen too many", "nothing grows"],
+)
+def test_the_largest_batch_is_found(card, rows):
+    """The last sequence that fits, with its peak and that of one; what does not fit is tried, not assumed."""
+    calls = []
+
+    def clock(case, times):
+        case()
+        calls.append(times)
+        return 0.5
+
+    found = largest.largest(card.step, card.holds, card.peak, clock, most=100)
+    assert found.rows == rows == card.tried[-1] and found.samples_s == (0.5,) * len(calls)
+    assert found.one == card.fixed + card.each + card.grows
+    assert found.peak == card.fixed + card.each * rows + card.grows * rows**2
+    assert card.fixed + card.each * (rows + 1) + card.grows * (rows + 1) ** 2 > card.holds or card.each == 0
+
+
+def test_a_step_that_never_fits_is_an_error():
+    with pytest.raises(torch.OutOfMemoryError):
+        largest.largest(Card(100, 95, 10).step, 100, lambda: 0, lambda case, times: 1.0, most=100)
 
 
 def test_lines_hold_the_floor_and_the_share_of_it(bench, tmp_path):

@@ -57,11 +57,11 @@ def _torchao(model: nn.Module, name: str, bench: Bench) -> nn.Module:
     return convert_to_float8_training(model, config=config, module_filter_fn=wanted)
 
 
-def llama(bench: Bench, layers: int) -> Any:
-    """Layers of the shape of Llama 3 8B (hidden 4096, MLP 14336, 32 heads, 8 of keys and values), a small vocabulary, in bfloat16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+def llama(bench: Bench, layers: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Layers of the shape of Llama 3 8B (hidden 4096, MLP 14336, 32 heads, 8 of keys and values), a small vocabulary."""
+    return _llama(
+        bench,
+        dtype,
         vocab_size=bench.size(32_000, 256),
         hidden_size=bench.size(4096, 64),
         intermediate_size=bench.size(14_336, 128),
@@ -69,7 +69,25 @@ def llama(bench: Bench, layers: int) -> Any:
         num_attention_heads=bench.size(32, 4),
         num_key_value_heads=bench.size(8, 2),
         max_position_embeddings=bench.size(8192, 64),
-        use_cache=False,
     )
+
+
+def small_llama(bench: Bench) -> Any:
+    """124 million parameters: hidden 768, MLP 2048, 12 layers of 12 heads, a vocabulary of 25,600; in bfloat16."""
+    return _llama(
+        bench,
+        torch.bfloat16,
+        vocab_size=bench.size(25_600, 256),
+        hidden_size=bench.size(768, 64),
+        intermediate_size=bench.size(2048, 128),
+        num_hidden_layers=bench.size(12, 1),
+        num_attention_heads=bench.size(12, 4),
+        max_position_embeddings=bench.size(1024, 64),
+    )
+
+
+def _llama(bench: Bench, dtype: torch.dtype, **sizes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     with torch.device(bench.device):
-        return LlamaForCausalLM(config).to(torch.bfloat16)
+        return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).to(dtype)

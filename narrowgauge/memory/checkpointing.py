@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -208,17 +210,32 @@ def _without_backward(model: nn.Module, found: dict[str, nn.Module], chosen: lis
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_products)
+    keeping, again = create_selective_checkpoint_contexts(_keep_products)
+    return (keeping if torch.compiler.is_compiling() else _noting(keeping)), again
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Products and attention are kept. Attention with dropout is not: kept, it would not draw, and all later draws differ."""
-    if operation not in KEPT_OPERATIONS or _draws(operation, args, kwargs):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    if not context.is_recompute:
-        outputs = tree_leaves(getattr(context, "op_output", None))
-        note(*(output for output in outputs if isinstance(output, Tensor)))
-    return CheckpointPolicy.MUST_SAVE
+    keeps = operation in KEPT_OPERATIONS and not _draws(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _noting(keeping: AbstractContextManager[Any]) -> Iterator[None]:
+    """The context of the forward pass, in which what is kept is counted: it lies where no hook for saved tensors sees it."""
+    with keeping, _Noting():
+        yield
+
+
+class _Noting(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func in KEPT_OPERATIONS and not _draws(func, args, kwargs):
+            note(*(output for output in tree_leaves(found) if isinstance(output, Tensor)))
+        return found
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -130,7 +130,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             lhs = settings.operand(hidden[rows])
             logits = _logits(lhs, rhs, bias, settings, wide)
             chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], settings, any(needs))
-            loss += chunk_loss
+            loss = loss + chunk_loss  # += here gives zero for the gradient of the loss in code compiled by torch 2.11
             if grad is None:
                 continue
             if grad_bias is not None:

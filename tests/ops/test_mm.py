@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge import recipes
@@ -325,6 +326,10 @@ SCALED_GEMMS = {
     "row x tensor": Gemm(lhs=ROWS, rhs=Cast(format=E5M2)),
 }
 every_scaled_gemm = pytest.mark.parametrize("gemm", SCALED_GEMMS.values(), ids=SCALED_GEMMS)
+ROWS_ON_CPU = Version(torch.__version__).release >= (
+    2,
+    13,
+)  # before, torch._scaled_mm's CPU version knew one scale per tensor
 
 
 @every_scaled_gemm
@@ -337,10 +342,12 @@ def test_the_scaled_gemm_on_the_cpu(gemm, shape, biased):
     """
     lhs, rhs = operands(gemm, shape)
     bias = matrix(1, shape[1], seed=2)[0] if biased else None
+    row_wise = gemm.lhs.tile != (WHOLE, WHOLE) or gemm.rhs.tile != (WHOLE, WHOLE)
+    if row_wise and not ROWS_ON_CPU:
+        pytest.skip(f"torch {torch.__version__} has no row scales on a CPU")
     for out_dtype in OUT_DTYPES:
         out = native.run_scaled(lhs, rhs, bias, out_dtype, True)
         assert out.dtype == out_dtype
-        row_wise = gemm.lhs.tile != (WHOLE, WHOLE) or gemm.rhs.tile != (WHOLE, WHOLE)
         assert_product(out, lhs, rhs, bias, roundings=2.0**-8 if row_wise else 0.0)
 
 
@@ -354,7 +361,7 @@ def test_scaled_gemms_meet_what_cuda_asks_for(gemm, shape, monkeypatch):
         with FakeTensorMode():
             options_on_cuda = {k: on_fake_cuda(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
             checked.append(call(on_fake_cuda(a), on_fake_cuda(b), **options_on_cuda))
-        return call(a, b, **options)
+        return torch.zeros(checked[-1].shape, dtype=checked[-1].dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", check)
     lhs, rhs = operands(gemm, shape)

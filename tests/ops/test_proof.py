@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from packaging.version import Version
 
 from narrowgauge.errors import BackendError, OutOfMemoryError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
@@ -52,7 +53,13 @@ def test_the_reference_passes(casts):
     ("casts", "run"),
     [
         (CASTS["tensor"], native.run_scaled),
-        (CASTS["row"], native.run_scaled),
+        pytest.param(
+            CASTS["row"],
+            native.run_scaled,
+            marks=pytest.mark.skipif(
+                Version(torch.__version__).release < (2, 13), reason="its CPU version knows one scale per tensor"
+            ),
+        ),
         (CASTS["int8"], native.run_int8),
     ],
     ids=["tensor", "row", "int8"],
