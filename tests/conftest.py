@@ -50,6 +50,8 @@ _GLOBALS = {
     "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "deterministic debug mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 }
+if torch.cuda.is_available():  # left on, it fails all that follow
+    _GLOBALS["sync debug mode"] = (torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode)
 
 
 @pytest.fixture(autouse=True)

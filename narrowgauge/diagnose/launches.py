@@ -13,6 +13,7 @@ something else: reading data, waiting for a result, saving. The two have differe
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,9 +142,16 @@ def watched() -> Iterator[list[Interval]]:
     found: list[Interval] = []
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with warnings.catch_warnings():
+        # torch 2.11 says that events of earlier cycles are not kept; there are none.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.start()
+    try:
         yield found
         torch.cuda.synchronize()
+    finally:
+        profiler.stop()
     found += on_device(profiler.events())
 
 

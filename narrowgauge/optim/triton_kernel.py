@@ -209,11 +209,13 @@ def _bytes(row, begin, inside, columns, F: tl.constexpr):
 def _read_moment(
     line, FIELD: tl.constexpr, row, begin, inside, offset, mask, columns, tile, tables, F: tl.constexpr, M: tl.constexpr
 ):
+    TILES: tl.constexpr = F.tiles  # within a shape too
+    TILE: tl.constexpr = F.tile
     if M.kind == NONE:
-        x = tl.zeros((F.tiles, F.tile), tl.float32)
+        x = tl.zeros((TILES, TILE), tl.float32)
     else:
         codes = _read_codes(tl.load(line + FIELD), row, begin, inside, offset, mask, columns, F, M)
-        scale, log_k = tl.zeros((F.tiles,), tl.int16), tl.zeros((F.tiles,), tl.int32)
+        scale, log_k = tl.zeros((TILES,), tl.int16), tl.zeros((TILES,), tl.int32)
         if M.kind != WIDE:
             scale = tl.load(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, mask=inside, other=0)
         if M.expands:
@@ -257,6 +259,8 @@ def step(which, table, sheet, tables, F: tl.constexpr):
     line = table + number * FIELDS
     columns, per_row, total = tl.load(line + 1), tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
     WIDTH: tl.constexpr = F.width
+    FIRST: tl.constexpr = F.first  # as arguments, the bare attributes do not compile before Triton 3.9
+    SECOND: tl.constexpr = F.second
     if F.aligned:  # by no more than all types can load at once: threads then take the same elements of every tensor
         columns = tl.multiple_of(columns, WIDTH)
     tile = (tl.program_id(0) - tl.load(line).to(tl.int32)) * F.tiles + tl.arange(0, F.tiles)
@@ -275,13 +279,13 @@ def step(which, table, sheet, tables, F: tl.constexpr):
 
     g = _read(tl.load(sheet + HEAD + number), offset, mask, F.gradient, F.aligned)
     w = _read_weight(line, offset, mask, tile, inside, F)
-    m = _read_moment(line, 7, row, begin, inside, offset, mask, columns, tile, tables, F, F.first)
-    v = _read_moment(line, 10, row, begin, inside, offset, mask, columns, tile, tables, F, F.second)
+    m = _read_moment(line, 7, row, begin, inside, offset, mask, columns, tile, tables, F, FIRST)
+    v = _read_moment(line, 10, row, begin, inside, offset, mask, columns, tile, tables, F, SECOND)
     w, m, v = _updated(w, g, m, v, sheet, F)
     w = tl.where(mask, w, 0.0)
     noise = noise_bits(key, first, place)
-    _write_moment(m, noise, line, 7, row, begin, inside, offset, mask, columns, tile, tables, F, F.first)
-    _write_moment(v, noise, line, 10, row, begin, inside, offset, mask, columns, tile, tables, F, F.second)
+    _write_moment(m, noise, line, 7, row, begin, inside, offset, mask, columns, tile, tables, F, FIRST)
+    _write_moment(v, noise, line, 10, row, begin, inside, offset, mask, columns, tile, tables, F, SECOND)
     if F.master == STOCHASTIC or F.master == MASTER_FP16:
         noise = noise_bits(mix(key ^ WEIGHTS), first, place)
     _write_weight(w, line, offset, mask, tile, inside, noise, F)

@@ -33,6 +33,7 @@ import torch
 OLDEST = (3, 6)  # what torch 2.11, the oldest that is supported, comes with
 LEAST_CAPABILITY = (8, 0)
 FP8_CONVERSIONS = (8, 9)  # cvt.rn.satfinite.e4m3x2.f32 and its like; below, integer arithmetic
+EVERYWHERE = (3, 9)  # before, Triton has float32 pass through float16 on 8.9, which rounds twice
 
 
 def refuse(device: str, capability: tuple[int, int]) -> str | None:
@@ -48,6 +49,15 @@ def refuse(device: str, capability: tuple[int, int]) -> str | None:
     return unavailable() or None
 
 
+def has_conversions(capability: tuple[int, int]) -> bool:
+    """Whether Triton compiles float32 -> FP8 for this compute capability to the one instruction, which rounds once."""
+    try:
+        everywhere = _numbers(metadata.version("triton")) >= EVERYWHERE
+    except metadata.PackageNotFoundError:
+        everywhere = False
+    return capability >= (FP8_CONVERSIONS if everywhere else (9, 0))
+
+
 @cache
 def unavailable() -> str:
     """Why Triton cannot be used here, or ''. Does not import it."""
@@ -55,11 +65,16 @@ def unavailable() -> str:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:
         return "triton is not installed; torch's CUDA builds for Linux bring it"
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+    if _numbers(version) < OLDEST:
         return f"triton is {version}, needs {_dotted(OLDEST)}"
     if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
         return "no C compiler is here, and triton builds what starts a kernel with one: install gcc, or name one in CC"
     return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(3, 6) of "3.6.0"."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _dotted(version: tuple[int, int]) -> str:

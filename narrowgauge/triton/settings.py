@@ -10,7 +10,7 @@ from narrowgauge.formats import E4M3, FloatFormat, IntFormat
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, ceil_carry, smallest_scale
 from narrowgauge.tiles import WHOLE
-from narrowgauge.triton import FP8_CONVERSIONS, LEAST_CAPABILITY
+from narrowgauge.triton import LEAST_CAPABILITY, has_conversions
 
 TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
@@ -24,7 +24,7 @@ class Settings:
     has_nan             whether a NaN has a code
     expanded            whether the decoded values are stored, in a float type, instead of codes
     stochastic          rounding up with the probability of the fraction; else to nearest, ties to even
-    hardware            with the GPU's own conversions where they exist
+    hardware            with the GPU's own conversions, where Triton compiles to them
     interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
     power, carry        whether scales are powers of two; what is added to the bits of amax before its exponent is taken
     log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale, of two levels of the smallest of a tensor
@@ -93,7 +93,7 @@ def settings(cast: Cast, capability: tuple[int, int], expanded: bool = False) ->
         has_nan=isinstance(format, FloatFormat) and format.has_nan,
         expanded=expanded,
         stochastic=cast.rounding == "stochastic",
-        hardware=is_float and format.bits == 8 and capability >= FP8_CONVERSIONS,
+        hardware=is_float and format.bits == 8 and has_conversions(capability),
         interpreted=capability < LEAST_CAPABILITY,
         power=cast.scale.power_of_two,
         carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),

@@ -89,6 +89,16 @@ def test_one_pass_refuses_what_it_cannot_do(installed):
 
 
 @pytest.mark.parametrize(
+    ("version", "least"), [("3.6.0", (9, 0)), ("3.8.1", (9, 0)), ("3.9.0", (8, 9)), ("3.10.0", (8, 9))]
+)
+def test_conversions_of_old_triton_on_ada_round_twice(monkeypatch, version, least):
+    """By way of float16; there the kernels round in integer arithmetic."""
+    monkeypatch.setattr(triton.metadata, "version", lambda name: version)
+    found = [capability for capability in ((8, 0), (8, 9), (9, 0), (10, 0)) if triton.has_conversions(capability)]
+    assert min(found) == least
+
+
+@pytest.mark.parametrize(
     ("version", "words"), [("3.5.1", "triton is 3.5.1, needs 3.6"), (None, "triton is not installed")]
 )
 def test_an_old_or_absent_triton_is_named(monkeypatch, version, words):

@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge import formats
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.rotate import draw_signs, hadamard_matrix, rotate, rotated_length, unrotate
+from narrowgauge.ops.rotate import draw_signs, hadamard_matrix, reference, rotate, rotated_length, unrotate
 from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Cast, Gemm, Hadamard, Recipe
 from tests.compare import assert_same, sqnr_db
@@ -68,6 +68,12 @@ def test_signs_are_what_their_name_says() -> None:
     assert_same(draw_signs(Hadamard(signs="random"), 4096, CPU), first)  # torch's generator, which a checkpoint holds
     assert not torch.equal(first, second)
     assert set(first.tolist()) == {1.0, -1.0} and abs(first.mean()) < 5 / 64  # 5 standard deviations
+
+
+def test_constants_are_made_once_for_a_device() -> None:
+    """A GPU waits for numbers that come from the host, and may not while a CUDA graph is captured."""
+    for constant in (reference.fixed_signs, reference.hadamard_matrix):
+        assert constant(64, CPU) is constant(64, CPU) and constant(16, CPU) is not constant(64, CPU)
 
 
 def test_empty_and_poisoned_matrices() -> None:

@@ -17,7 +17,7 @@ from narrowgauge.scaling import POW2
 from tests.processes import PYTHON, run_ok
 from tests.triton.compiling import TARGETS, Compiled, compiled
 
-from narrowgauge.triton import producing, quantizing  # isort: skip
+from narrowgauge.triton import has_conversions, producing, quantizing  # isort: skip
 from narrowgauge.triton.settings import settings  # isort: skip
 
 CASTS = {
@@ -82,7 +82,9 @@ def check(name: str, cast: str, of_gradient: bool, sm: int) -> None:
     for each in casting:
         conversions = {instruction for instruction in each.instructions() if "satfinite" in instruction}
         element = {E4M3: "e4m3", E5M2: "e5m2"}.get(CASTS[cast].format)
-        assert conversions == ({f"cvt.rn.satfinite.{element}x2.f32"} if element and sm >= 89 else set()), each.name
+        assert conversions == (
+            {f"cvt.rn.satfinite.{element}x2.f32"} if element and has_conversions(TARGETS[sm]) else set()
+        ), each.name
 
 
 @pytest.mark.parametrize(("name", "cast", "of_gradient", "sm"), QUICK)

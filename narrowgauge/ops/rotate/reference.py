@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,18 +13,29 @@ from narrowgauge.ops.codes.reference import unpack_bits
 # The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that a block of 16 agrees with it.
 _SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
-_matrices: dict[tuple[int, torch.device], Tensor] = {}  # built once; a constant of mathematics, not a state
+# Built once; constants of mathematics, not a state. On a GPU a number that comes from the host is waited for, and ends a capture.
+_matrices: dict[tuple[int, torch.device], Tensor] = {}
+_signs: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def hadamard_matrix(block: int, device: torch.device) -> Tensor:
     """H [block, block] float32, orthonormal: (-1) ** popcount(i & j) / sqrt(block)."""
+    return _constant(_build, _matrices, block, device)
+
+
+def _constant(
+    build: Callable[[int, torch.device], Tensor],
+    built: dict[tuple[int, torch.device], Tensor],
+    block: int,
+    device: torch.device,
+) -> Tensor:
     if torch.compiler.is_compiling() or device.type == "meta":
-        return _build(block, device)
+        return build(block, device)
     key = (block, device)
-    if key not in _matrices:
+    if key not in built:
         with torch.inference_mode(False):
-            _matrices[key] = _build(block, device)
-    return _matrices[key]
+            built[key] = build(block, device)
+    return built[key]
 
 
 def _build(block: int, device: torch.device) -> Tensor:
@@ -36,6 +48,10 @@ def _build(block: int, device: torch.device) -> Tensor:
 
 def fixed_signs(block: int, device: torch.device) -> Tensor:
     """[block] of +1 and -1: TransformerEngine's for 16, else drawn from Python's generator seeded with the block."""
+    return _constant(_draw_fixed, _signs, block, device)
+
+
+def _draw_fixed(block: int, device: torch.device) -> Tensor:
     source = random.Random(block)
     signs = _SIGNS_16 if block == 16 else tuple(source.choice((1, -1)) for _ in range(block))
     return torch.tensor(signs, dtype=torch.float32, device=device)
