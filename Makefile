@@ -14,7 +14,12 @@ VENV ?= .venv
 BASE ?= main
 ARGS ?=
 WORKERS ?= 2
+CONSTRAINTS ?= constraints.txt
 OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+OLDEST_TORCH := 2.11.0
+# What torch 2.11 comes with; its interpreter needs NumPy below 2.4.
+OLDEST_TRITON := 3.6.0
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -22,7 +27,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining sanitize estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train test oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining sanitize estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -32,6 +37,12 @@ train: $(INSTALLED) ## train the demo model of examples/demo.toml and write its 
 
 test: $(INSTALLED) ## the test suite in WORKERS processes (2); tests that need a GPU are skipped, with a line, where there is none
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+oldest: ## the suite with the oldest torch and Triton that are supported, in .venv-oldest; gigabytes, PyPI's torch is the CUDA build
+	mkdir -p .venv-oldest
+	sed -e 's/^torch==.*/torch==$(OLDEST_TORCH)/' -e 's/^numpy==.*/numpy<2.4/' constraints.txt > .venv-oldest/constraints.txt
+	echo 'triton==$(OLDEST_TRITON)' >> .venv-oldest/constraints.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
 
 check: $(INSTALLED) ## format, lint, types, layers
 	$(BIN)/ruff format --check .
@@ -104,11 +115,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "narrowgauge needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[train,dev]'
 	@touch $@
 
 # Peers that benchmarks compare with. Apart from the rest because transformers imports torchao wherever it is installed, which
 # costs every start of `narrowgauge train` two seconds and prints its warnings.
 $(PEERS): $(INSTALLED)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[bench]'
 	@touch $@

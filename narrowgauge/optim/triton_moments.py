@@ -131,7 +131,7 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
         integer = codes.to(tl.int32)
         magnitude = integer & ((1 << (M.bits - 1)) - 1)
         x = _value(magnitude, log_k, tables, M, M.mantissa, M.bias, M.top) * _read_scale(scale)
-        x = tl.where(((integer >> (M.bits - 1)) & 1) > 0, -x, x)
+        x = number_of(bits_of(x) | (((integer >> (M.bits - 1)) & 1) << 31))  # by its bit: in Triton 3.6 -x of 0 is +0
     return x
 
 

@@ -44,7 +44,8 @@ def _decode(codes, C: tl.constexpr):
         value = tl.where(magnitude < (1 << C.mantissa), subnormal, normal)
         if C.has_nan:
             value = tl.where(magnitude == 0x7F, float("nan"), value)
-        value = tl.where((wide >> (C.bits - 1)) == 1, -value, value)
+        sign = (wide >> (C.bits - 1)) << 31  # by its bit: Triton 3.6 takes -x for 0 - x, which is +0 for 0
+        value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return value
 
 
