@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from narrowgauge import cli
-from narrowgauge.cli import train
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
 from narrowgauge.train import config_file
 from narrowgauge.train.between import BELONGS, TASKS
 from narrowgauge.train.config import TABLE, OneOf, TrainConfig, by_key, key_of, resolved
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import ROOT
+
+pytest.importorskip("cyclopts")
+from narrowgauge.cli import train  # isort: skip
 
 HELP_LIMIT_S = 0.3
 
