@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,12 @@ def _version(name: str) -> str | None:
         return None
 
 
+@cache
 def _answer(*command: str) -> str | None:
-    """First line that a program prints; None if it is missing or fails."""
+    """First line that a program prints; None if it is missing or fails. Asked once: nvidia-smi takes a second on some machines."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30)
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     lines = done.stdout.splitlines()
     return lines[0].strip() if done.returncode == 0 and lines else None

@@ -381,7 +381,9 @@ class Recipe:
     @property
     def has_memory(self) -> bool:
         """Whether a layer holds state for it from step to step."""
-        return bool(self.windows() or self.steps() or self.samples())
+        return (
+            len(self.windows()) + len(self.steps()) + len(self.samples()) > 0
+        )  # bool of a dict: not traced before torch 2.13
 
     def steps(self) -> dict[str, LearnedStep]:
         """Role -> its learned step; roles without one are absent."""

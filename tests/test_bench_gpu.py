@@ -221,3 +221,14 @@ def test_without_lines_there_is_no_picture(tmp_path, capsys):
 
 def test_a_peer_in_triton_is_no_contender_on_a_cpu(bench):
     assert not bench.has_peer("bf16-liger") and bench.has_peer("fp8-row") and bench.has_peer("torchao-rowwise")
+
+
+def test_a_question_that_breaks_off_is_named_and_the_others_are_answered(monkeypatch, capsys):
+    def broken(bench):
+        raise RuntimeError("no such kernel")
+
+    answered = []
+    monkeypatch.setattr("benchmarks.gpu.casts.main", broken)
+    monkeypatch.setattr("benchmarks.gpu.growth.main", answered.append)
+    assert suite.main(["--dry-run", "--only", "casts", "growth"]) == 1 and len(answered) == 1
+    assert "Failed: casts: all of it: RuntimeError: no such kernel" in capsys.readouterr().err

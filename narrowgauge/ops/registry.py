@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -51,13 +52,18 @@ def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]
 def device_facts(device_type: str, index: int | None) -> Device:
     """The Device behind a torch.device."""
     if device_type == "cuda" and torch.version.hip is None:
-        major, minor = (torch.version.cuda or "0.0").split(".")[:2]
-        here = torch.cuda.current_device() if index is None else index
-        return Device("cuda", torch.cuda.get_device_capability(index), cuda=(int(major), int(minor)), index=here)
+        return _cuda_facts(torch.cuda.current_device() if index is None else index)
     if device_type == "cpu":
         bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())
     return Device(device_type)
+
+
+@cache
+def _cuda_facts(index: int) -> Device:
+    """Asked for at every cast: of a device that is here they do not change."""
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return Device("cuda", torch.cuda.get_device_capability(index), cuda=(int(major), int(minor)), index=index)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS
+from narrowgauge.triton.elements import negated
 from narrowgauge.triton.noise import mix
 
 EXPONENT = tl.constexpr(0x7F800000)
@@ -131,7 +132,7 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
         integer = codes.to(tl.int32)
         magnitude = integer & ((1 << (M.bits - 1)) - 1)
         x = _value(magnitude, log_k, tables, M, M.mantissa, M.bias, M.top) * _read_scale(scale)
-        x = number_of(bits_of(x) | (((integer >> (M.bits - 1)) & 1) << 31))  # by its bit: in Triton 3.6 -x of 0 is +0
+        x = tl.where(((integer >> (M.bits - 1)) & 1) > 0, negated(x), x)
     return x
 
 

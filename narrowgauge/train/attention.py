@@ -1,11 +1,12 @@
-"""Attention in float32, for a CPU that has no bfloat16 instructions.
+"""Attention in float32, for a CPU that has no bfloat16 instructions; and without a mask, for a GPU that reads whole rows.
 
-There PyTorch's bfloat16 attention is the slower one: its backward took three times as long as float32's in a single reading. The
+On such a CPU PyTorch's bfloat16 attention is the slower one: its backward took three times as long as float32's in a single reading. The
 inputs are those of the 16-bit computation, the result is rounded to its dtype; what lies between is more exact, not less.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 FLOAT32_ATTENTION = "narrowgauge_float32"
+WHOLE_ROWS = "narrowgauge_whole_rows"
 
 
 def float32_attention(
@@ -37,3 +39,30 @@ def use_float32_attention(model: Any) -> None:
     AttentionInterface.register(FLOAT32_ATTENTION, float32_attention)
     AttentionMaskInterface.register(FLOAT32_ATTENTION, sdpa_mask)
     model.set_attn_implementation(FLOAT32_ATTENTION)
+
+
+def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool:
+    """Switches a causal transformers model to PyTorch's attention without a mask, where all batches are like this one: whole rows.
+
+    Else transformers (5.17 to 5.23, masking_utils) looks in each forward pass whether positions begin anew within a row, for which a
+    GPU is waited for. Where it cannot look, while a CUDA graph is captured or torch.compile traces, it makes a mask of all tokens by
+    all tokens, which flash attention does not take. An attention that has no mask function registered is given none.
+
+    False, and nothing changed, for padded and packed batches, and for models that do not look at all tokens before.
+    """
+    config = model.config
+    masked = "attention_mask" in batch or "position_ids" in batch
+    if masked or config.is_encoder_decoder or config.get_text_config() is not config:
+        return False
+    if config._attn_implementation != "sdpa" or not _sees_all(config):
+        return False
+    AttentionInterface.register(WHOLE_ROWS, sdpa_attention_forward)
+    model.set_attn_implementation(WHOLE_ROWS)
+    return True
+
+
+def _sees_all(config: Any) -> bool:
+    """Whether no layer's attention ends at a window or a chunk."""
+    limits = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return all(limit is None for limit in limits) and kinds <= {"full_attention"}

@@ -30,6 +30,7 @@ from narrowgauge.fusing import fusions
 from narrowgauge.graphs import GraphedStep
 from narrowgauge.optim import precision
 from narrowgauge.train import checkpoint, graphed, state
+from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.best import Best
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.console import Console
@@ -90,6 +91,8 @@ class Trainer:
         rung = precision.get(config.precision)
         model = build(config, task.model, device, rung, task.tokens_at_once(), _choices_before(folder))
         feed = task.feed(model)
+        if device.type == "cuda":
+            use_attention_of_whole_rows(model, feed.probe())
         # before the optimizer: it holds what trains, no more
         saving = economize(config, model, rung, device, feed.probe, task.options)
         trainer = cls(

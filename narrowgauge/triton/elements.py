@@ -18,6 +18,12 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def negated(x):
+    """-x of floats; before Triton 3.9 the operator is 0 - x, which loses the sign of zero."""
+    return x * -1.0
+
+
+@triton.jit
 def encode(y, noise, C: tl.constexpr):
     """y float32 -> codes as uint8 of the same shape, or their values as float32 where C.expanded.
 
@@ -44,8 +50,7 @@ def _decode(codes, C: tl.constexpr):
         value = tl.where(magnitude < (1 << C.mantissa), subnormal, normal)
         if C.has_nan:
             value = tl.where(magnitude == 0x7F, float("nan"), value)
-        sign = (wide >> (C.bits - 1)) << 31  # by its bit: Triton 3.6 takes -x for 0 - x, which is +0 for 0
-        value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        value = tl.where((wide >> (C.bits - 1)) == 1, negated(value), value)
     return value
 
 

@@ -11,6 +11,8 @@ x1, x2 are the halves of a head; each product is rounded to y's type before they
 import triton
 import triton.language as tl
 
+from narrowgauge.triton.elements import negated
+
 
 @triton.jit
 def _turn(
@@ -37,9 +39,9 @@ def _turn(
         x1 = tl.load(x + here, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(x + here + HALF, mask=mask, other=0.0).to(tl.float32)
         if INVERSE:
-            with_y1, with_y2 = x2 * s2[None, :], -(x1 * s1[None, :])
+            with_y1, with_y2 = x2 * s2[None, :], negated(x1 * s1[None, :])
         else:
-            with_y1, with_y2 = -x2 * s1[None, :], x1 * s2[None, :]
+            with_y1, with_y2 = negated(x2) * s1[None, :], x1 * s2[None, :]
         kind = y.dtype.element_ty
         y1 = (x1 * c1[None, :]).to(kind).to(tl.float32) + with_y1.to(kind).to(tl.float32)
         y2 = (x2 * c2[None, :]).to(kind).to(tl.float32) + with_y2.to(kind).to(tl.float32)

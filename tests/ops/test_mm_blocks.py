@@ -7,6 +7,8 @@ factor of a tensor and the bias; 2**-8 more where a kernel returns bfloat16.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -122,6 +124,21 @@ def test_torch_miscounts_the_scales_of_mxfp4():
             cublas.fake(codes), cublas.fake(codes).T, scales, how, scales, how, swizzle_a=swizzle, swizzle_b=swizzle
         )
     assert native_mx.refuse(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
+
+
+@pytest.mark.parametrize("module, lhs, rhs", [(native_block, VECTOR, SQUARE), (native_mx, MXFP8, MXFP8)], ids=str)
+def test_torch_compile_traces_the_product(module, lhs, rhs):
+    """Without a break, which torch 2.11 made at torch.nn.functional.scaled_mm. On the meta device: shapes alone."""
+    left, right = (
+        replace(q, data=q.data.to("meta"), scale=q.scale.to("meta"))
+        for q in (quantize(matrix(128, 256), lhs), quantize(matrix(256, 256, seed=1), rhs))
+    )
+
+    def product(data: torch.Tensor) -> torch.Tensor:
+        return module.run(replace(left, data=data), right, None, torch.bfloat16, False)
+
+    out = torch.compile(product, backend="eager", fullgraph=True)(left.data)
+    assert tuple(out.shape) == (128, 256) and out.dtype == torch.bfloat16
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------------------

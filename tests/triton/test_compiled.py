@@ -126,6 +126,7 @@ def test_a_given_amax_and_decoded_values_compile(cast, scales):
     amax = torch.ones(scales, 1)
     found = compiled([quantizing], 90, lambda: quantizing.one(x, CASTS[cast], constants, amax, None, torch.bfloat16))
     assert found and all(each.spills == 0 for each in found.values())
+    assert any("neg.f32" in each.instructions() for each in found.values()), "0 - x, of Triton before 3.9, loses -0"
 
 
 def test_the_check_notices_a_spill_and_a_maximum_that_propagates_nan():

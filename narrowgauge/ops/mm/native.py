@@ -7,6 +7,8 @@ change no product, and the result is cut.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -143,6 +145,34 @@ def _rows(scale: Tensor, rows: int, aligned_rows: int) -> Tensor:
     """One float32 scale per row, [aligned_rows, 1]; rows that were filled up get 1."""
     scale = scale.expand(rows, 1)
     return torch.nn.functional.pad(scale, (0, 0, 0, aligned_rows - rows), value=1.0).contiguous()
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | list[Tensor],
+    how_a: Any,
+    scale_b: Tensor | list[Tensor],
+    how_b: Any,
+    *,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13."""
+    return torch.ops.aten._scaled_mm_v2.default(
+        a, b, _listed(scale_a), _numbers(how_a), _numbers(swizzle_a), _listed(scale_b), _numbers(how_b), _numbers(swizzle_b),
+        None, output_dtype,
+    )  # fmt: skip
+
+
+def _listed(given: Any) -> list[Any]:
+    return [] if given is None else given if isinstance(given, list) else [given]
+
+
+def _numbers(given: Any) -> list[int]:
+    """Of ScalingTypes or SwizzleTypes, one or several or none."""
+    return [each.value for each in _listed(given)]
 
 
 def empty_product(m: int, n: int, device: torch.device, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

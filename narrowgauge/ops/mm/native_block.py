@@ -13,11 +13,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType
 
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.layouts import outer_major, padded_to_four
-from narrowgauge.ops.mm.native import ALIGNMENT, aligned, dotted, empty_product, in_float32, refuse_without_units
+from narrowgauge.ops.mm.native import (
+    ALIGNMENT,
+    aligned,
+    dotted,
+    empty_product,
+    in_float32,
+    refuse_without_units,
+    scaled_mm,
+)
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+from torch.nn.functional import ScalingType, SwizzleType
 
 from narrowgauge.formats import E2M1, E4M3, E5M2
 from narrowgauge.ops.mm.layouts import swizzled, to_e8m0
-from narrowgauge.ops.mm.native import ALIGNMENT, EXPANDED, aligned, dotted, empty_product, in_float32
+from narrowgauge.ops.mm.native import ALIGNMENT, EXPANDED, aligned, dotted, empty_product, in_float32, scaled_mm
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast

@@ -24,6 +24,7 @@ generator of their own, and nothing is recorded for autograd.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -43,6 +44,9 @@ from narrowgauge.recipe import CURRENT, Cast
 
 Run = Callable[..., Tensor]
 
+# Whether torch.compile hands frozen dataclasses to functions whose results it takes as constants (`constant_while_compiling`).
+TAKES_DATACLASSES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
 ROWS, COLUMNS, CONTRACTED = 136, 264, 272
 SPREAD = 6  # tiles of the operands differ by up to 2**(2 * SPREAD)
 SEED = 20260529
@@ -61,7 +65,10 @@ def proven(kernel: Kernel[MmSpec]) -> Kernel[MmSpec]:
         if reason is not None or spec.device.index is None:
             return reason
         assert spec.lhs is not None and spec.rhs is not None
-        return _failure(kernel.name, spec.lhs, spec.rhs, spec.device.type, spec.device.index)
+        where = (spec.device.type, spec.device.index)
+        if torch.compiler.is_compiling() and not TAKES_DATACLASSES:
+            return _failure_of_traced(kernel.name, id(spec.lhs), id(spec.rhs), *where)
+        return _failure(kernel.name, spec.lhs, spec.rhs, *where)
 
     return replace(kernel, refuse=refuse)
 
@@ -74,6 +81,17 @@ def _failure(name: str, lhs: Cast, rhs: Cast, device_type: str, index: int) -> s
         verdicts.refuse_capture("mm", name, device_type, index)
         VERDICTS[key] = examine(_RUNS[name], key[1], key[2], torch.device(device_type, index))
     return VERDICTS[key].reason
+
+
+@constant_while_compiling
+def _failure_of_traced(name: str, lhs: int, rhs: int, device_type: str, index: int) -> str | None:
+    """As _failure, of casts that the tracer holds, by their addresses."""
+    casts = [ctypes.cast(address, ctypes.py_object).value for address in (lhs, rhs)]
+    if not all(
+        isinstance(cast, Cast) and hasattr(cast, "headroom") for cast in casts
+    ):  # made by the traced code itself
+        return f"it cannot be checked while torch {torch.__version__} traces a cast that is made in compiled code"
+    return _failure(name, casts[0], casts[1], device_type, index)
 
 
 def _plain(cast: Cast) -> Cast:
