@@ -105,6 +105,10 @@ class QLinear(nn.Linear):
         """From now on its weight's cast is taken from what the optimizer's step leaves there (see `optim.casting`); None: is not."""
         self._stepped = stepped
 
+    def follows(self, stepped: Stepped | None) -> bool:
+        """Whether it was told so of this one last."""
+        return self._stepped is stepped
+
     def step_cast(self) -> tuple[Cast | None, str]:
         """(the cast that the optimizer's step could leave for it, '') or (None, why none, a clause)."""
         if self._recipe is None:
@@ -268,11 +272,16 @@ class QLinear(nn.Linear):
 
     def live(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (see `delayed`); None without one."""
+        window = self.window(role)
+        return None if window is None else window.live
+
+    def window(self, role: str) -> AmaxWindow | None:
+        """The amax window of a role ("x", "w" or "gy"); None without one."""
         if self.scaling is None or role not in self.scaling:
             return None
         window = self.scaling[role]
         assert isinstance(window, AmaxWindow)
-        return window.live
+        return window
 
     def _straight_through(
         self, x: Tensor, weight: Tensor, settings: Settings

@@ -52,7 +52,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
         self.backend: Backend = backend
         self._forget_tasks()
-        self._casting: WeightCasts | None = None
+        self.casting: WeightCasts | None = None
         self.steps_in_backward = False
         self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
         super().__init__(self._not_empty(params), defaults | {"form": moments.FORM})
@@ -89,7 +89,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget_tasks()
-        self._casting = None  # the layers are those of the original
+        self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
         self.steps_in_backward = False  # the hooks are on the parameters of the original
         self._hook_group = None
         for group in self.param_groups:  # of a state that torch's own optimizer saved
@@ -194,15 +194,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
         kernel: Kernel[backends.Spec] = task.backend[1].kernel
         return kernel
 
-    def cast_weights(self, model: nn.Module | None) -> WeightCasts:
+    def cast_weights(self, model: nn.Module | None) -> WeightCasts | None:
         """From now on the step also casts the weights of the model's QLinears, where it can; None: of no model any more.
 
-        No number changes: the next forward pass finds the cast that it would have made. See `casting`; `print` what is returned.
+        No number changes: the next forward pass finds the cast that it would have made. What is returned, and stays as `casting`, says
+        for each layer what the step leaves, or why nothing; print it. See `casting.py`.
         """
-        if self._casting is not None:
-            self._casting.release()
-        self._casting = None if model is None else WeightCasts(model, [each for each, _, _ in self._numbered()])
-        return self._casting or WeightCasts(nn.Module(), [])
+        if self.casting is not None:
+            self.casting.release()
+        self.casting = None if model is None else WeightCasts(model, [each for each, _, _ in self._numbered()])
+        return self.casting
 
     def computed_by(self, parameter: Tensor) -> str:
         """The backend of a parameter's step, of plain torch with the reason: "triton", "torch (compute capability 7.5, needs 8.0)"."""
@@ -225,7 +226,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._refuse_converted(parameter, group, state)
             task = self._tasks[parameter] = self._make_task(parameter, group, state)
             self._kept.clear()  # or it would keep what the old task holds
-        stepped = None if self._casting is None else self._casting.of(parameter)
+        stepped = None if self.casting is None else self.casting.of(parameter)
         if stepped is not task.stepped:
             task.stepped, task.native, task.backend = stepped, None, None
             self._kept.clear()

@@ -27,33 +27,35 @@ from narrowgauge.qlinear import QLinear
 class _Link:
     """One layer, and what the step leaves for it.
 
-    reason   why nothing, a clause, or ''; `fixed` is one that no change of the layer mends
-    made_of  what `stepped` and `reason` were decided by; recipe held, for its identity is among it
+    fixed    why nothing, whatever becomes of the layer, a clause, or ''
+    reason   why nothing as it is now
+    made_of  what `stepped` and `reason` were decided by; held, for identity is what is compared
     """
 
     name: str
-    layer: QLinear
+    layer: nn.Linear
     fixed: str = ""
     reason: str = ""
     stepped: Stepped | None = None
     made_of: tuple[Any, ...] = ()
-    recipe: object = None
 
     def now(self, parameter: Tensor) -> Stepped | None:
         layer = self.layer
-        window = None if layer.scaling is None else layer.scaling._modules.get("w")
-        memory = () if not isinstance(window, AmaxWindow) else (window.live.data_ptr(), window.history.data_ptr())
+        if not isinstance(layer, QLinear):  # since `convert(model, None)`
+            self.reason, self.stepped, self.made_of = "an ordinary Linear", None, ()
+            return None
+        window = layer.window("w")
+        memory = () if window is None else (window.live.data_ptr(), window.history.data_ptr())
         own = layer._parameters.get("weight") is parameter
-        made_of = (id(layer.recipe), own, parameter.data_ptr(), parameter.dtype, parameter.device, *memory)
-        if made_of != self.made_of:
-            self.made_of, self.recipe = made_of, layer.recipe
-            self.reason, self.stepped = self.fixed, None
+        made_of = (layer.recipe, window, own, parameter.data_ptr(), parameter.dtype, parameter.device, *memory)
+        if not _are_the_same(made_of, self.made_of) or not layer.follows(self.stepped):
+            self.made_of, self.reason, self.stepped = made_of, self.fixed, None
             if not self.reason:
-                self._decide(parameter, window if isinstance(window, AmaxWindow) else None, own)
+                self._decide(layer, parameter, window, own)
             layer.follow_step(self.stepped)
         return None if self.stepped is None or self.stepped.refused else self.stepped
 
-    def _decide(self, parameter: Tensor, window: AmaxWindow | None, own: bool) -> None:
+    def _decide(self, layer: QLinear, parameter: Tensor, window: AmaxWindow | None, own: bool) -> None:
         if not own:
             self.reason = "its weight is another parameter now, or computed from one"
         elif type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -61,7 +63,7 @@ class _Link:
         elif not parameter.is_contiguous() or parameter.numel() == 0:
             self.reason = "its weight is not contiguous" if parameter.numel() else "its weight is empty"
         else:
-            cast, self.reason = self.layer.step_cast()
+            cast, self.reason = layer.step_cast()
             if cast is not None:
                 self.reason = refuse_here(parameter, cast)
                 self.stepped = None if self.reason else Stepped.of(parameter.detach(), cast, window)
@@ -73,6 +75,13 @@ class _Link:
             return self.stepped.refused
         what = "amax" if self.stepped.codes is None else "codes in both orientations"
         return f"{what}, taken after {self.stepped.taken} of {self.stepped.left} steps"
+
+
+def _are_the_same(made_of: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Objects by identity: recipes are equal to others, and comparing them takes long."""
+    if len(made_of) != len(before):
+        return False
+    return made_of[0] is before[0] and made_of[1] is before[1] and made_of[2:] == before[2:]
 
 
 class WeightCasts(Mapping[str, str]):
@@ -109,7 +118,7 @@ class WeightCasts(Mapping[str, str]):
     def release(self) -> None:
         """The layers cast their weights themselves again."""
         for link in self._links.values():
-            if link.layer._stepped is link.stepped:
+            if isinstance(link.layer, QLinear) and link.layer.follows(link.stepped):
                 link.layer.follow_step(None)
 
     @property

@@ -42,7 +42,7 @@ class ReplayedStep:
     def refuse(self) -> str:
         """Why the step cannot be captured as it is now, a clause, or ''. Reads nothing from the device."""
         optimizer = self._optimizer
-        if optimizer._casting is not None:
+        if optimizer.casting is not None:
             return "the step casts weights as well, which a graph would repeat unasked; call cast_weights(None) first"
         for parameter, _, _ in optimizer._numbered():
             if parameter.grad is None:

@@ -88,7 +88,7 @@ def compare(
         casting = Casting(parameter.detach(), cast, guards)
         if interpreted:
             optimizer._kernel = lambda task: INTERPRETED
-            optimizer._casting = casting
+            optimizer.casting = casting
         for step, seen in enumerate((0.06, 0.0)):
             casting.pass_step(step, seen)
             gradients([parameter], step, poison)
