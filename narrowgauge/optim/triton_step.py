@@ -124,10 +124,12 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     """The constants of a kind of task; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
     wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
     first, second = MomentForm.of(kind.first), MomentForm.of(kind.second)
-    elements = EXPANDING_ELEMENTS if first.expands or second.expands else ELEMENTS
     casts = NOTHING
     if kind.cast is not None:
         casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
+    # In eight warps Triton 3.9 leaves these 128 registers, and two are spilled; in four as many are enough.
+    crowded = casts == CODES and first.bits == 4 and kind.master == "fp16-scaled"
+    elements = EXPANDING_ELEMENTS if first.expands or second.expands or crowded else ELEMENTS
     return Form(
         rule=rules.KINDS[kind.rule], nesterov=kind.nesterov, first=first, second=second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
