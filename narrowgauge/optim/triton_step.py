@@ -7,9 +7,9 @@ when a tensor is new, and what changes at every step (addresses of gradients, co
 kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
 
 Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded E4M3 has 8
-in a thread: with 16 it takes 254 of the 255 registers there are. Where the codes of w and of w.T are written as well, 8 are in a
-thread (`ops.quantize.stepped`): with 16 it takes up to 184 registers, and programs of 16 rows, whose runs of w.T would be 16 bytes and
-not 8, would be alone on their multiprocessor. Not measured on a GPU yet.
+in a thread: with 16 it takes 254 of the 255 registers there are, and so has a weight whose cast is left as well (`ops.quantize.stepped`)
+in rows that cannot be loaded 16 bytes at a time. Its programs are 8 rows of 256 elements, so runs of w.T are 8 bytes. Of 16 rows in 8
+warps they would be 16, but with 160 to 200 registers a thread such a program is alone on its multiprocessor. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -114,10 +114,6 @@ class Form:
     def fields(self) -> int:
         return CAST_FIELDS if self.casts else FIELDS
 
-    @property
-    def warps(self) -> int:
-        return self.tile * self.tiles // (32 * 8) if self.casts == CODES else WARPS
-
 
 @cache
 def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
@@ -127,8 +123,7 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     casts = NOTHING
     if kind.cast is not None:
         casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
-    # In eight warps Triton 3.9 leaves these 128 registers, and two are spilled; in four as many are enough.
-    crowded = casts == CODES and first.bits == 4 and kind.master == "fp16-scaled"
+    crowded = casts == CODES and not kind.aligned
     elements = EXPANDING_ELEMENTS if first.expands or second.expands or crowded else ELEMENTS
     return Form(
         rule=rules.KINDS[kind.rule], nesterov=kind.nesterov, first=first, second=second,
@@ -215,7 +210,7 @@ class Batch:
             launch(
                 triton_kernel.foresee, len(self.tasks), self.table, FIELDS=form.fields, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS
             )  # fmt: skip
-        launch(triton_kernel.step, self.programs, self.which, self.table, sheet, tables, F=form, warps=form.warps)
+        launch(triton_kernel.step, self.programs, self.which, self.table, sheet, tables, F=form, warps=WARPS)
         for task in self.tasks:
             if task.stepped is not None:
                 task.stepped.wrote()

@@ -66,13 +66,8 @@ def check_both(states, master, dtype, sm, cast, monkeypatch) -> None:
     in_hardware = cast is DELAYED and sm >= 89
     assert conversions == ({"cvt.rn.satfinite.e4m3x2.f32"} if in_hardware else set())
     assert any(name.startswith("atom.") or name.startswith("red.") for name in instructions), "the largest magnitude"
-    eight_warps = cast is DELAYED and states != "fp8"
-    most = 128 if eight_warps else 168
-    assert found["step"].usage["REG"] <= most, "sixteen warps, or twelve, at once on a multiprocessor"
-    if cast is CURRENT:
-        check(
-            found["step"]
-        )  # nothing is contracted, no other quotient; the cast divides by multiplications that are fused
+    if cast is CURRENT:  # nothing is contracted; a cast divides by multiplications that are fused
+        check(found["step"])
     # The codes of w.T leave in runs, not byte by byte; the expansions of fp8 are a byte for each tile.
     assert states == "fp8" or not any(name.startswith("st.global.b8") for name in instructions)
 
@@ -88,9 +83,19 @@ def test_more_forms_compile_without_spills(states, master, dtype, sm, cast, monk
     check_both(states, master, dtype, sm, cast, monkeypatch)
 
 
-@pytest.mark.parametrize(("shape", "cast"), [((67, 512), DELAYED), ((64, 511), DELAYED)], ids=str)
-def test_odd_sizes_compile_without_spills(shape, cast, monkeypatch):
-    found = kernels("8bit", "stochastic", torch.bfloat16, 90, cast, monkeypatch, shape)
+@pytest.mark.parametrize(("shape", "states"), [((67, 512), "8bit"), ((64, 511), "8bit"), ((67, 511), "4bit")], ids=str)
+def test_odd_sizes_compile_without_spills(shape, states, monkeypatch):
+    found = kernels(states, "stochastic", torch.bfloat16, 90, DELAYED, monkeypatch, shape)
+    assert found["step"].spills == 0, found["step"].usage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize(("master", "dtype"), MASTERS, ids=str)
+@pytest.mark.parametrize("shape", [(67, 512), (64, 511)], ids=str)
+def test_more_odd_sizes_compile_without_spills(shape, master, dtype, states, sm, monkeypatch):
+    found = kernels(states, master, dtype, sm, DELAYED, monkeypatch, shape)
     assert found["step"].spills == 0, found["step"].usage
 
 
