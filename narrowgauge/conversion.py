@@ -267,6 +267,7 @@ def _restore(layer: QLinear) -> None:
         "reason",
         "decision",
         "_cache",
+        "_stepped",
         "_shared",
         "_written",
         "_recipe",

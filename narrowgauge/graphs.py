@@ -298,6 +298,9 @@ class GraphedStep:
         self.model, self.optimizer, self.clip = model, optimizer, float("inf") if clip is None else clip
         self.device = device
         self.graphs = Graphs(recorder or CudaRecorder(device, generators), device, warmup, most_shapes)
+        if isinstance(optimizer, NarrowOptimizer) and optimizer.casting is not None:
+            optimizer.cast_weights(None)
+            self.graphs.notes.append("update: the optimizer's step casts no weights any more; graphs cast them.")
         self._backward = backward
         self._loss = torch.zeros((), device=device)
         self._readings = torch.zeros(2, device=device)

@@ -27,11 +27,13 @@ from narrowgauge.first_order import first_order_only
 from narrowgauge.ops.mm import Plan, high_precision
 from narrowgauge.ops.noise import draw
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
-from narrowgauge.ops.quantize.together import in_one_read
+from narrowgauge.ops.quantize.stepped import quantize_stepped
+from narrowgauge.ops.quantize.stepped import refuse as refuse_stepped
+from narrowgauge.ops.quantize.together import OneRead, in_one_read
 from narrowgauge.ops.rotate import draw_signs, rotate
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Window
-from narrowgauge.settings import Settings
+from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
+from narrowgauge.settings import Plans, Settings
 from narrowgauge.sharing import Handed
 from narrowgauge.tiles import WHOLE
 
@@ -214,13 +216,18 @@ def _weight_in_both(weight: Tensor, live: Tensor | None, settings: Settings, kee
     draws random numbers must draw them at every forward pass.
     """
     cast, cache = settings.recipe.output.rhs, settings.cache
-    if cache is None or not keeps or not settings.plans.both_w or cast is None or cast.rounding == "stochastic":
+    stepped = settings.stepped if settings.records else None  # evaluation leaves it to training
+    if cache is None or not (keeps or stepped) or not settings.plans.both_w or cast is None:
         return None
-    if weight.is_inference():
+    if weight.is_inference() or cast.rounding == "stochastic":
         return None
     if cache.has("output", weight, settings):
         return cache.amax(weight, settings)
-    one = in_one_read(weight, cast, live, records=settings.records)
+    one = None
+    if stepped is not None and stepped.serves(weight, cast, live):
+        one = OneRead(*quantize_stepped(weight, stepped, live, records=settings.records))
+    elif keeps:
+        one = in_one_read(weight, cast, live, records=settings.records)
     if one is None:
         return None
     for gemm, made in (("output", one.plain), ("grad_input", one.turned), ("amax", one.amax)):
@@ -245,6 +252,26 @@ def cast_weight(weight: Tensor, live: Tensor | None, settings: Settings) -> None
         if serves_a_step(product.rhs, product.rotate):
             turn = Turn.of(product.rotate, weight if gemm == "output" else weight.T)
             _weight_operand(gemm, weight, settings, how, amax, turn)
+
+
+def step_cast(recipe: Recipe, plans: Plans) -> tuple[Cast | None, str]:
+    """(the cast of a weight that its optimizer's step can leave beside it, '') or (None, why it cannot, a clause)."""
+    forward, backward = recipe.output, recipe.grad_input
+    if recipe.backward == "straight-through":
+        return None, f"{recipe.name} multiplies straight-through, with casts of its own"
+    if forward.rhs is None:
+        return None, "its output takes the weight in 16 bits"
+    if forward.rotate is not None or backward.rotate is not None:
+        return None, "a rotation mixes elements before they are cast"
+    if forward.rhs != backward.rhs:
+        other = "takes it in 16 bits" if backward.rhs is None else f"as {backward.rhs}"
+        return None, f"output casts it as {forward.rhs}, grad_input {other}"
+    if (reason := refuse_stepped(forward.rhs)) is not None:
+        return None, reason
+    for how in (plans.output, plans.grad_input):
+        if how.expand is not None:
+            return None, f"kernel {how.choice.kernel.name} multiplies decoded values"
+    return forward.rhs, ""
 
 
 def serves_a_step(cast: Cast | None, rotation: Hadamard | None) -> bool:

@@ -17,8 +17,9 @@ from narrowgauge import products, recipes, straight_through
 from narrowgauge.delayed import AmaxWindow
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.learned import LearnedSteps, RowSampling
+from narrowgauge.ops.quantize.stepped import Stepped
 from narrowgauge.products import Products
-from narrowgauge.recipe import Recipe
+from narrowgauge.recipe import Cast, Recipe
 from narrowgauge.settings import Observer, Plans, Settings, WeightCache
 from narrowgauge.sharing import SharedInputs
 from narrowgauge.straight_through import StraightThrough, steps_from_data
@@ -92,12 +93,27 @@ class QLinear(nn.Linear):
         self.reason = ""
         self.decision: object | None = None
         self._cache: WeightCache | None = None
+        self._stepped: Stepped | None = None
         self._shared: SharedInputs | None = None
         self._written = (0, 0)
         self._recipe: Recipe | None = None
         self._plans: tuple[torch.device, Plans] | None = None
         self.scaling = self.steps = self.sampling = None
         self.recipe = recipe
+
+    def follow_step(self, stepped: Stepped | None) -> None:
+        """From now on its weight's cast is taken from what the optimizer's step leaves there (see `optim.casting`); None: is not."""
+        self._stepped = stepped
+
+    def follows(self, stepped: Stepped | None) -> bool:
+        """Whether it was told so of this one last."""
+        return self._stepped is stepped
+
+    def step_cast(self) -> tuple[Cast | None, str]:
+        """(the cast that the optimizer's step could leave for it, '') or (None, why none, a clause)."""
+        if self._recipe is None:
+            return None, "an ordinary Linear"
+        return products.step_cast(self._recipe, self._planned(self.weight.device))
 
     @property
     def recipe(self) -> Recipe | None:
@@ -141,8 +157,13 @@ class QLinear(nn.Linear):
         self.sampling = RowSampling(samples, self.weight.device) if samples else None
 
     def empty_cache(self, keep: bool = False) -> None:
-        """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does)."""
+        """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does).
+
+        What the optimizer's step left of the cast stays with keep=True: it is of the weight as it is now, if that is unchanged.
+        """
         self._cache = WeightCache() if keep or self._cache is not None else None
+        if not keep and self._stepped is not None:
+            self._stepped.forget()
 
     def end_step(self) -> None:
         """What the end of a step is for every layer, whatever its recipe: nothing made of the weight or of an input is kept."""
@@ -246,15 +267,21 @@ class QLinear(nn.Linear):
             compiling or torch.is_grad_enabled(),
             None if compiling else self._cache,
             None if compiling else self.observer,
+            stepped=None if compiling else self._stepped,
         )
 
     def live(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (see `delayed`); None without one."""
+        window = self.window(role)
+        return None if window is None else window.live
+
+    def window(self, role: str) -> AmaxWindow | None:
+        """The amax window of a role ("x", "w" or "gy"); None without one."""
         if self.scaling is None or role not in self.scaling:
             return None
         window = self.scaling[role]
         assert isinstance(window, AmaxWindow)
-        return window.live
+        return window
 
     def _straight_through(
         self, x: Tensor, weight: Tensor, settings: Settings
@@ -327,8 +354,8 @@ class QLinear(nn.Linear):
         return f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copy and pickle take: all but the cached casts and the observer."""
-        return self.__dict__ | {"_cache": None, "observer": None, "_plans": None}
+        """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
+        return self.__dict__ | {"_cache": None, "_stepped": None, "observer": None, "_plans": None}
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.mm import Plan, plan
+from narrowgauge.ops.quantize.stepped import Stepped
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import GEMMS, Cast, Gemm, Recipe
 from narrowgauge.sharing import Share, SharedGradients
@@ -146,6 +147,7 @@ class Settings:
     sampled  the products whose rows are sampled in this step
     share    the casts of x that other layers made or will use, open during forward
     gradients  the casts of output gradients that their producers made
+    stepped  what the optimizer's step left of the weight's cast
     steps_version  changes whenever the learned steps do
     """
 
@@ -160,4 +162,5 @@ class Settings:
     sampled: tuple[str, ...] = ()
     share: Share | None = None
     gradients: SharedGradients | None = None
+    stepped: Stepped | None = None
     steps_version: tuple[int, ...] = ()

@@ -81,7 +81,17 @@ NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
 def choose(task: Task, backend: str) -> Choice[Spec]:
-    """The backend of a task, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it."""
+    """The backend of a task, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it.
+
+    Where no kernel leaves the cast of the new weight, the task asks for none any more, and its `stepped` says why.
+    """
+    if task.stepped is not None:
+        found = KERNELS.choose(_spec(task))
+        if found.kernel.name == "triton" and backend in ("auto", "triton"):
+            return found
+        reasons = [why for name, why in found.refusals if name == "triton"]
+        task.stepped.refused = (reasons or [f'the optimizer was built with backend = "{backend}"'])[0]
+        task.stepped = task.native = None
     choice = _choice(_spec(task), backend)
     if backend == "auto" and choice.kernel.name == "torch":
         tell_once(words(choice))

@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, options, rules
+from narrowgauge.optim.casting import WeightCasts
 from narrowgauge.optim.groups import groups
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.replay import ReplayedStep
@@ -51,6 +52,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
         self.backend: Backend = backend
         self._forget_tasks()
+        self.casting: WeightCasts | None = None
         self.steps_in_backward = False
         self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
         super().__init__(self._not_empty(params), defaults | {"form": moments.FORM})
@@ -87,6 +89,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget_tasks()
+        self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
         self.steps_in_backward = False  # the hooks are on the parameters of the original
         self._hook_group = None
         for group in self.param_groups:  # of a state that torch's own optimizer saved
@@ -158,8 +161,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
             parameter.copy_(weight.view(parameter.shape))
         # Kernels write where autograd does not see it; who keeps something made of a weight looks at its version.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in chosen])
-        for task in tasks:
+        for (parameter, _, _), task in zip(chosen, tasks, strict=True):
             task.gradient = None  # or it would outlive the parameter's
+            if task.stepped is not None:
+                task.stepped.leave(parameter)
 
     def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[Task]:
         """The tasks with the constants and the key of their next step, which is counted unless it is only looked at."""
@@ -189,6 +194,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
         kernel: Kernel[backends.Spec] = task.backend[1].kernel
         return kernel
 
+    def cast_weights(self, model: nn.Module | None) -> WeightCasts | None:
+        """From now on the step also casts the weights of the model's QLinears, where it can; None: of no model any more.
+
+        No number changes: the next forward pass finds the cast that it would have made. What is returned, and stays as `casting`, says
+        for each layer what the step leaves, or why nothing; print it. See `casting.py`.
+        """
+        if self.casting is not None:
+            self.casting.release()
+        self.casting = None if model is None else WeightCasts(model, [each for each, _, _ in self._numbered()])
+        return self.casting
+
     def computed_by(self, parameter: Tensor) -> str:
         """The backend of a parameter's step, of plain torch with the reason: "triton", "torch (compute capability 7.5, needs 8.0)"."""
         return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend)
@@ -210,6 +226,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._refuse_converted(parameter, group, state)
             task = self._tasks[parameter] = self._make_task(parameter, group, state)
             self._kept.clear()  # or it would keep what the old task holds
+        stepped = None if self.casting is None else self.casting.of(parameter)
+        if stepped is not task.stepped:
+            task.stepped, task.native, task.backend = stepped, None, None
+            self._kept.clear()
         return task
 
     def _refuse_converted(

@@ -7,6 +7,9 @@ Three steps from the same weights and gradients, over nine decades, with a row o
 NaN; then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
 square root or a quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
 
+Where the step leaves the weight's cast as well, its largest magnitude and codes are compared after every step, of 67 (80) rows and of 9
+(16): more than a band of programs, and less than a program. The codes under a scale that a NaN will make NaN are compared too.
+
 Once per process, device, and form of a tensor's step (`triton_step.Form`): about ten milliseconds of a processor, the compilation that the
 step needs anyway, and a wait for the device.
 """
@@ -19,10 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowgauge.delayed import AmaxWindow
 from narrowgauge.ops import verdicts
+from narrowgauge.ops.quantize import stepped
+from narrowgauge.ops.quantize.stepped import Stepped
 from narrowgauge.optim import masters, noise, rules
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.update import Task, allocate, step_in_torch
+from narrowgauge.recipe import Cast, Window
 
 STEPS, SEED = 3, 20260614
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.9}
@@ -32,7 +39,10 @@ Run = Callable[[Sequence[Task]], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a sample is made for: everything about a task but its numbers and sizes. See `update.Task`."""
+    """What a sample is made for: everything about a task but its numbers and sizes. See `update.Task`.
+
+    cast           which the step leaves as well, or None; turns_aligned: whether that of w.T can be stored 16 bytes at a time
+    """
 
     rule: rules.Name
     nesterov: bool
@@ -43,15 +53,17 @@ class Kind:
     master: masters.Master
     tile: int
     aligned: bool
+    cast: Cast | None = None
+    turns_aligned: bool = False
 
     @classmethod
-    def of(cls, task: Task, aligned: bool) -> Kind:
+    def of(cls, task: Task, aligned: bool, turns_aligned: bool = False) -> Kind:
         """Of a task whose gradient and constants are known."""
         c, gradient = task.constants, task.gradient
         assert c is not None and gradient is not None
         return cls(
             c.rule, c.nesterov, task.first.format, task.second.format, task.weight.dtype, gradient.dtype, task.master_kind,
-            task.tile, aligned,
+            task.tile, aligned, None if task.stepped is None else task.stepped.cast, turns_aligned,
         )  # fmt: skip
 
 
@@ -66,7 +78,12 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
                 task.gradient = _gradient(task, step, kind.gradient).to(task.weight.device)
         for task in expected:
             step_in_torch(task)
+            if task.stepped is not None:
+                stepped.write(task.stepped, task.weight)
         run(found)
+        for wanted, got in zip(expected, found, strict=True):
+            if (reason := _cast_difference(wanted, got, device)) is not None:
+                return float("inf"), f"{reason} in step {step}"
     for place, (got, wanted) in enumerate(zip(found, expected, strict=True)):
         for name, x in _tensors(wanted).items():
             reason = verdicts.difference(f"{name} of tensor {place}", _tensors(got)[name], x, device)
@@ -78,8 +95,9 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
 def _tasks(kind: Kind, device: torch.device) -> list[Task]:
     generator = torch.Generator().manual_seed(SEED)
     odd = 0 if kind.aligned else 5
+    heights = (5, 3) if kind.cast is None else (80, 16) if kind.turns_aligned else (67, 9)
     tasks = []
-    for number, (rows, columns) in enumerate(((5, 2 * kind.tile + 48 + odd), (3, kind.tile + odd))):
+    for number, (rows, columns) in enumerate(zip(heights, (2 * kind.tile + 48 + odd, kind.tile + odd), strict=True)):
         weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight)
         master, scale = _master(kind, weight)
         tasks.append(
@@ -89,9 +107,37 @@ def _tasks(kind: Kind, device: torch.device) -> list[Task]:
                 second=allocate(kind.second, rows, columns, kind.tile, device),
                 master_kind=kind.master, master=None if master is None else master.to(device),
                 master_scale=None if scale is None else scale.to(device), step=torch.zeros(()), number=number,
+                stepped=None if kind.cast is None else _stepped(weight.to(device), kind.cast, number),
             )
         )  # fmt: skip
     return tasks
+
+
+def _stepped(weight: Tensor, cast: Cast, number: int) -> Stepped:
+    """Of the first tensor with an amax of this step in its window, of the second with one of earlier steps alone."""
+    window = None
+    if isinstance(cast.calibrate, Window):
+        window = AmaxWindow(cast.calibrate, weight.device)
+        window.live.copy_(torch.tensor([0.04, 0.0 if number else 0.05, 0.0]))
+        window.history[:1] = 0.06
+    found = Stepped.of(weight, cast, window)
+    for codes in found.codes or ():
+        codes.view(torch.uint8).fill_(1)
+    return found
+
+
+def _cast_difference(wanted: Task, got: Task, device: torch.device) -> str | None:
+    """What differs in what two steps left of the weight's cast."""
+    if wanted.stepped is None or got.stepped is None:
+        return None
+    place, found = wanted.number, got.stepped
+    largest, truth = (each.maxima.amax().view(torch.float32).reshape(1) for each in (found, wanted.stepped))
+    reason = verdicts.difference(f"amax of tensor {place}", largest, truth, device)
+    for name, x in (("expected amax", "expected"), ("codes", "plain"), ("codes of the transpose", "turned")):
+        expected = getattr(wanted.stepped, x)
+        if expected is not None and reason is None:
+            reason = verdicts.difference(f"{name} of tensor {place}", getattr(found, x), expected, device)
+    return reason
 
 
 def _master(kind: Kind, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:

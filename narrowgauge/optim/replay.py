@@ -42,6 +42,8 @@ class ReplayedStep:
     def refuse(self) -> str:
         """Why the step cannot be captured as it is now, a clause, or ''. Reads nothing from the device."""
         optimizer = self._optimizer
+        if optimizer.casting is not None:
+            return "the step casts weights as well, which a graph would repeat unasked; call cast_weights(None) first"
         for parameter, _, _ in optimizer._numbered():
             if parameter.grad is None:
                 continue

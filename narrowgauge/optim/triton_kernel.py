@@ -5,11 +5,16 @@ may be short. Which tensor that is stands in `which`, and where its parts lie in
 once and written once, and none is ever float32 in memory. Elements are counted in int64.
 
     which   int32 [programs]         the line of a program
-    table   int64 [lines, FIELDS]    what stays from step to step: see `triton_step.Batch`
+    table   int64 [lines, F.fields]  what stays from step to step: see `triton_step.Batch`
     sheet   int64 [HEAD + lines]     what a step brings: key of the noise, eight float32 as bits, addresses of gradients
     tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
 
 The order of operations is that of `rules.update`, without contraction, with square roots and quotients correctly rounded.
+
+Where a Linear will multiply by the weight in 8 bits (F.casts), the program that has the new weight in registers also leaves, beside it,
+its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.stepped`. `foresee` runs before. For
+the codes of w.T a program takes T rows of one column of tiles in place of T tiles in a row: it writes T bytes next to each other, and
+the programs that follow it, down a band of BAND rows, complete the sectors while the second-level cache has them.
 """
 
 import triton
@@ -27,9 +32,10 @@ from narrowgauge.optim.triton_moments import (
     noise_bits,
     number_of,
 )
+from narrowgauge.triton.elements import encode, magnitude_bits
 from narrowgauge.triton.noise import mix
+from narrowgauge.triton.scales import divided, divisor, scale_of
 
-FIELDS = tl.constexpr(14)
 HEAD = tl.constexpr(16)
 WEIGHTS = tl.constexpr(0x5BD1E995)
 
@@ -44,6 +50,11 @@ STOCHASTIC = tl.constexpr(4)
 
 ADAMW = tl.constexpr(0)
 LION = tl.constexpr(1)
+
+AMAX = tl.constexpr(1)
+CODES = tl.constexpr(2)
+BAND = tl.constexpr(64)  # rows: two sectors of w.T
+PARTS = tl.constexpr(64)  # places that programs share for the largest magnitude, see `ops.quantize.stepped`
 
 
 @triton.jit
@@ -132,6 +143,32 @@ def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.conste
     else:
         seen = x
     _write(seen, tl.load(line + 4), offset, mask, F.weight, F.aligned)
+    return seen
+
+
+@triton.jit
+def _write_amax(seen, line, mask):
+    """The largest magnitude of this program's weights, into its place of int32 [PARTS]."""
+    largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
+    maxima = _pointer(tl.load(line + 16), tl.int32, True)
+    tl.atomic_max(maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
+
+
+@triton.jit
+def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.constexpr):
+    """The codes of w and of w.T by the scale that the next step will use, if it is known."""
+    amax = tl.load(_pointer(tl.load(line + 17), tl.float32, False))
+    if amax > 0:
+        scale = scale_of(amax.to(tl.int32, bitcast=True), F.cast)
+        y = divided(seen, divisor(scale, F.cast), F.cast)
+        codes = encode(y, y, F.cast)
+        tl.store(_pointer(tl.load(line + 14), tl.uint8, F.aligned) + offset, codes, mask=mask)
+        length = rows.to(tl.int64)
+        if F.turns_aligned:
+            length = tl.multiple_of(length, 16)
+        place = column * length + row[None, :]
+        there = (column < columns) & (row < length)[None, :]
+        tl.store(_pointer(tl.load(line + 15), tl.uint8, F.turns_aligned) + place, tl.trans(codes), mask=there)
 
 
 @triton.jit
@@ -253,20 +290,39 @@ def _write_moment(
 
 
 @triton.jit
+def _own_tiles(first, per_row, total, F: tl.constexpr):
+    """(tile, row int32 [T], column of tiles, which there are) of this program; `first` is the tensor's first program."""
+    program = tl.program_id(0) - first
+    if F.casts == CODES:
+        IN_BAND: tl.constexpr = BAND // F.tiles
+        band = program // (IN_BAND * per_row)
+        place = program - band * (IN_BAND * per_row)
+        across = place // IN_BAND
+        row = band * BAND + (place - across * IN_BAND) * F.tiles + tl.arange(0, F.tiles)
+        across = tl.zeros((F.tiles,), tl.int32) + across
+        tile = row * per_row + across
+        inside = row < total // per_row
+    else:
+        tile = program * F.tiles + tl.arange(0, F.tiles)
+        inside = tile < total
+        row = tile // per_row
+        across = tile - row * per_row
+    return tile, row, across, inside
+
+
+@triton.jit
 def step(which, table, sheet, tables, F: tl.constexpr):
     """See the module; F: a `triton_step.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
-    line = table + number * FIELDS
+    line = table + number * F.fields
     columns, per_row, total = tl.load(line + 1), tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
     WIDTH: tl.constexpr = F.width
     FIRST: tl.constexpr = F.first  # as arguments, the bare attributes do not compile before Triton 3.9
     SECOND: tl.constexpr = F.second
     if F.aligned:  # by no more than all types can load at once: threads then take the same elements of every tensor
         columns = tl.multiple_of(columns, WIDTH)
-    tile = (tl.program_id(0) - tl.load(line).to(tl.int32)) * F.tiles + tl.arange(0, F.tiles)
-    inside = tile < total
-    row = tile // per_row
-    begin = (tile - row * per_row).to(tl.int64) * F.tile
+    tile, row, across, inside = _own_tiles(tl.load(line).to(tl.int32), per_row, total, F)
+    begin = across.to(tl.int64) * F.tile
     row = row.to(tl.int64)
     column = begin[:, None] + tl.arange(0, F.tile)[None, :]
     mask = inside[:, None] & (column < columns)
@@ -288,4 +344,34 @@ def step(which, table, sheet, tables, F: tl.constexpr):
     _write_moment(v, noise, line, 10, row, begin, inside, offset, mask, columns, tile, tables, F, SECOND)
     if F.master == STOCHASTIC or F.master == MASTER_FP16:
         noise = noise_bits(mix(key ^ WEIGHTS), first, place)
-    _write_weight(w, line, offset, mask, tile, inside, noise, F)
+    seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)
+    if F.casts != 0:
+        _write_amax(seen, line, mask)
+    if F.casts == CODES:
+        # One column of tiles: the same in all of its rows.
+        turned = (tl.max(begin, axis=0) + tl.arange(0, F.tile))[:, None]
+        _write_cast(seen, line, row, turned, total // per_row, offset, mask, columns, F)
+
+
+@triton.jit
+def foresee(table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Ahead of `step`, a program for each line: what `step` adds to, and counts on.
+
+    The largest magnitude of the last step is forgotten. With delayed scaling (the expected amax has an address) it is worked out which
+    amax the window will give once `delayed.roll` has ended this step.
+    """
+    line = table + tl.program_id(0).to(tl.int64) * FIELDS
+    place = tl.arange(0, PARTS)
+    tl.store(_pointer(tl.load(line + 16), tl.int32, True) + place, tl.zeros_like(place))
+    expected = tl.load(line + 17)
+    if expected != 0:
+        live = _pointer(tl.load(line + 18), tl.float32, False)
+        history = _pointer(tl.load(line + 19), tl.float32, False)
+        count = tl.load(line + 20).to(tl.int32)
+        newest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, count, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            newest = tl.maximum(newest, tl.load(history + index, mask=index < count, other=0.0))
+        seen = tl.load(live + 1)
+        amax = tl.maximum(seen, tl.max(newest, axis=0)) * number_of(tl.load(line + 21).to(tl.int32))
+        tl.store(_pointer(expected, tl.float32, False), tl.where(seen > 0, amax, tl.load(live)))

@@ -7,7 +7,9 @@ when a tensor is new, and what changes at every step (addresses of gradients, co
 kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
 
 Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded E4M3 has 8
-in a thread: with 16 it takes 254 of the 255 registers there are. Not measured on a GPU yet.
+in a thread: with 16 it takes 254 of the 255 registers there are, and so has a weight whose cast is left as well (`ops.quantize.stepped`)
+in rows that cannot be loaded 16 bytes at a time. Its programs are 8 rows of 256 elements, so runs of w.T are 8 bytes. Of 16 rows in 8
+warps they would be 16, but with 160 to 200 registers a thread such a program is alone on its multiprocessor. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,17 +24,25 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops.quantize.stepped import Stepped
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.moments import Moment, SmallFloat, Squared
 from narrowgauge.optim.proof import Kind
 from narrowgauge.optim.update import Kept, Task
+from narrowgauge.recipe import Window
 from narrowgauge.triton.launch import launch
+from narrowgauge.triton.settings import Settings, settings
 
 ELEMENTS, WARPS = 2048, 4
 EXPANDING_ELEMENTS = 1024
 HEAD = 16  # whole numbers of a sheet before the addresses
 ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FIELDS, CAST_FIELDS = 14, 22  # of a line of a Batch's table
+NOTHING, AMAX, CODES = range(3)  # what is left of the weight's cast
+BAND = 64  # rows that programs of CODES take together, see the kernel
+HISTORY_BLOCK, HISTORY_WARPS = 1024, 4  # of `foresee`
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,8 @@ class Form:
     master                  number of the master, see `masters.KINDS`
     tile, tiles             elements that share a scale; tiles of a program
     aligned, width          whether loads of 16 bytes are possible, and how many elements of a row a thread then takes together
+    casts, cast             what is left of the weight's cast, and how its codes are made
+    turns_aligned           whether the codes of the transposed weight can be stored 16 bytes at a time
     """
 
     rule: int
@@ -94,19 +106,32 @@ class Form:
     tiles: int
     aligned: bool
     width: int
+    casts: int = NOTHING
+    cast: Settings | None = None
+    turns_aligned: bool = False
+
+    @property
+    def fields(self) -> int:
+        return CAST_FIELDS if self.casts else FIELDS
 
 
 @cache
-def form_of(kind: Kind) -> Form:
-    """The constants of a kind of task; the same object for the same kind."""
+def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
+    """The constants of a kind of task; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
     wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
     first, second = MomentForm.of(kind.first), MomentForm.of(kind.second)
-    elements = EXPANDING_ELEMENTS if first.expands or second.expands else ELEMENTS
+    casts = NOTHING
+    if kind.cast is not None:
+        casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
+    crowded = casts == CODES and not kind.aligned
+    elements = EXPANDING_ELEMENTS if first.expands or second.expands or crowded else ELEMENTS
     return Form(
         rule=rules.KINDS[kind.rule], nesterov=kind.nesterov, first=first, second=second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
         tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned,
-        width=4 if wide or kind.master == "fp32" else 8,
+        width=4 if wide or kind.master == "fp32" else 8, casts=casts,
+        cast=settings(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
+        turns_aligned=kind.turns_aligned and casts == CODES,
     )  # fmt: skip
 
 
@@ -118,7 +143,8 @@ def form_of_task(task: Task) -> Form:
         task.native = {}
     key = (gradient.dtype, gradient.data_ptr() % ALIGNMENT == 0, c.nesterov)
     if key not in task.native:
-        task.native[key] = form_of(kind_of(task))
+        kind = kind_of(task)
+        task.native[key] = form_of(kind) if kind.cast is None else form_of(kind, _capability(task.weight.device))
     form: Form = task.native[key]
     return form
 
@@ -127,16 +153,25 @@ def kind_of(task: Task) -> Kind:
     """What the kernel is compiled for, and proves itself with."""
     tensors = (task.weight, task.gradient, task.master, task.first.codes, task.second.codes)
     addresses_fit = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in tensors)
-    return Kind.of(task, task.weight.shape[1] % ALIGNMENT == 0 and addresses_fit)
+    rows, columns = task.weight.shape
+    turns = task.stepped is not None and task.stepped.turned is not None and rows % ALIGNMENT == 0
+    return Kind.of(task, columns % ALIGNMENT == 0 and addresses_fit, turns)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return device_facts(device.type, device.index).capability
 
 
 class Batch:
     """Tensors that one launch steps, and what the GPU is told of them once.
 
-    which  int32 [programs], table int64 [tensors, 14], each line
+    which  int32 [programs], table int64 [tensors, form.fields], each line
 
         0 first program   1 columns   2 tiles of a row   3 tiles   4 weight   5 master   6 its scale   7, 8, 9 codes, scale and
         expansion of the first moment   10, 11, 12 of the second   13 what its number adds to the noise
+
+    and where the cast of the weight is left: 14, 15 codes of w and of w.T   16 largest magnitudes   17 amax to expect   18, 19 live and
+    history of its window   20 entries of it that count   21 what is multiplied by, float32 as bits
     """
 
     def __init__(self, form: Form, tasks: Sequence[Task]) -> None:
@@ -149,9 +184,9 @@ class Batch:
             per_row = -(-columns // task.tile)
             lines.append([
                 sum(counts), columns, per_row, rows * per_row, *map(_address, (task.weight, task.master, task.master_scale)),
-                *_addresses(task.first), *_addresses(task.second), noise.of_parameter(task.number),
+                *_addresses(task.first), *_addresses(task.second), noise.of_parameter(task.number), *_of_cast(task.stepped),
             ])  # fmt: skip
-            counts.append(-(-rows * per_row // form.tiles))
+            counts.append(_programs(rows, per_row, form))
         self.programs = sum(counts)
         self.table = _sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
         which = torch.arange(len(tasks), dtype=torch.int32, device="cpu")
@@ -170,8 +205,15 @@ class Batch:
         """The step itself; sheet int64 on the device, the numbers of `sheet()`."""
         from narrowgauge.optim import triton_kernel
 
-        tables = _tables(sheet.device)
-        launch(triton_kernel.step, self.programs, self.which, self.table, sheet, tables, F=self.form, warps=WARPS)
+        form, tables = self.form, _tables(sheet.device)
+        if form.casts:
+            launch(
+                triton_kernel.foresee, len(self.tasks), self.table, FIELDS=form.fields, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS
+            )  # fmt: skip
+        launch(triton_kernel.step, self.programs, self.which, self.table, sheet, tables, F=form, warps=WARPS)
+        for task in self.tasks:
+            if task.stepped is not None:
+                task.stepped.wrote()
 
 
 def step(tasks: Sequence[Task], kept: dict[Any, Batch]) -> None:
@@ -216,6 +258,27 @@ def run(batches: Sequence[Batch], sheet: Tensor) -> None:
         length = HEAD + len(batch.tasks) + len(batch.tasks) % 2
         batch.launch(sheet[start : start + length])
         start += length
+
+
+def _programs(rows: int, per_row: int, form: Form) -> int:
+    """Of one tensor; whole bands of rows where the codes of w.T are written."""
+    if form.casts == CODES:
+        return -(-rows // BAND) * (BAND // form.tiles) * per_row
+    return -(-rows * per_row // form.tiles)
+
+
+def _of_cast(stepped: Stepped | None) -> list[int]:
+    """The rest of a tensor's line."""
+    if stepped is None:
+        return []
+    line = [*map(_address, (stepped.plain, stepped.turned, stepped.maxima, stepped.expected))]
+    window = stepped.window
+    if window is None:
+        return line + [0] * (CAST_FIELDS - FIELDS - len(line))
+    how = window.window
+    (factor,) = struct.unpack("<i", struct.pack("<f", 2.0**how.margin))
+    counts = how.length - 1 if how.algorithm == "max" else 0
+    return [*line, _address(window.live), _address(window.history), counts, factor]
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.quantize.stepped import Stepped
 from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.moments import Encoded, Moment
 
@@ -46,6 +47,7 @@ class Task:
     native             what the compiled backend keeps with it
     backend            who computes it, for gradients of a kind
     asked              what the group said of the state's form, see `options.asked`
+    stepped            where a kernel that can leaves the cast of the new weight as well, or None
     """
 
     source: Tensor
@@ -64,6 +66,7 @@ class Task:
     native: Any = None
     backend: tuple[Any, Any] | None = None
     asked: tuple[Any, ...] = ()
+    stepped: Stepped | None = None
     step: Tensor
     address: int = field(init=False)
     elements: int = field(init=False)

@@ -16,6 +16,7 @@ from narrowgauge.description import describe
 from narrowgauge.fusing import fusions
 from narrowgauge.train.machine import device_words
 from narrowgauge.train.model import describe_model
+from narrowgauge.train.optimizer import words_of_casts
 from narrowgauge.train.trainer import Trainer
 
 
@@ -53,13 +54,15 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "data": known["data"],
         "tokens_per_step": known["tokens_per_step"],
         "steps": config.steps,
-        **of_layers(model),
+        **of_layers(trainer),
     }
 
 
-def of_layers(model: Any) -> dict[str, Any]:
+def of_layers(trainer: Trainer) -> dict[str, Any]:
     """Of the layers as they are now: what each samples, and who took the casts of fused modules, shows on the way."""
+    model = trainer.model
     return {
+        "weight_casts": words_of_casts(trainer.optimizer, trainer.no_casts),
         "fused": [str(fusion) for fusion in fusions(model)],
         "describe": [asdict(row) for row in describe(model)],
     }

@@ -121,9 +121,9 @@ def _train_and_log(
                 reason = trainer.train(show, stop)
             except NumericsError:
                 log.write("done", trainer.step, reason="nonfinite", exit_code=NumericsError.exit_code)
-                folder.write_run(known | facts.of_layers(trainer.model))
+                folder.write_run(known | facts.of_layers(trainer))
                 raise
-            folder.write_run(known | facts.of_layers(trainer.model))
+            folder.write_run(known | facts.of_layers(trainer))
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             if reason == "finished":

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures, state_bytes
+from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.size import StateBytes
 from narrowgauge.train.config import TrainConfig
 
@@ -30,6 +31,24 @@ def planned_bytes(config: TrainConfig, model: nn.Module, rung: Precision) -> Sta
     return state_bytes(
         _narrow(config, model, rung)
     )  # torch's AdamW keeps as many bytes, but only tells them after a step
+
+
+def cast_in_step(config: TrainConfig, optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
+    """Lets the optimizer's step cast the weights for the next forward pass where it can; why it is not asked to, a clause, or ''."""
+    if not isinstance(optimizer, NarrowOptimizer):
+        return f"{type(optimizer).__name__} of torch writes the weights alone"
+    if config.compile:
+        return "compiled code casts them in the loops that read them"
+    if config.cuda_graph:
+        return "CUDA graphs cast them"
+    optimizer.cast_weights(model)
+    return ""
+
+
+def words_of_casts(optimizer: torch.optim.Optimizer, reason: str) -> list[str]:
+    """What the step leaves of the weights' casts, and for how many layers it leaves nothing and why; reason: of `cast_in_step`."""
+    casting = optimizer.casting if isinstance(optimizer, NarrowOptimizer) else None
+    return [f"none: {reason}"] if casting is None else casting.summary()
 
 
 def _build(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:

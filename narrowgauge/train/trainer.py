@@ -47,7 +47,7 @@ from narrowgauge.train.machine import (
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build
 from narrowgauge.train.objective import Batch, Objective, count_targets, learning_rate, summed_loss
-from narrowgauge.train.optimizer import build_optimizer
+from narrowgauge.train.optimizer import build_optimizer, cast_in_step, words_of_casts
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.schedule import Schedule
 from narrowgauge.train.signals import StopRequest
@@ -83,6 +83,7 @@ class Trainer:
     generators: state.Generators = field(default_factory=state.generators)
     poisoned: dict[tuple[str, str], int] = field(default_factory=dict)
     graphs: GraphedStep | None = None
+    no_casts: str = ""  # why the optimizer's step is not asked to cast weights
 
     @classmethod
     def start(cls, config: TrainConfig, folder: RunFolder, task: Task, log: MetricsLog) -> Trainer:
@@ -116,6 +117,7 @@ class Trainer:
         trainer.graphs = graphed.graphed_step(
             config, model, trainer.optimizer, trainer.scaler, device, trainer._backward_of_graph
         )
+        trainer.no_casts = cast_in_step(config, trainer.optimizer, model)
         return trainer
 
     def _resume(self) -> None:
@@ -207,6 +209,9 @@ class Trainer:
         for setting, what in (("compile", "Compiled code"), ("cuda_graph", "What CUDA graphs replay")):
             if getattr(self.config, setting) and self.config.tensor_every:
                 show.say(f"{what} cannot be observed: no tensor statistics in this run.")
+        casts = words_of_casts(self.optimizer, self.no_casts)
+        if casts and self.device.type == "cuda":
+            show.say(f"Weights cast by the optimizer's step: {'; '.join(casts)}.")
         for fusion in fusions(self.model):
             if fusion.reason:
                 show.say(f"Not fused: {fusion}")

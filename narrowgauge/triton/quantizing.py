@@ -86,7 +86,7 @@ def one(
 def both(
     x: Tensor, cast: Cast, C: Settings, amax: Tensor | None, key: Tensor | None, turned_key: Tensor | None
 ) -> tuple[QTensor, QTensor]:
-    """x and x.T by the same cast. amax [1, 1] float32 or None."""
+    """x and x.T by the same cast. amax float32, a power of two of places whose largest it is, or None."""
     memory, is_turned = in_memory_order(x)
     plain = Output((x.shape[0], x.shape[1]), cast, x.device)
     turned = Output((x.shape[1], x.shape[0]), cast, x.device)
@@ -134,6 +134,33 @@ def both_delayed(x: Tensor, cast: Cast, C: Settings, live: Tensor, records: bool
     )  # fmt: skip
     turned.scale = plain.scale
     return plain.finished(), turned.finished(), used
+
+
+def stepped_delayed(
+    x: Tensor,
+    cast: Cast,
+    C: Settings,
+    codes: tuple[Tensor, Tensor],
+    maxima: Tensor,
+    expected: Tensor,
+    live: Tensor,
+    records: bool,
+) -> tuple[QTensor, QTensor, Tensor]:
+    """x, contiguous, and x.T from the codes that its optimizer step wrote, with the amax that was used [1, 1].
+
+    codes     of x and of x.T, in the type in which the format stores them; written anew where `expected` was wrong
+    maxima    int32 [PARTS], whose largest is x's amax; expected [1] float32
+    """
+    scale = torch.empty(1, 1, dtype=torch.float32, device=x.device)
+    used = torch.empty_like(scale)
+    outer, inner = x.shape
+    programs = -(-outer // TURN_ROWS) * -(-inner // TURN_COLUMNS)
+    launch(
+        turning.settle_stepped, programs, x, *(each.view(torch.uint8) for each in codes), maxima, expected, live, used, scale,
+        outer, inner, RECORDS=records, C=C, PARTS=maxima.numel(), ROWS=TURN_ROWS, COLUMNS=TURN_COLUMNS, warps=TURN_WARPS,
+    )  # fmt: skip
+    plain = QTensor(data=codes[0], scale=scale, cast=cast, inner=inner)
+    return plain, QTensor(data=codes[1], scale=scale, cast=cast, inner=outer), used
 
 
 def in_memory_order(x: Tensor) -> tuple[Tensor, bool]:

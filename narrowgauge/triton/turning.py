@@ -3,6 +3,7 @@
     maxima   the bits of the largest magnitude of each row and of each column of x, one read      (not for a scale per tensor)
     turn     casts with the scales of these, and writes the codes of x, of x.T, or of both
     turn_delayed, settle_both    the same by the tensor's scale of earlier steps, and its amax, from one read    (delayed scaling)
+    settle_stepped               the window's state, the scale; and the cast itself only where another wrote the codes by another scale
 
 A program takes ROWS x COLUMNS elements. The codes of x.T are transposed through shared memory, so both are written in long runs.
 With one scale per tensor, rounded to nearest, the codes of x.T are those of x, and are computed once.
@@ -198,4 +199,37 @@ def settle_both(
         column = across * COLUMNS + tl.arange(0, COLUMNS)
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+        _turn_both(values, codes, turned, scale, row, column, rows, columns, C, ROWS, COLUMNS)
+
+
+@triton.jit
+def settle_stepped(
+    x,
+    codes,
+    turned,
+    maxima_in,
+    expected,
+    live,
+    amax_out,
+    scale_out,
+    rows,
+    columns,
+    RECORDS: tl.constexpr,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """As settle_both, of codes that were written when the window's amax was still to come, by the expected[0].
+
+    If it is another now, or none, they are written anew. x [rows, columns], one row after the other.
+    """
+    scale, in_use = settled(maxima_in, live, amax_out, scale_out, tl.program_id(0) == 0, RECORDS, C, PARTS)
+    serves = (in_use > 0) & (in_use == tl.load(expected))
+    if not serves:
+        down, across = place_of_program(columns, COLUMNS)
+        row = down * ROWS + tl.arange(0, ROWS)
+        column = across * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        values = tl.load(x + row[:, None] * columns + column[None, :], mask=mask, other=0.0)
         _turn_both(values, codes, turned, scale, row, column, rows, columns, C, ROWS, COLUMNS)

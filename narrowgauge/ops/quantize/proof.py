@@ -13,7 +13,7 @@ Once per process, device, kernel, cast, type of x, and way of calling; then a di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -95,6 +95,18 @@ def check_both(run: Callable[..., Any], spec: Spec, device: torch.device, x: Ten
     """`quantize_both`."""
     keys = (KEY, TURNED_KEY) if spec.noise is not None else (None, None)
     plain, turned = run(x, spec.cast, *keys)
+    return compare_both(plain, turned, spec, device, x, keys)
+
+
+def compare_both(
+    plain: QTensor,
+    turned: QTensor,
+    spec: Spec,
+    device: torch.device,
+    x: Tensor,
+    keys: tuple[Key | None, ...] = (None, None),
+) -> str | None:
+    """What differs in the casts of x and of x.T by their own amax."""
     reason = _difference(plain, _truth(x, spec, None, keys[0]), device)
     return reason or _difference(turned, _truth(x.T, spec, None, keys[1]), device, " of x.T")
 
@@ -105,17 +117,33 @@ def check_delayed(run: Callable[..., Any], spec: Spec, device: torch.device, x: 
         live = torch.tensor([in_use, 0.5, 0.0])
         here = live.to(device, copy=True)
         *found, used = run(x, spec.cast, here, True)
-        amax = observe(live, reference.tile_amax(x.cpu(), (WHOLE, WHOLE)))
-        reason = verdicts.difference("amax", used, amax, device) or verdicts.difference("window", here, live, device)
-        for got, of in zip(found, (x, x.T), strict=False):
-            expected = _truth(of, spec, amax, None)
-            if poisoned:  # the codes under NaN are free
-                reason = reason or verdicts.difference("scale", got.scale, expected.scale, device)
-            else:
-                reason = reason or _difference(got, expected, device)
+        reason = compare_delayed(found, used, here, live, spec, device, x, poisoned)
         if reason is not None:
             return f"{reason}, in use {in_use}"
     return None
+
+
+def compare_delayed(
+    found: Sequence[QTensor],
+    used: Tensor,
+    here: Tensor,
+    live: Tensor,
+    spec: Spec,
+    device: torch.device,
+    x: Tensor,
+    poisoned: bool,
+) -> str | None:
+    """What differs in the casts of x and of x.T, in the amax that they used, and in the window `here`, which was `live` before."""
+    live = live.clone()
+    amax = observe(live, reference.tile_amax(x.cpu(), (WHOLE, WHOLE)))
+    reason = verdicts.difference("amax", used, amax, device) or verdicts.difference("window", here, live, device)
+    for got, of in zip(found, (x, x.T), strict=False):
+        expected = _truth(of, spec, amax, None)
+        if poisoned:  # the codes under NaN are free
+            reason = reason or verdicts.difference("scale", got.scale, expected.scale, device)
+        else:
+            reason = reason or _difference(got, expected, device)
+    return reason
 
 
 def _truth(x: Tensor, spec: Spec, amax: Tensor | None, key: Key | None) -> QTensor:

@@ -1,0 +1,60 @@
+"""Runs whose optimizer step leaves the casts of the weights: asked for by itself, told, and without a trace in the numbers (exact)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from narrowgauge import settings as layer_settings
+from narrowgauge.ops.mm import plan
+from narrowgauge.ops.registry import Choice
+from narrowgauge.optim import AdamW, casting
+from narrowgauge.train import loop
+from tests.optim.test_casting import WRITING
+from tests.train.tiny import losses, settings, write_text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text")
+
+
+def told(folder) -> list[str]:
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))["weight_casts"]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+def test_a_run_whose_step_casts_learns_what_one_without_does(text, tmp_path, monkeypatch, recipe):
+    """Micro-batches, evaluation on the way, a recipe that is switched; the definition in the kernels' place."""
+    monkeypatch.setattr(layer_settings, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    changes = {
+        "recipe": recipe, "micro_batches": 2, "states": "8bit", "steps": 6, "eval_every": 2, "switch": "layers.0.*=bf16@5:forward",
+    }  # fmt: skip
+    loop.run(settings(text, tmp_path / "without", **changes))
+
+    def writing(optimizer, task):
+        task.backend = None, Choice(WRITING, ())
+        return WRITING
+
+    monkeypatch.setattr(casting, "refuse_here", lambda weight, cast: "")
+    monkeypatch.setattr(AdamW, "_kernel", writing)
+    loop.run(settings(text, tmp_path / "with", **changes))
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    what = "codes in both orientations" if recipe == "fp8-delayed" else "amax"
+    assert told(tmp_path / "with") == ["its output takes the weight in 16 bits: 8 layers", f"{what}: 7 layers"]
+    assert told(tmp_path / "without")[1] == "needs a CUDA device, the tensor is on cpu: 7 layers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"recipe": "fp8-current"}, ["none: AdamW of torch writes the weights alone"]),
+        ({"recipe": "bf16", "states": "8bit"}, ["its output takes the weight in 16 bits: 15 layers"]),
+    ],
+    ids=str,
+)
+def test_a_run_says_what_the_step_casts_and_why_not(text, tmp_path, changes, words):
+    loop.run(settings(text, tmp_path / "run", steps=1, **changes))
+    assert told(tmp_path / "run") == words
