@@ -4,7 +4,7 @@ Sizes of the pieces, none of them measured yet on a GPU:
 
     flat      4 warps, 4,096 elements: 16-bit input arrives in loads of 16 bytes, four per thread
     rows      a whole row of up to 8,192 elements in 8 warps: 32 registers of values per thread
-    turning   64 x 128 in 8 warps: the runs of x.T are 64 bytes
+    turning   64 x 64 in 8 warps: the runs of x.T are 64 bytes; twice as wide, Triton 3.6 takes 228 registers, one program per processor
     blocks    a block of 128 in both directions and nothing more: 128 x 128 in 16 warps, 32 elements per thread
 """
 
@@ -30,7 +30,7 @@ PARTS = (
 )  # programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200
 DELAYED_PARTS = 64  # places that programs share for the maximum: few enough to read, enough not to queue
 LONGEST_BLOCK, ROW_BLOCK, ROW_WARPS = 8192, 4096, 8
-TURN_ROWS, TURN_COLUMNS, TURN_WARPS = 64, 128, 8
+TURN_ROWS, TURN_COLUMNS, TURN_WARPS = 64, 64, 8
 SIDE, SIDE_WARPS = 128, 16
 SMALL_SIDE, SMALL_SIDE_WARPS = 64, 8
 

@@ -75,6 +75,12 @@ def check(cast: str, way: str, sm: int) -> None:
         assert each.spills == 0, f"{each.name}: {each.usage}"
         assert not any(".NaN" in name for name in each.instructions()), "see narrowgauge/triton: maxima are integers"
         assert not any(name.startswith("div.full") or "approx" in name for name in each.instructions())
+        if each.name in (
+            "turn",
+            "turn_delayed",
+            "settle_both",
+        ):  # 8 warps each, and 65,536 registers in a multiprocessor
+            assert each.usage["REG"] <= 128, "two programs do not fit beside each other"
     for each in casting:
         conversions = {name for name in each.instructions() if "satfinite" in name}
         element = {E4M3: "e4m3", E5M2: "e5m2"}.get(CASTS[cast].format)
