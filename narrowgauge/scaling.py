@@ -156,5 +156,6 @@ E8M0_CEIL = ScaleRule("e8m0-ceil", _power_of_two_ceil, power_of_two=True)
 E8M0_FLOOR = ScaleRule("e8m0-floor", _power_of_two_floor, power_of_two=True)
 E4M3_TWO_LEVEL = ScaleRule("e4m3-two-level", _e4m3_relative, two_level=True)
 E4M3_TWO_LEVEL_CEIL = ScaleRule("e4m3-two-level-ceil", _e4m3_relative_ceil, two_level=True)
+RULES = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
 ALL: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from packaging.version import Version
 
+from narrowgauge import recipes
 from narrowgauge.errors import BackendError, OutOfMemoryError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
 from narrowgauge.ops.mm import native, native_block, native_mx, proof, reference
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Kernel, Registry
-from narrowgauge.recipe import WHOLE, Cast, Window
+from narrowgauge.recipe import GEMMS, WHOLE, Cast, Window
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
 from tests.ops import cublas
 
@@ -244,6 +245,26 @@ def test_a_proof_in_the_middle_of_a_compilation(run, wanted, empty_book):
 
     seen = torch.compile(choose, backend="eager", fullgraph=True)(torch.zeros(2))
     assert seen.tolist() == ([1, 1] if wanted == "fast" else [2, 2])
+    assert len(proof.VERDICTS) == 1
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_casts_go_to_an_older_tracer_as_words(recipe):
+    """torch before 2.13 hands no dataclass to what is constant while it traces; nothing that a GEMM sees is lost in words."""
+    for gemm in GEMMS:
+        for cast in (getattr(recipes.get(recipe), gemm).lhs, getattr(recipes.get(recipe), gemm).rhs):
+            if cast is not None:
+                assert proof._of_words(*proof._words(cast)) == proof._plain(cast)
+
+
+def test_what_words_cannot_name_is_refused_while_an_older_torch_traces(empty_book, monkeypatch):
+    own = replace(FP32, name="mine")
+    kernel = proof.proven(Kernel("good", lambda spec: None, reference.run))
+    here = Device("cpu", index=0)
+    monkeypatch.setattr(proof, "TAKES_DATACLASSES", False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert kernel.refuse(MmSpec(TENSOR, TENSOR, here)) is None and len(proof.VERDICTS) == 1
+    assert "cannot prove itself while torch" in kernel.refuse(MmSpec(replace(TENSOR, scale=own), TENSOR, here))
     assert len(proof.VERDICTS) == 1
 
 

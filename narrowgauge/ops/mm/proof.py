@@ -24,7 +24,6 @@ generator of their own, and nothing is recorded for autograd.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -32,7 +31,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import IntFormat
+from narrowgauge.formats import ALL, IntFormat
 from narrowgauge.ops import verdicts
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.quantize import dequantize
@@ -41,8 +40,10 @@ from narrowgauge.ops.registry import Kernel, constant_while_compiling
 from narrowgauge.ops.verdicts import Verdict
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import CURRENT, Cast
+from narrowgauge.scaling import RULES
 
 Run = Callable[..., Tensor]
+Words = tuple[str, tuple[int, int], str, float]
 
 # Whether torch.compile hands frozen dataclasses to functions whose results it takes as constants (`constant_while_compiling`).
 TAKES_DATACLASSES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -67,7 +68,7 @@ def proven(kernel: Kernel[MmSpec]) -> Kernel[MmSpec]:
         assert spec.lhs is not None and spec.rhs is not None
         where = (spec.device.type, spec.device.index)
         if torch.compiler.is_compiling() and not TAKES_DATACLASSES:
-            return _failure_of_traced(kernel.name, id(spec.lhs), id(spec.rhs), *where)
+            return _failure_of_traced(kernel.name, _words(spec.lhs), _words(spec.rhs), *where)
         return _failure(kernel.name, spec.lhs, spec.rhs, *where)
 
     return replace(kernel, refuse=refuse)
@@ -84,14 +85,28 @@ def _failure(name: str, lhs: Cast, rhs: Cast, device_type: str, index: int) -> s
 
 
 @constant_while_compiling
-def _failure_of_traced(name: str, lhs: int, rhs: int, device_type: str, index: int) -> str | None:
-    """As _failure, of casts that the tracer holds, by their addresses."""
-    casts = [ctypes.cast(address, ctypes.py_object).value for address in (lhs, rhs)]
-    if not all(
-        isinstance(cast, Cast) and hasattr(cast, "headroom") for cast in casts
-    ):  # made by the traced code itself
-        return f"it cannot be checked while torch {torch.__version__} traces a cast that is made in compiled code"
+def _failure_of_traced(name: str, lhs: Words, rhs: Words, device_type: str, index: int) -> str | None:
+    """As _failure, of casts by their words."""
+    casts = [_of_words(*each) for each in (lhs, rhs)]
+    if casts[0] is None or casts[1] is None:
+        return (
+            f"it cannot prove itself while torch {torch.__version__} traces, for formats and scale rules that are not narrowgauge's "
+            "own; torch 2.13 or eager mode can"
+        )
     return _failure(name, casts[0], casts[1], device_type, index)
+
+
+def _words(cast: Cast) -> Words:
+    """What of a cast a GEMM can see, without objects."""
+    return cast.format.name, cast.tile, cast.scale.name, cast.headroom
+
+
+def _of_words(format: str, tile: tuple[int, int], rule: str, headroom: float) -> Cast | None:
+    """The cast behind the words, as `_plain` has it; None where they name nothing of ours."""
+    known, rules = {each.name: each for each in ALL}, {each.name: each for each in RULES}
+    if format not in known or rule not in rules:
+        return None
+    return Cast(format=known[format], tile=tile, scale=rules[rule], headroom=headroom)
 
 
 def _plain(cast: Cast) -> Cast:
