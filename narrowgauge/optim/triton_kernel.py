@@ -14,7 +14,7 @@ The order of operations is that of `rules.update`, without contraction, with squ
 Where a Linear will multiply by the weight in 8 bits (F.casts), the program that has the new weight in registers also leaves, beside it,
 its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.stepped`. `foresee` runs before. For
 the codes of w.T a program takes T rows of one column of tiles in place of T tiles in a row: it writes T bytes next to each other, and
-the programs that follow it, down a band of BAND rows, complete the sectors while the second-level cache has them.
+the programs that follow it, down a band of BAND rows, complete the sector while the second-level cache has them.
 """
 
 import triton
@@ -53,7 +53,7 @@ LION = tl.constexpr(1)
 
 AMAX = tl.constexpr(1)
 CODES = tl.constexpr(2)
-BAND = tl.constexpr(64)  # rows: two sectors of w.T
+BAND = tl.constexpr(32)  # rows: a sector of w.T
 PARTS = tl.constexpr(64)  # places that programs share for the largest magnitude, see `ops.quantize.stepped`
 
 
