@@ -157,11 +157,12 @@ def _write_amax(seen, line, mask):
 @triton.jit
 def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.constexpr):
     """The codes of w and of w.T by the scale that the next step will use, if it is known."""
+    C: tl.constexpr = F.cast  # the bare attribute is no argument before Triton 3.9
     amax = tl.load(_pointer(tl.load(line + 17), tl.float32, False))
     if amax > 0:
-        scale = scale_of(amax.to(tl.int32, bitcast=True), F.cast)
-        y = divided(seen, divisor(scale, F.cast), F.cast)
-        codes = encode(y, y, F.cast)
+        scale = scale_of(amax.to(tl.int32, bitcast=True), C)
+        y = divided(seen, divisor(scale, C), C)
+        codes = encode(y, y, C)
         tl.store(_pointer(tl.load(line + 14), tl.uint8, F.aligned) + offset, codes, mask=mask)
         length = rows.to(tl.int64)
         if F.turns_aligned:
@@ -291,13 +292,14 @@ def _write_moment(
 def _own_tiles(first, per_row, total, F: tl.constexpr):
     """(tile, row int32 [T], column of tiles, which there are) of this program; `first` is the tensor's first program."""
     program = tl.program_id(0) - first
+    TILES: tl.constexpr = F.tiles  # within a shape too
     if F.casts == CODES:
         IN_BAND: tl.constexpr = BAND // F.tiles
         band = program // (IN_BAND * per_row)
         place = program - band * (IN_BAND * per_row)
         across = place // IN_BAND
         row = band * BAND + (place - across * IN_BAND) * F.tiles + tl.arange(0, F.tiles)
-        across = tl.zeros((F.tiles,), tl.int32) + across
+        across = tl.zeros((TILES,), tl.int32) + across
         tile = row * per_row + across
         inside = row < total // per_row
     else:
