@@ -86,11 +86,12 @@ def choose(task: Task, backend: str) -> Choice[Spec]:
     Where no kernel leaves the cast of the new weight, the task asks for none any more, and its `stepped` says why.
     """
     if task.stepped is not None:
-        found = KERNELS.choose(_spec(task))
-        if found.kernel.name == "triton" and backend in ("auto", "triton"):
-            return found
-        reasons = [why for name, why in found.refusals if name == "triton"]
-        task.stepped.refused = (reasons or [f'the optimizer was built with backend = "{backend}"'])[0]
+        triton = next(kernel for kernel in KERNELS.kernels if kernel.name == "triton")
+        asked = backend in ("auto", triton.name)
+        reason = triton.refuse(_spec(task)) if asked else f'the optimizer was built with backend = "{backend}"'
+        if reason is None:
+            return Choice(triton, ())
+        task.stepped.give_up(reason)
         task.stepped = task.native = None
     choice = _choice(_spec(task), backend)
     if backend == "auto" and choice.kernel.name == "torch":

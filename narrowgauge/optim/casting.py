@@ -60,6 +60,8 @@ class _Link:
             self.reason = "its weight is another parameter now, or computed from one"
         elif type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             self.reason = f"its weight is a {type(parameter).__name__}, whose memory may be elsewhere"
+        elif parameter.is_meta:
+            self.reason = "its weight has no memory yet"
         elif not parameter.is_contiguous() or parameter.numel() == 0:
             self.reason = "its weight is not contiguous" if parameter.numel() else "its weight is empty"
         else:

@@ -7,7 +7,7 @@ Three steps from the same weights and gradients, over nine decades, with a row o
 NaN; then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
 square root or a quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
 
-Where the step leaves the weight's cast as well, its largest magnitude and codes are compared after every step, of 67 (80) rows and of 9
+Where the step leaves the weight's cast as well, its largest magnitude and codes are compared after every step, of 35 (48) rows and of 9
 (16): more than a band of programs, and less than a program. The codes under a scale that a NaN will make NaN are compared too.
 
 Once per process, device, and form of a tensor's step (`triton_step.Form`): about ten milliseconds of a processor, the compilation that the
@@ -95,7 +95,7 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
 def _tasks(kind: Kind, device: torch.device) -> list[Task]:
     generator = torch.Generator().manual_seed(SEED)
     odd = 0 if kind.aligned else 5
-    heights = (5, 3) if kind.cast is None else (80, 16) if kind.turns_aligned else (67, 9)
+    heights = (5, 3) if kind.cast is None else (48, 16) if kind.turns_aligned else (35, 9)
     tasks = []
     for number, (rows, columns) in enumerate(zip(heights, (2 * kind.tile + 48 + odd, kind.tile + odd), strict=True)):
         weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight)

@@ -14,7 +14,7 @@ The order of operations is that of `rules.update`, without contraction, with squ
 Where a Linear will multiply by the weight in 8 bits (F.casts), the program that has the new weight in registers also leaves, beside it,
 its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.stepped`. `foresee` runs before. For
 the codes of w.T a program takes T rows of one column of tiles in place of T tiles in a row: it writes T bytes next to each other, and
-the programs that follow it, down a band of BAND rows, complete the sectors while the second-level cache has them.
+the programs that follow it, down a band of BAND rows, complete the sector while the second-level cache has them.
 """
 
 import triton
@@ -53,7 +53,7 @@ LION = tl.constexpr(1)
 
 AMAX = tl.constexpr(1)
 CODES = tl.constexpr(2)
-BAND = tl.constexpr(64)  # rows: two sectors of w.T
+BAND = tl.constexpr(32)  # rows: a sector of w.T
 PARTS = tl.constexpr(64)  # places that programs share for the largest magnitude, see `ops.quantize.stepped`
 
 
@@ -157,11 +157,12 @@ def _write_amax(seen, line, mask):
 @triton.jit
 def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.constexpr):
     """The codes of w and of w.T by the scale that the next step will use, if it is known."""
+    C: tl.constexpr = F.cast  # the bare attribute is no argument before Triton 3.9
     amax = tl.load(_pointer(tl.load(line + 17), tl.float32, False))
     if amax > 0:
-        scale = scale_of(amax.to(tl.int32, bitcast=True), F.cast)
-        y = divided(seen, divisor(scale, F.cast), F.cast)
-        codes = encode(y, y, F.cast)
+        scale = scale_of(amax.to(tl.int32, bitcast=True), C)
+        y = divided(seen, divisor(scale, C), C)
+        codes = encode(y, y, C)
         tl.store(_pointer(tl.load(line + 14), tl.uint8, F.aligned) + offset, codes, mask=mask)
         length = rows.to(tl.int64)
         if F.turns_aligned:
@@ -293,13 +294,14 @@ def _write_moment(
 def _own_tiles(first, per_row, total, F: tl.constexpr):
     """(tile, row int32 [T], column of tiles, which there are) of this program; `first` is the tensor's first program."""
     program = tl.program_id(0) - first
+    TILES: tl.constexpr = F.tiles  # within a shape too
     if F.casts == CODES:
         IN_BAND: tl.constexpr = BAND // F.tiles
         band = program // (IN_BAND * per_row)
         place = program - band * (IN_BAND * per_row)
         across = place // IN_BAND
         row = band * BAND + (place - across * IN_BAND) * F.tiles + tl.arange(0, F.tiles)
-        across = tl.zeros((F.tiles,), tl.int32) + across
+        across = tl.zeros((TILES,), tl.int32) + across
         tile = row * per_row + across
         inside = row < total // per_row
     else:

@@ -41,7 +41,7 @@ ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 by
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FIELDS, CAST_FIELDS = 14, 22  # of a line of a Batch's table
 NOTHING, AMAX, CODES = range(3)  # what is left of the weight's cast
-BAND = 64  # rows that programs of CODES take together, see the kernel
+BAND = 32  # rows that programs of CODES take together, see the kernel
 HISTORY_BLOCK, HISTORY_WARPS = 1024, 4  # of `foresee`
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge import graphs, products, settings
@@ -21,7 +22,7 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.quantize import stepped
 from narrowgauge.ops.registry import Choice, Kernel
-from narrowgauge.optim import AdamW, casting
+from narrowgauge.optim import AdamW, casting, in_backward
 from narrowgauge.optim.update import step_in_torch
 from narrowgauge.recipe import Cast, Window
 from tests.compare import assert_same
@@ -251,6 +252,33 @@ def test_a_step_that_is_left_out_leaves_nothing_to_take(codes):
     assert both("fp8-delayed", story).taken == 2
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_in_backward_leaves_casts_too(codes, recipe):
+    """Each weight is written as soon as its gradient is whole, while the layers before it are still to be passed."""
+
+    def story(run: Run) -> None:
+        in_backward(run.optimizer)
+        for _ in range(3):
+            run.forward().square().mean().backward()
+            ng.advance(run.model)
+
+    assert both(recipe, story).taken == 4
+
+
+def test_checkpointed_layers_take_them_once(codes):
+    def story(run: Run) -> None:
+        for _ in range(3):
+            x = torch.randn(6, 32, generator=run.batches)
+            y = checkpoint(run.model, x, use_reentrant=False)
+            run.outputs.append(y.detach())
+            y.square().mean().backward()
+            run.optimizer.step()
+            ng.advance(run.model)
+            run.optimizer.zero_grad()
+
+    assert both("fp8-delayed", story).taken == 4
+
+
 def test_copies_take_nothing_of_the_original(codes):
     run, alone = Run("fp8-delayed", casts=True), Run("fp8-delayed", casts=False)
     for each in (run, alone):
@@ -315,8 +343,10 @@ def test_where_no_kernel_does_it_the_optimizer_says_so():
     assert "multiplies decoded values" in optimizer.cast_weights(model)["0"]
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_step_by_another_kernel_leaves_nothing_and_says_so(codes, backend):
+@pytest.mark.parametrize(
+    ("backend", "words"), [("auto", "needs a CUDA device"), ("torch", 'the optimizer was built with backend = "torch"')]
+)
+def test_a_step_by_another_kernel_leaves_nothing_and_says_so(codes, backend, words):
     model = ng.convert(nn.Sequential(nn.Linear(32, 48)), "fp8-delayed")
     optimizer = AdamW(model.parameters(), backend=backend)
     casts = optimizer.cast_weights(model)
@@ -326,7 +356,15 @@ def test_a_step_by_another_kernel_leaves_nothing_and_says_so(codes, backend):
         model(torch.ones(4, 32)).sum().backward()
         optimizer.step()
         ng.advance(model)
-    assert casts.served == 0 and "needs a CUDA device" in casts["0"]
+    assert casts.served == 0 and casts["0"].startswith(words)
+
+
+def test_a_weight_that_is_not_contiguous_is_refused_in_words(codes):
+    model = ng.convert(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), "fp8-delayed")
+    model[0].weight.data = model[0].weight.data.T.contiguous().T
+    casts = AdamW(model.parameters()).cast_weights(model)
+    assert casts["0"] == "its weight is not contiguous" and casts["1"].startswith("codes in both orientations")
+    assert str(casts) == f"0: {casts['0']}\n1: {casts['1']}" and len(casts) == 2
 
 
 def test_graphs_cast_for_themselves(codes):

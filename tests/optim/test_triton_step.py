@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import narrowgauge as ng
 from narrowgauge import triton
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import SGD, AdamW, Lion, state_bytes
@@ -93,6 +94,41 @@ def test_a_step_waits_for_nothing_and_takes_few_launches(gpu, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
     assert len(launches) == 3
     assert {row.backend for row in state_bytes(optimizer).rows} == {"triton"}
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "stochastic")], ids=str)
+def test_weights_cast_by_the_step_change_no_number(gpu, recipe, dtype, master):
+    """Sizes with short bands and tiles; outputs, weights, states and windows of four steps, and nothing waits in the last."""
+    found = []
+    for casts in (True, False):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(288, 560), nn.GELU(), nn.Linear(560, 272)).to(gpu, dtype)
+        model = ng.convert(model, recipe)
+        optimizer = AdamW(model.parameters(), states="8bit", master=master, lr=1e-2)
+        if casts:
+            told = optimizer.cast_weights(model)
+            if not told.served:
+                pytest.skip(told["0"])
+        ng.advance(model)
+        batches = [torch.randn(64, 288, device=gpu, dtype=dtype) for _ in range(4)]
+        outputs = []
+        for number, x in enumerate(batches):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if number == 3 else "default")
+            try:
+                y = model(x)
+                y.float().square().mean().backward()
+                optimizer.step()
+                ng.advance(model)
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            outputs.append(y.detach())
+        if casts:
+            assert all("taken after 3 of 4 steps" in words for words in told.values()), str(told)
+        found.append((outputs, dict(model.state_dict()), optimizer.state_dict()["state"]))
+    assert_same(*found)
 
 
 def test_a_replayed_step_is_the_step(gpu):

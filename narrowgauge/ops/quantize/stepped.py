@@ -86,6 +86,10 @@ class Stepped:
         self.left += self._written
         self._written = False
 
+    def give_up(self, reason: str) -> None:
+        """The step cannot leave anything here; the memory for it is given back."""
+        self.refused, self.plain, self.turned, self._weight = reason, None, None, None
+
     def forget(self) -> None:
         """Nothing is taken before the next step."""
         self._weight = None
