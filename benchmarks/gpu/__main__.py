@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench
 
 # Question -> seconds that it may begin new comparisons in; together with the floor and imports under nine minutes.
 BUDGETS_S = {
-    "casts": 25, "adamw": 35, "layer": 80, "step": 130, "largest": 60, "graphs": 25, "integers": 45, "growth": 25, "sweep": 55,
+    "casts": 20, "adamw": 30, "layer": 70, "step": 125, "largest": 55, "graphs": 35, "integers": 40, "growth": 25, "sweep": 50,
 }  # fmt: skip
 
 

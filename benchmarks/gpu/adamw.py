@@ -1,7 +1,8 @@
 """Does AdamW on narrow states run at the speed of memory, and beside its peers? 2**27 weights in matrices of a Transformer.
 
 Counted are the bytes that no kernel can avoid: weight and gradient read, weight and master written, both states read and written.
-More than a GiB per step, which no cache holds; the host's part of a step is in the time.
+More than a GiB per step, which no cache holds; the host's part of a step is in the time. "+ cast": the step, and both orientations of the
+weights' FP8 casts after it, made by a kernel of their own or ("in one") left by that of the step; counted are 2 bytes more in either case.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def main(bench: Bench) -> None:
     contenders = _contenders(bench)
     builds = {name: _build(bench, each, matrices, rows, columns) for name, each in contenders.items()}
     work = {name: (count * each.moved, "copy") for name, each in contenders.items()}
+    for recipe in ("fp8-delayed", "fp8-current"):
+        for together in (False, True) if bench.device.type == "cuda" else (False,):
+            name = f"8bit-stochastic + {recipe} cast{', in one' if together else ''}"
+            builds[name] = _build_with_casts(bench, recipe, together, matrices, rows, columns)
+            work[name] = (count * (contenders["narrowgauge-8bit-stochastic"].moved + 2.0), "copy")
     bench.compare("adamw", builds, BASELINE, work=work, facts={"parameters": count, "mode": "eager"})
 
 
@@ -91,5 +97,31 @@ def _build(bench: Bench, contender: Contender, matrices: int, rows: int, columns
         for weight in weights:
             weight.grad = torch.randn_like(weight)
         return contender.make(weights).step
+
+    return build
+
+
+def _build_with_casts(bench: Bench, recipe: str, together: bool, matrices: int, rows: int, columns: int) -> Any:
+    def build() -> Any:
+        layers = [
+            torch.nn.Linear(columns, rows, bias=False, device=bench.device, dtype=torch.bfloat16)
+            for _ in range(matrices)
+        ]
+        model = ng.convert(torch.nn.Sequential(*layers), recipe)
+        optimizer = _ours(bench, "8bit", "stochastic")(model.parameters())
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        if together:
+            left = optimizer.cast_weights(model)
+            if left.served < matrices:
+                raise RuntimeError(f"the step leaves nothing: {'; '.join(left.summary())}")
+
+        def step() -> None:
+            optimizer.step()
+            ng.advance(model)
+            for layer in model:
+                layer.cast_weight()
+
+        return step
 
     return build

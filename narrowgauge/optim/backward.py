@@ -7,6 +7,7 @@ the whole gradient. Loss scaling by a GradScaler, which looks at all gradients b
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -53,8 +54,9 @@ def in_backward(
 
     clip_parameter_norm  scales each parameter's own gradient down to this 2-norm; not the same as clip_norm
     Raises ConfigError for what needs all gradients at once. Schedulers work as ever: they change lr between the passes.
-    A second backward pass is a second step. A group that add_param_group brings later steps in backward too. A parameter that does
-    not require a gradient when it comes is left to `optimizer.step()`.
+    A second backward pass is a second step. Keep the optimizer, or what is returned, as long as the model trains: the model does not
+    hold it, and backward raises ConfigError once it is gone. A group that add_param_group brings later steps in backward too. A
+    parameter that does not require a gradient when it comes is left to `optimizer.step()`.
     """
     if not isinstance(optimizer, NarrowOptimizer):
         raise ConfigError(
@@ -86,8 +88,18 @@ def in_backward(
 
 
 def _stepping(optimizer: NarrowOptimizer, place: int, number: int, clip: float | None) -> Callable[[Tensor], None]:
+    # A tensor's hooks lie where Python's collector does not see them: holding the optimizer, which holds the tensor, they would keep
+    # weights and states for ever.
+    reference = weakref.ref(optimizer)
+
     @torch.no_grad()
     def hook(parameter: Tensor) -> None:
+        optimizer = reference()
+        if optimizer is None:
+            raise ConfigError(
+                f"in_backward: the optimizer that steps this parameter of {list(parameter.shape)} is gone, nothing held it. Keep it, or "
+                "what in_backward returned, for as long as the model trains."
+            )
         if clip is not None:
             torch.nn.utils.clip_grad_norm_([parameter], clip)
         group = optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones

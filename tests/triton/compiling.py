@@ -22,6 +22,10 @@ triton = pytest.importorskip("triton", reason="triton is not installed: its kern
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+BEFORE_39 = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (
+    3,
+    9,
+)  # spills a few bytes where sizes are odd
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {80: (8, 0), 89: (8, 9), 90: (9, 0), 100: (10, 0)}  # sm -> compute capability
 

@@ -5,16 +5,13 @@ The quick cases are one per kernel and kind of number on sm_90; the whole matrix
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import pytest
 import torch
-from packaging.version import Version
 
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
-from tests.triton.compiling import TARGETS, Compiled, compiled
+from tests.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
 
 from narrowgauge.triton import has_conversions, quantizing, rotating  # isort: skip
 from narrowgauge.triton.settings import settings  # isort: skip
@@ -106,8 +103,7 @@ def test_all_kernels_compile_without_spills(cast, way, sm):
 @pytest.mark.parametrize("cast", ["tensor", "row", "vector", "mx"])
 @pytest.mark.parametrize("columns", [4096, 16384, 4097])
 def test_other_inputs_compile_without_spills(cast, columns, dtype):
-    old = Version(metadata.version("triton")) < Version("3.9")
-    allowed = 32 if old and (cast, columns, dtype) == ("vector", 4097, torch.float32) else 0  # bytes of a thread
+    allowed = 32 if BEFORE_39 and (cast, columns, dtype) == ("vector", 4097, torch.float32) else 0  # bytes of a thread
     for each in kernels(cast, "one", 90, columns, dtype):
         assert each.spills <= allowed, f"{each.name}: {each.usage}"
 
