@@ -36,6 +36,7 @@ from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.settings import Plans, Settings
 from narrowgauge.sharing import Handed
 from narrowgauge.tiles import WHOLE
+from narrowgauge.traced import handed_out
 
 
 def cast_ahead(x: Tensor, live: Tensor | None, settings: Settings, keeps: bool) -> Handed:
@@ -122,7 +123,7 @@ class Products(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gy_live = gy_live  # an attribute: saved tensors may not change before backward, and this one does
         ctx.save_for_backward(weight, x_amax, w_amax, *kept)
-        return y
+        return handed_out(y)
 
     @staticmethod
     @first_order_only("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")

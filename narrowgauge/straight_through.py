@@ -43,6 +43,7 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
 from narrowgauge.settings import Plans, Settings
 from narrowgauge.tiles import WHOLE
+from narrowgauge.traced import handed_out
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class StraightThrough(torch.autograd.Function):
             kept = (coded.packed, coded.scale, coded.bits, coded.residual, coded.rows)
         original = x if ctx.needs_d_w and (not reads or coded is None) else None
         ctx.save_for_backward(weight, w_scale, turn.signs, original, *kept)
-        return y
+        return handed_out(y)
 
     @staticmethod
     @first_order_only("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")

@@ -29,6 +29,7 @@ from torch import Tensor
 from narrowgauge.errors import ConfigError, DataError, ShapeError
 from narrowgauge.first_order import first_order_only
 from narrowgauge.ops.registry import device_facts
+from narrowgauge.traced import handed_out
 
 IGNORED = -100
 # Of a chunk's logits in float32. The CPU's is measured: below 8 MiB the many small products cost more than the cache gives
@@ -130,7 +131,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             lhs = settings.operand(hidden[rows])
             logits = _logits(lhs, rhs, bias, settings, wide)
             chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], settings, any(needs))
-            loss = loss + chunk_loss  # += here gives zero for the gradient of the loss in code compiled by torch 2.11
+            loss += chunk_loss
             if grad is None:
                 continue
             if grad_bias is not None:
@@ -142,7 +143,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _add_product(grad_weight, grad, lhs)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return loss
+        return handed_out(loss)
 
     @staticmethod
     @first_order_only("chunked_cross_entropy", "Use torch.nn.functional.cross_entropy for them.")

@@ -99,6 +99,7 @@ def test_marked_ranges_and_the_host_are_not_kernels():
     assert on_device(events) == [(10 * US, 30 * US)] and on_device(None) == []
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11; there are none
 def test_events_of_the_profiler_have_what_is_read():
     """The names, with events of the host; a GPU's are of the same class."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
