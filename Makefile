@@ -18,7 +18,7 @@ CONSTRAINTS ?= constraints.txt
 OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 OLDEST_TORCH := 2.11.0
-# What torch 2.11 comes with; its interpreter needs NumPy below 2.4.
+# What torch 2.11 comes with; its interpreter needs NumPy below 2.4, and torch 2.11 setuptools below 82.
 OLDEST_TRITON := 3.6.0
 
 BIN := $(VENV)/bin
@@ -40,7 +40,7 @@ test: $(INSTALLED) ## the test suite in WORKERS processes (2); tests that need a
 
 oldest: ## the suite with the oldest torch and Triton that are supported, in .venv-oldest; gigabytes, PyPI's torch is the CUDA build
 	mkdir -p .venv-oldest
-	sed -e 's/^torch==.*/torch==$(OLDEST_TORCH)/' -e 's/^numpy==.*/numpy<2.4/' constraints.txt > .venv-oldest/constraints.txt
+	sed -e 's/^torch==.*/torch==$(OLDEST_TORCH)/' -e 's/^numpy==.*/numpy<2.4/' -e 's/^setuptools==.*/setuptools<82/' constraints.txt > .venv-oldest/constraints.txt
 	echo 'triton==$(OLDEST_TRITON)' >> .venv-oldest/constraints.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
@@ -49,3 +52,15 @@ def as_nobody() -> Iterator[None]:
         yield
     finally:
         os.seteuid(before)
+
+
+def interpreted(module: str) -> dict[str, str]:
+    """Name of a case -> what differs, of a module that prints an object for each case.
+
+    A process of its own, for Triton's interpreter is chosen when a kernel is defined.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        lines = run_ok([PYTHON, "-W", "ignore", "-m", module], timeout_s=280).stdout.splitlines()
+    return {each["case"]: each["words"] for each in map(json.loads, lines)}

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from narrowgauge import triton
 from tests.processes import PYTHON, ROOT, run_ok
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -104,3 +105,13 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path):
     on_disk = {path.relative_to(copy).as_posix() for path in (copy / "narrowgauge").rglob("*") if path.is_file()}
     assert inside == on_disk
     assert "narrowgauge/py.typed" in inside
+
+
+def test_the_oldest_versions_are_those_that_are_asked_for():
+    """`make oldest` tries what pyproject.toml promises, and what kernels refuse below."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    oldest = dict(re.findall(r"^OLDEST_(TORCH|TRITON) := (\d+\.\d+)\.\d+$", makefile, re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    asked = {name.upper(): re.search(rf'"{name}>=(\d+\.\d+)', project)[1] for name in ("torch", "triton")}
+    assert oldest == asked
+    assert ".".join(map(str, triton.OLDEST)) == oldest["TRITON"]

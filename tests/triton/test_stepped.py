@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.processes import PYTHON, run_ok
+from tests.processes import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are neither compiled nor run here")
 
@@ -25,12 +23,7 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    """Name of a case -> what differs. One process, for the interpreter is chosen when a kernel is defined."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        lines = run_ok([PYTHON, "-W", "ignore", "-m", "tests.triton.stepped"], timeout_s=280).stdout.splitlines()
-    return {each["case"]: each["words"] for each in map(json.loads, lines)}
+    return interpreted("tests.triton.stepped")
 
 
 @pytest.mark.parametrize("kind", KINDS)
