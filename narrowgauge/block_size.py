@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.hadamard import draw_signs, rotate
 from narrowgauge.ops.mm import mm
 from narrowgauge.ops.quantize import calibrated_amax, quantize
-from narrowgauge.ops.rotate import draw_signs, rotate
-from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Cast, Gemm, Hadamard
 
 LARGEST_POWER = 7

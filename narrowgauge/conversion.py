@@ -25,17 +25,17 @@ from torch import nn
 from narrowgauge import recipes
 from narrowgauge.auto import Decision
 from narrowgauge.auto.layers import decisions
-from narrowgauge.blocks import Block, blocks
-from narrowgauge.delayed import AmaxWindow, roll
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.fusing import fuse as fuse_producers
-from narrowgauge.fusing import unfuse
-from narrowgauge.learned import decide, warn_of_untrained
-from narrowgauge.ops.mm.native import ALIGNMENT
+from narrowgauge.fuse import fuse as fuse_producers
+from narrowgauge.fuse import unfuse
+from narrowgauge.model_blocks import Block, blocks
+from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.learned_step import decide, warn_of_untrained
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.mm.cublas import ALIGNMENT
+from narrowgauge.ops.quantize.amax_state import AmaxWindow, roll
 from narrowgauge.patterns import matches
-from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Recipe
-from narrowgauge.sharing import SharedInputs
 
 # Last part of a layer's name -> why it is kept in its own precision.
 KEPT: dict[str, str] = {

@@ -14,11 +14,11 @@ from torch import nn
 
 from narrowgauge import readings
 from narrowgauge.conversion import output_head, reason_to_keep
-from narrowgauge.fusing import Fusion, fusions
+from narrowgauge.fuse import Fusion, fusions
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.mm.native import ALIGNMENT
-from narrowgauge.ops.rotate import rotated_length
-from narrowgauge.qlinear import QLinear
+from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
 from narrowgauge.unconverted import other_weights
 

@@ -8,8 +8,8 @@ import torch
 import narrowgauge as ng
 from narrowgauge.block_size import add_errors, calibrate_blocks
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops.hadamard import rotate
 from narrowgauge.ops.quantize import dequantize, quantize
-from narrowgauge.ops.rotate import rotate
 from narrowgauge.recipe import Hadamard
 from tests.compare import assert_same
 

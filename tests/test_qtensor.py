@@ -10,7 +10,7 @@ import torch
 from narrowgauge import formats
 from narrowgauge.errors import ShapeError
 from narrowgauge.formats import E2M1, E4M3, E8M0, INT4, INT8, NF4
-from narrowgauge.ops import dequantize, quantize
+from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
 from narrowgauge.tiles import scale_shape

@@ -9,7 +9,7 @@ from torch import nn
 from narrowgauge.auto import CANDIDATES, Decision, decide
 from narrowgauge.auto.measure import Problem
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.qlinear import QLinear
+from narrowgauge.nn.linear import QLinear
 
 
 def decisions(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import recipes
-from narrowgauge.qlinear import QLinear
+from narrowgauge.nn.linear import QLinear
 
 ROUNDS = 5
 SLICE_S = 0.02  # of one candidate in one round

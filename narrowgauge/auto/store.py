@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.compiled import cache_folder
+from narrowgauge.ops.cpp.build import cache_folder
 
 FORMAT = 1
 

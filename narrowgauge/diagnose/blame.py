@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.qlinear import Observer, QLinear
+from narrowgauge.nn.linear import Observer, QLinear
 from narrowgauge.qtensor import QTensor
 
 WORDS = {"x": "the input x", "w": "the weight w", "gy": "the gradient gy of its output"}

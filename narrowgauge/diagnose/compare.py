@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.diagnose.words import PERCENT, count, decimals, loss_value, plural, signed
+from narrowgauge.diagnose.format_text import PERCENT, count, decimals, loss_value, plural, signed
 
 MINIMUM_BLOCKS = 4
 MINIMUM_VALUES = 16  # blocks of 1, 2 and 4; below, no band is given

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import BackendError
-from narrowgauge.ops import verdicts
+from narrowgauge.ops import selfcheck
 from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts
-from narrowgauge.optim import native
-from narrowgauge.optim.proof import Kind, compare
-from narrowgauge.optim.update import Task, step_in_torch
-from narrowgauge.triton import refuse as refuse_triton
+from narrowgauge.ops.triton import refuse as refuse_triton
+from narrowgauge.optim.cpp import binding
+from narrowgauge.optim.selfcheck import Kind, compare
+from narrowgauge.optim.step import Task, step_in_torch
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def _refuse_triton(spec: Spec) -> str | None:
     if reason is not None or spec.kind is None or spec.device.index is None:
         return reason
     kind = spec.kind
-    return verdicts.once(
+    return selfcheck.once(
         "optim", "triton", kind, spec.device.type, spec.device.index,
         lambda device: compare(lambda tasks: _step_by_triton(tasks, {}), kind, device),
     )  # fmt: skip
@@ -59,13 +59,13 @@ def _refuse_subclass(spec: Spec) -> str | None:
 def _refuse_native(spec: Spec) -> str | None:
     if spec.device.type != "cpu":
         return f"computes on the CPU, the tensor is on {spec.device.type}"
-    return _refuse_subclass(spec) or native.refuse() or None
+    return _refuse_subclass(spec) or binding.refuse() or None
 
 
 def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
-    from narrowgauge.optim import triton_step
+    from narrowgauge.optim.triton import launch
 
-    triton_step.step(tasks, kept)
+    launch.step(tasks, kept)
 
 
 def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
@@ -75,7 +75,7 @@ def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
 
 KERNELS: Registry[Spec] = Registry("optim")
 KERNELS.register(Kernel("triton", _refuse_triton, _step_by_triton))
-KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: native.step(tasks)))
+KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: binding.step(tasks)))
 KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch))
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
@@ -113,7 +113,7 @@ def _spec(task: Task) -> Spec:
     subclass = kind.__name__ if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ else ""
     if facts.type != "cuda" or subclass:
         return Spec(facts, subclass)
-    from narrowgauge.optim.triton_step import kind_of
+    from narrowgauge.optim.triton.launch import kind_of
 
     return Spec(facts, subclass, kind_of(task))
 

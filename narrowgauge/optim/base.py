@@ -27,11 +27,11 @@ from torch._compile import _disable_dynamo
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, options, rules
-from narrowgauge.optim.casting import WeightCasts
-from narrowgauge.optim.groups import groups
+from narrowgauge.optim.cuda_graph import ReplayedStep
 from narrowgauge.optim.moments import Moment, States
-from narrowgauge.optim.replay import ReplayedStep
-from narrowgauge.optim.update import Kept, Task, allocate
+from narrowgauge.optim.param_groups import groups
+from narrowgauge.optim.precast_weights import WeightCasts
+from narrowgauge.optim.step import Kept, Task, allocate
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

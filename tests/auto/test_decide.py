@@ -202,11 +202,11 @@ def test_every_candidate_runs_forward_and_backward(monkeypatch):
 
 def test_the_weight_is_quantized_in_every_step(monkeypatch):
     """As after an optimizer step: a cast kept from the step before would flatter."""
-    from narrowgauge import products
+    from narrowgauge.nn import operands
 
     calls = []
-    real = products.quantize
-    monkeypatch.setattr(products, "quantize", lambda x, *a, **k: calls.append(tuple(x.shape)) or real(x, *a, **k))
+    real = operands.quantize
+    monkeypatch.setattr(operands, "quantize", lambda x, *a, **k: calls.append(tuple(x.shape)) or real(x, *a, **k))
     problem = measure.Problem(tokens=32, inputs=48, outputs=64, dtype=torch.bfloat16)
     sets = [measure._inputs(problem, CPU)]
     run = measure.step(problem, "fp8-current", sets, CPU)

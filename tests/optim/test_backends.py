@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge import triton
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops import verdicts
+from narrowgauge.ops import selfcheck, triton
 from narrowgauge.ops.registry import Device
-from narrowgauge.optim import SGD, AdamW, backends, native, proof, state_bytes
+from narrowgauge.optim import SGD, AdamW, backends, state_bytes
+from narrowgauge.optim import selfcheck as proof
+from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.optim.update import step_in_torch
+from narrowgauge.optim.step import step_in_torch
 
 CPU = torch.device("cpu")
 
@@ -62,7 +63,7 @@ def test_without_triton_a_gpu_says_what_is_missing(monkeypatch):
 def test_a_cpu_is_stepped_by_the_compiled_kernel_or_says_why():
     parameter = nn.Parameter(torch.randn(64, 128))
     optimizer = AdamW([parameter], states="8bit")
-    expected = f"torch ({native.refuse()})" if native.refuse() else "native"
+    expected = f"torch ({binding.refuse()})" if binding.refuse() else "native"
     assert optimizer.computed_by(parameter) == expected
     assert [row.backend for row in state_bytes(optimizer).rows] == [expected]
     assert expected.splitlines()[0] in str(state_bytes(optimizer))
@@ -188,7 +189,7 @@ def test_wrong_kernels_are_found(run, words):
 
 def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
     """On the device that it was tried on, once; the others go on."""
-    monkeypatch.setattr(verdicts, "BOOK", {})
+    monkeypatch.setattr(selfcheck, "BOOK", {})
     monkeypatch.setattr(triton, "refuse", lambda *device: None)
     monkeypatch.setattr(backends, "refuse_triton", lambda *device: None)
     runs = []

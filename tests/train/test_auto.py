@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge import triton
 from narrowgauge.auto import Decision, layers
 from narrowgauge.cli import main
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.ops import triton
 from narrowgauge.ops.registry import Device
 from narrowgauge.optim import backends
-from narrowgauge.train import loop, machine
-from narrowgauge.train.config import replace
+from narrowgauge.train import device as machine
+from narrowgauge.train import loop
+from narrowgauge.train.config.settings import replace
 from tests.train import tiny
 
 

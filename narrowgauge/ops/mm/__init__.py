@@ -22,21 +22,21 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import compiled_kernel, native, native_block, native_mx, reference, triton_kernel
-from narrowgauge.ops.mm.proof import proven
+from narrowgauge.ops.mm import cpp, cublas, cublas_block, cublas_mx, definition, triton
+from narrowgauge.ops.mm.selfcheck import proven
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
 
 KERNELS: Registry[MmSpec] = Registry("mm")
-KERNELS.register(proven(Kernel("native", native.refuse_scaled, native.run_scaled)))
-KERNELS.register(proven(Kernel("native-block", native_block.refuse, native_block.run)))
-KERNELS.register(proven(Kernel("native-mx", native_mx.refuse, native_mx.run)))
-KERNELS.register(proven(Kernel("native-int8", native.refuse_int8, native.run_int8)))
-KERNELS.register(Kernel("native-cpp", compiled_kernel.refuse, compiled_kernel.run))
-KERNELS.register(proven(Kernel("triton", triton_kernel.refuse, triton_kernel.run)))
-KERNELS.register(Kernel("reference", lambda spec: None, reference.run))
+KERNELS.register(proven(Kernel("native", cublas.refuse_scaled, cublas.run_scaled)))
+KERNELS.register(proven(Kernel("native-block", cublas_block.refuse, cublas_block.run)))
+KERNELS.register(proven(Kernel("native-mx", cublas_mx.refuse, cublas_mx.run)))
+KERNELS.register(proven(Kernel("native-int8", cublas.refuse_int8, cublas.run_int8)))
+KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
+KERNELS.register(proven(Kernel("triton", triton.refuse, triton.run)))
+KERNELS.register(Kernel("reference", lambda spec: None, definition.run))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def plan(gemm: Gemm, device: torch.device, backend: str | None = None, expanded:
     choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
     if choice.kernel.name != "reference":
         return Plan(choice, None)
-    return Plan(choice, reference.compute_dtype((gemm.lhs, gemm.rhs), facts))
+    return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts))
 
 
 def mm(

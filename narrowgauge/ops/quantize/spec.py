@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.noise import DeviceKey, Key
+from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.recipe import Cast
 

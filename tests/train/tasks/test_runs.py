@@ -16,8 +16,9 @@ import transformers
 from narrowgauge.auto import Decision, layers
 from narrowgauge.cli import main
 from narrowgauge.errors import ConfigError, NumericsError
-from narrowgauge.train import checkpoint, loop
-from narrowgauge.train.config import replace
+from narrowgauge.train import loop
+from narrowgauge.train.checkpoint import store
+from narrowgauge.train.config.settings import replace
 from tests.compare import assert_same
 from tests.train import tiny
 from tests.train.tasks import folders
@@ -57,7 +58,7 @@ def test_a_run_leaves_a_folder_that_transformers_loads(make, job):
     assert facts["task"] == config.task and padding["planned"]["positions"] <= padding["shuffled"]["positions"]
     steps = tiny.events(folder, "step")
     assert all(event["positions"] >= event["examples"] for event in steps)
-    best = checkpoint.load(folder / "best" / f"step-{min_step(evaluations, facts['best']):08}").tensors["weights"]
+    best = store.load(folder / "best" / f"step-{min_step(evaluations, facts['best']):08}").tensors["weights"]
     for name, tensor in model.state_dict().items():
         if name in best:
             assert_same(tensor, best[name].to(tensor.dtype))
@@ -204,7 +205,7 @@ def test_the_best_is_kept_and_exported_though_the_rotation_has_passed_it(make, m
     folder = Path(config.output)
     assert [path.name for path in (folder / "best").iterdir()] == ["step-00000002"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000004"]
-    assert same_weights(folder, checkpoint.load(folder / "best" / "step-00000002").tensors["weights"])
+    assert same_weights(folder, store.load(folder / "best" / "step-00000002").tensors["weights"])
 
 
 def test_best_none_exports_the_last(make):
@@ -212,7 +213,7 @@ def test_best_none_exports_the_last(make):
     assert loop.run(config) == 0
     folder = Path(config.output)
     assert not (folder / "best").exists()
-    assert same_weights(folder, checkpoint.newest_valid(folder / "checkpoints")[0].tensors["weights"])
+    assert same_weights(folder, store.newest_valid(folder / "checkpoints")[0].tensors["weights"])
 
 
 def same_weights(folder, weights):
