@@ -10,7 +10,7 @@ end of a name, from a dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
 What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
 their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
 
-Blocks that the recipe itself leaves wide (`wide_blocks`, see blocks.py) become bf16, unless the pattern that decides about a layer
+Blocks that the recipe itself leaves wide (`wide_blocks`, see model_blocks.py) become bf16, unless the pattern that decides about a layer
 spells out its block's number ("layers.11.*", "layers.[0-9]*.*").
 """
 

@@ -3,7 +3,7 @@
     before   norm writes y; q, k and v find in `sharing` that they read one tensor, and the first casts it
     after    the kernel that computes y casts it in the same pass, and hands the codes over with y
 
-What is fused, found by structure in the blocks of transformers (structure.py):
+What is fused, found by structure in the blocks of transformers (patterns.py):
 
     RMSNorm, LayerNorm         before q, k, v, before gate and up, before the first Linear of an MLP
     silu(gate) * up            before down; its backward pass hands gate and up their gradients, cast

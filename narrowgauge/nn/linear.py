@@ -1,7 +1,7 @@
 """The Linear that a user touches: `linear`, a function, and QLinear, an nn.Linear whose products follow a recipe.
 
 Autocast decides the type of the output, as it does for nn.Linear; operands are cast from the tensors as they come. The products
-themselves are in products.py.
+themselves are in operands.py.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class QLinear(nn.Linear):
         self.recipe = recipe
 
     def follow_step(self, stepped: Stepped | None) -> None:
-        """From now on its weight's cast is taken from what the optimizer's step leaves there (see `optim.precast_weights`); None: is not."""
+        """Takes its weight's cast from what the optimizer's step leaves (see `optim.precast_weights`); None: no longer."""
         self._stepped = stepped
 
     def follows(self, stepped: Stepped | None) -> bool:

@@ -27,7 +27,7 @@ class Device:
 
     bf16_gemm, int8_gemm  (CPU) whether the processor has instructions for it; without them such a GEMM is slower than float32
     cuda                  the CUDA version that torch was built for, (0, 0) off CUDA
-    index                 which one it is, of devices that are here and on which a kernel must prove itself (ops/mm/proof.py);
+    index                 which one it is, of devices that are here and on which a kernel must prove itself (ops/mm/selfcheck.py);
                           None: kernels are taken by their word
     """
 

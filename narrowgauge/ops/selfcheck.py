@@ -2,8 +2,8 @@
 
 A kernel that was never run on a device, a layout that a library changed, a driver or a compiler that mistranslates: none of them raises an
 error, all of them give plausible numbers. So before a kernel is first taken on a device for a kind of call, it computes a sample there,
-and the definition computes the same on the CPU. What a proof compares is told where the op is: mm/proof.py, quantize/proof.py,
-rotate/proof.py, and optim/proof.py.
+and the definition computes the same on the CPU. What a proof compares is told where the op is: mm/selfcheck.py, quantize/selfcheck.py,
+hadamard/selfcheck.py, and optim/selfcheck.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who computes an optimizer's step: the first of these that does not refuse a tensor.
 
     triton    NVIDIA GPUs: one launch for many tensors, states decoded and encoded in registers (triton_step.py)
-    native    CPUs: kernel.cpp, compiled once per machine (native.py)
+    native    CPUs: step.cpp, compiled once per machine (cpp/binding.py)
     torch     everywhere: plain torch in chunks, several times slower; the definition (update.py)
 
 All compute the same bits. Which one it is, and why not a faster one, is what `computed_by` and `state_bytes` of an optimizer tell; a
@@ -33,7 +33,7 @@ class Spec:
     """What a backend is chosen by.
 
     subclass  the parameter's class if that computes in its own way, as a DTensor does: kernels take addresses, which it may not have
-    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (proof.py)
+    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (selfcheck.py)
     """
 
     device: Device

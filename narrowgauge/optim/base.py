@@ -198,7 +198,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """From now on the step also casts the weights of the model's QLinears, where it can; None: of no model any more.
 
         No number changes: the next forward pass finds the cast that it would have made. What is returned, and stays as `casting`, says
-        for each layer what the step leaves, or why nothing; print it. See `casting.py`.
+        for each layer what the step leaves, or why nothing; print it. See `precast_weights.py`.
         """
         if self.casting is not None:
             self.casting.release()

@@ -1,4 +1,4 @@
-"""How a moment is kept: codes and one scale per tile of a row; here the definition, which kernel.cpp repeats bit for bit.
+"""How a moment is kept: codes and one scale per tile of a row; here the definition, which step.cpp repeats bit for bit.
 
 A parameter is read as [rows, columns] with rows = its first axis. Tiles lie along the columns within a row, so cutting the
 first axis into shards never cuts a tile; the last tile of a row may be short. x ~= value(code) * scale, scale a bfloat16:
@@ -62,7 +62,7 @@ class Encoded:
 class Moment:
     """One way to keep a moment.
 
-    kind   its number in kernel.cpp
+    kind   its number in step.cpp
     dtype  of the codes; two 4-bit codes lie in a byte, the first in the low half
     """
 

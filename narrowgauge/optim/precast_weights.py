@@ -3,9 +3,9 @@
     casts = optimizer.cast_weights(model)       once; the trainer does it where it helps
     print(casts)                                each QLinear: what the step leaves for it, or why nothing
 
-What is left, for which casts, and what keeps an old one from being used: `ops.quantize.precast_weight`. It is Triton's step that does it, on
-NVIDIA GPUs, and eager forward passes that take it up: compiled ones fuse the cast with what is around it, CUDA graphs make it in a
-graph of their own (`GraphedStep`). Losses and weights are to the bit those without.
+What is left, for which casts, and what keeps an old one from being used: `ops.quantize.precast_weight`. It is Triton's step that
+does it, on NVIDIA GPUs, and eager forward passes that take it up: compiled ones fuse the cast with what is around it, CUDA graphs
+make it in a graph of their own (`GraphedStep`). Losses and weights are to the bit those without.
 
 The layer is asked anew at every step: another recipe, another place in memory, a window that was made anew are followed.
 """

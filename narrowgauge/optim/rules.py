@@ -27,7 +27,7 @@ KINDS: dict[Name, int] = {"adamw": 0, "lion": 1, "sgd": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What a rule multiplies by; kernel.cpp takes the same numbers.
+    """What a rule multiplies by; step.cpp takes the same numbers.
 
     rest1, rest2   1 - beta1, 1 - beta2
     decay          1 - lr wd; the coupled weight decay in SGD

@@ -3,7 +3,7 @@
 `write(run_folder)` reads the files that docs/architecture.md lists (config.toml, run.json, metrics.jsonl, and those of
 a compare-* folder inside) and writes report.html beside them: one file, readable offline, the same for the same input.
 This module says in words what the run was and how it went; `tables` lists its parts, `pictures` draws, and
-report.html.jinja lays out.
+page.html.jinja lays out.
 
 A run that is unfinished, crashed, or recorded little gives a page too: what is missing is left out or said to be.
 """
@@ -54,7 +54,7 @@ def write(run_folder: Path) -> Path:
 
 def render(recorded: Recorded) -> str:
     """The page as text."""
-    source = importlib.resources.files("narrowgauge.diagnose").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    source = importlib.resources.files("narrowgauge.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -1,6 +1,6 @@
 """What the report lists row by row: layers, watched tensors with their figures, non-finite readings, the environment.
 
-Each function takes a run as recorded and returns plain rows for report.html.jinja.
+Each function takes a run as recorded and returns plain rows for page.html.jinja.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def layers(recorded: Recorded) -> list[dict[str, Any]]:
 def switches(recorded: Recorded) -> list[str]:
     """What changed in that table on the way: a sentence for every switch that was reached."""
     return [
-        f"Step {format_text.count(event['step'])}: {format_text.plural(event['layers'], 'layer')} went from {', '.join(event['before'])} to "
-        f"{', '.join(event['after'])}; the table is of the end, or of the beginning of a run that was cut short."
+        f"Step {format_text.count(event['step'])}: {format_text.plural(event['layers'], 'layer')} went from "
+        f"{', '.join(event['before'])} to {', '.join(event['after'])}; "
+        "the table is of the end, or of the beginning of a run that was cut short."
         for event in recorded.of("switch")
         if {"layers", "before", "after"} <= event.keys()
     ]

@@ -1,6 +1,6 @@
 """What callers rely on changes only on purpose (exact): public names, CLI verbs, recipes, formats, as in surface.txt.
 
-python -m tests.test_surface --update     takes the surface as it is now; say why in the commit
+python -m tests.project.test_surface --update     takes the surface as it is now; say why in the commit
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SNAPSHOT = Path(__file__).with_name("surface.txt")
-HOW_TO_UPDATE = "If this is on purpose, run `python -m tests.test_surface --update` and say why in the commit."
+HOW_TO_UPDATE = "If this is on purpose, run `python -m tests.project.test_surface --update` and say why in the commit."
 
 
 def public_names() -> Iterable[str]:
@@ -91,4 +91,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--update"]:
         update()
     else:
-        sys.exit("usage: python -m tests.test_surface --update")
+        sys.exit("usage: python -m tests.project.test_surface --update")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_run import MODULES, REFERENCE, Plan, events, run, write_pair, write_run
+
+from tests.report.synthetic_run import MODULES, REFERENCE, Plan, events, run, write_pair, write_run
 
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -21,7 +22,7 @@ from narrowgauge import readings  # noqa: E402
 from narrowgauge.diagnose import format_text  # noqa: E402
 from narrowgauge.errors import ConfigError, StorageError  # noqa: E402
 from narrowgauge.report import figures, tables  # noqa: E402
-from narrowgauge.report import page as report
+from narrowgauge.report import page as report  # noqa: E402
 from narrowgauge.report.run_data import Recorded, last_done  # noqa: E402
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "source", "col", "wbr", "base", "area", "embed", "track"}

@@ -12,7 +12,7 @@ from narrowgauge.ops.mm import plan
 from narrowgauge.ops.registry import Choice
 from narrowgauge.optim import AdamW, precast_weights
 from narrowgauge.train import loop
-from tests.optim.test_casting import WRITING
+from tests.optim.test_precast_weights import WRITING
 from tests.train.tiny import losses, settings, write_text
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels of the CPU (kernel.cpp, gemm.h): the passes around a 4-bit product, and the product.
+"""The compiled kernels of the CPU (int4.cpp, gemm.h): the passes around a 4-bit product, and the product.
 
 Ops register them as `native-cpp`. They refuse under torch.compile, which cannot look into them and fuses the references itself,
 and where there is no C++ compiler (see `compiled`).
@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp.build import in_shares, library, parts
 
-SOURCES = ("kernel.cpp", "gemm.h")
+SOURCES = ("int4.cpp", "gemm.h")
 LEFT, RIGHT, DEPTH, OFFSET = 6, 16, 4, 7  # as in gemm.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 

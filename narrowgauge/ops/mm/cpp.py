@@ -1,4 +1,4 @@
-"""INT4 products on a CPU with AVX2 and without VNNI, as C++ (cpp/gemm.h): exact integer sums, twice as fast as float32 and more.
+"""INT4 products on a CPU with AVX2 and without VNNI, as C++ (ops/cpp/gemm.h): exact integer sums, twice as fast as float32 and more.
 
 The same numbers as the reference, to the bit. One operand must be INT4, the other INT4 or INT4X2: their products, added in
 pairs, stay within 16 bits; those of INT8 do not.

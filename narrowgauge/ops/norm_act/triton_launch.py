@@ -96,8 +96,8 @@ class _Target:
         assert self.plain is not None
         used = torch.empty(1, 1, dtype=torch.float32, device=self.y.device)
         launch(
-            triton_kernel.settle, PARTS, self.y, self.plain.codes, None if self.turned is None else self.turned.codes, self.maxima, order.live,
-            used, self.plain.scale, *self.y.shape, RECORDS=order.records, WANTS_TURNED=self.turned is not None, C=C,
+            triton_kernel.settle, PARTS, self.y, self.plain.codes, None if self.turned is None else self.turned.codes, self.maxima,
+            order.live, used, self.plain.scale, *self.y.shape, RECORDS=order.records, WANTS_TURNED=self.turned is not None, C=C,
             PARTS=PARTS, PROGRAMS=PARTS, ROWS=TURNED_ROWS, COLUMNS=TURNED_COLUMNS, warps=TURNED_WARPS,
         )  # fmt: skip
         if self.turned is not None:
@@ -195,7 +195,8 @@ def _norm_gradients(
     width = max(1 << (columns - 1).bit_length(), 128)
     warps = 4 if width < 2048 else 8 if width < 8192 else 16
     launch(
-        triton_norms.norm_gradients, parts, x, weight, gy, *(None, *statistics)[-2:], dx, sums[0], sums[1] if centers else None, rows, columns,
+        triton_norms.norm_gradients, parts, x, weight, gy, *(None, *statistics)[-2:], dx, sums[0], sums[1] if centers else None,
+        rows, columns,
         CENTERS=centers, PARTS=parts, WIDTH=width, warps=warps,
     )  # fmt: skip
     return [Made(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, tensors[1:], strict=True)]

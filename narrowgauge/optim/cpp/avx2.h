@@ -1,4 +1,4 @@
-// The moments' formats and the rules for processors with AVX2: the same bits as the stages in kernel.cpp, sixteen elements at a
+// The moments' formats and the rules for processors with AVX2: the same bits as the stages in step.cpp, sixteen elements at a
 // time in registers, in one pass that decodes and updates and one that encodes. A compiler's own vectors convert 8-bit codes
 // too slowly for it.
 //
@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernel_floats.h"
+#include "floats.h"
 
 namespace avx2 {
 

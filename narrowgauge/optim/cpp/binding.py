@@ -1,4 +1,4 @@
-"""The compiled backend on the CPU: kernel.cpp, built once per machine (see `compiled`).
+"""The compiled backend on the CPU: step.cpp, built once per machine (see `compiled`).
 
 Plain C++ in a shared library and not torch.compile, because one library serves all shapes, formats and rules, builds in
 seconds, computes the same bits as the definition in `update` (Inductor may contract and reorder), and can be kept: in
@@ -21,7 +21,7 @@ from narrowgauge.optim import masters, rules
 from narrowgauge.optim.moments import SmallFloat
 from narrowgauge.optim.step import Kept, Task
 
-SOURCES = ("kernel.cpp", "kernel_floats.h", "kernel_avx2.h")
+SOURCES = ("step.cpp", "floats.h", "avx2.h")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

@@ -8,10 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernel_floats.h"
+#include "floats.h"
 #if defined(__AVX2__) && defined(__F16C__)
 #define NARROWGAUGE_AVX2
-#include "kernel_avx2.h"
+#include "avx2.h"
 #endif
 
 namespace {

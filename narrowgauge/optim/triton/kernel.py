@@ -12,8 +12,8 @@ once and written once, and none is ever float32 in memory. Elements are counted 
 The order of operations is that of `rules.update`, without contraction, with square roots and quotients correctly rounded.
 
 Where a Linear will multiply by the weight in 8 bits (F.casts), the program that has the new weight in registers also leaves, beside it,
-its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.precast_weight`. `foresee` runs before. For
-the codes of w.T a program takes T rows of one column of tiles in place of T tiles in a row: it writes T bytes next to each other, and
+its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.precast_weight`. `foresee` runs before.
+For the codes of w.T a program takes T rows of one column of tiles in place of T tiles in a row: it writes T bytes next to each other, and
 the programs that follow it, down a band of BAND rows, complete the sector while the second-level cache has them.
 """
 

@@ -6,10 +6,11 @@ of a million elements, and a list of arguments ends at a few kilobytes; so addre
 when a tensor is new, and what changes at every step (addresses of gradients, constants, the key of the noise) in a sheet: a few
 kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
 
-Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded E4M3 has 8
-in a thread: with 16 it takes 254 of the 255 registers there are, and so has a weight whose cast is left as well (`ops.quantize.precast_weight`)
-in rows that cannot be loaded 16 bytes at a time. Its programs are 8 rows of 256 elements, so runs of w.T are 8 bytes. Of 16 rows in 8
-warps they would be 16, but with 160 to 200 registers a thread such a program is alone on its multiprocessor. Not measured on a GPU yet.
+Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded
+E4M3 has 8 in a thread: with 16 it takes 254 of the 255 registers there are, and so has a weight whose cast is left as well
+(`ops.quantize.precast_weight`) in rows that cannot be loaded 16 bytes at a time. Its programs are 8 rows of 256 elements, so runs
+of w.T are 8 bytes. Of 16 rows in 8 warps they would be 16, but with 160 to 200 registers a thread such a program is alone on its
+multiprocessor. Not measured on a GPU yet.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     decode_master   float16 codes of a scaled master -> float32        encode_master   the inverse, rounded stochastically
 
 T whole tiles of TILE elements are in registers; what fills a short last tile is zero. M: a `triton_step.Form`'s moment, with kind,
-signed, lowest and highest as `moments` and kernel.cpp have them. Scales are bfloat16 and travel as int16, because a kernel only ever
+signed, lowest and highest as `moments` and step.cpp have them. Scales are bfloat16 and travel as int16, because a kernel only ever
 needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9). Everything else is float32 and whole numbers.
 """
 

@@ -22,7 +22,7 @@ from narrowgauge.errors import CheckpointError, StorageError
 from narrowgauge.train import storage
 from narrowgauge.train.checkpoint import manifest, store
 from tests.processes import PYTHON, ROOT, as_nobody
-from tests.train.test_checkpoint import resign, saved
+from tests.train.checkpoint.test_store import resign, saved
 
 KILLS = 100
 

@@ -14,7 +14,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop, trainer
 from narrowgauge.train.hooks import cuda_graph
 from narrowgauge.train.hooks import gpu_idle as launching
-from tests.test_graphs import Recorder
+from tests.test_cuda_graphs import Recorder
 from tests.train.tiny import events, losses, settings, write_text
 
 
