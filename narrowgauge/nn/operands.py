@@ -34,7 +34,7 @@ from narrowgauge.ops.quantize.precast_weight import quantize_stepped
 from narrowgauge.ops.quantize.precast_weight import refuse as refuse_stepped
 from narrowgauge.ops.random import draw
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
+from narrowgauge.recipe import Cast, Gemm, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.tiles import WHOLE
 from narrowgauge.traced import handed_out
 
@@ -148,7 +148,7 @@ class Products(torch.autograd.Function):
                 ("gy", seen(settings, turn, gy), lhs),
                 ("w", seen(settings, turn, weight.T).T, rhs),
             )
-            grad_input = how.choice.kernel.run(lhs, rhs, None, ctx.x_dtype, recipe.grad_input.fast_accumulate)
+            grad_input = _gradient(how, lhs, rhs, recipe.grad_input, ctx.x_dtype, settings)
         if ctx.needs_input_grad[1]:
             how, turn = settings.plans.grad_weight, Turn.of(recipe.grad_weight.rotate, gy.T)
             if both is not None:
@@ -166,10 +166,23 @@ class Products(torch.autograd.Function):
                     else seen(settings, turn, kept[0].T)
                 )
                 show(settings, "grad_weight", ("gy", seen(settings, turn, gy.T).T, lhs), ("x", x.T, rhs))
-            grad_weight = how.choice.kernel.run(lhs, rhs, None, weight.dtype, recipe.grad_weight.fast_accumulate)
+            grad_weight = _gradient(how, lhs, rhs, recipe.grad_weight, weight.dtype, settings)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _gradient(
+    how: Plan, lhs: QTensor | Tensor, rhs: QTensor | Tensor, gemm: Gemm, dtype: torch.dtype, settings: Settings
+) -> Tensor:
+    """lhs @ rhs.T in `dtype`, the type of what it is the gradient of.
+
+    Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to bfloat16 on its way, once: by 2**-8 of each
+    element at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
+    """
+    on_narrow_units = how.expand == torch.bfloat16 and lhs.device.type == "cpu"
+    made = torch.bfloat16 if on_narrow_units and settings.out_dtype == torch.bfloat16 else dtype
+    return how.choice.kernel.run(lhs, rhs, None, made, gemm.fast_accumulate).to(dtype)
 
 
 Kept = tuple[Tensor | None, ...]

@@ -54,9 +54,15 @@ def device_facts(device_type: str, index: int | None) -> Device:
     if device_type == "cuda" and torch.version.hip is None:
         return _cuda_facts(torch.cuda.current_device() if index is None else index)
     if device_type == "cpu":
-        bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())
+        return cpu_facts()
     return Device(device_type)
+
+
+@cache
+def cpu_facts() -> Device:
+    """The CPU that runs this process, as oneDNN uses it (ONEDNN_MAX_CPU_ISA may hold it back)."""
+    bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())
 
 
 @cache

@@ -140,28 +140,33 @@ def test_products_of_any_two_casts(m, n, k, lhs, rhs, expand):
 @every_gemm
 @pytest.mark.parametrize("shape", [(33, 50, 130), (5, 9, 31), (128, 130, 256)], ids=str)
 def test_expanded_operands_give_the_product_of_the_codes(gemm, shape):
-    """In float32 to the bit; in bfloat16 too on this machine's path, where the same numbers enter a float32 GEMM (exact)."""
+    """In float32 to the bit, and in bfloat16 too: the same numbers enter a float32 GEMM (exact)."""
     expected = mm(*operands(gemm, shape), backend="reference")
     for dtype in (torch.float32, torch.bfloat16):
         lhs, rhs = operands(gemm, shape, dtype)
-        if not definition._cpu_is_fast_at(dtype):
-            assert_same(mm(lhs, rhs), expected)
+        assert_same(mm(lhs, rhs), expected)
 
 
 @pytest.mark.parametrize("name", [name for name, gemm in GEMMS.items() if in_bfloat16_on_a_fast_cpu(gemm)])
-def test_a_bfloat16_gemm_adds_one_rounding(name, monkeypatch):
-    """On a CPU with bfloat16 instructions the GEMM returns bfloat16: 2**-8 of the sum, before scales and bias.
-
-    Of the products that are planned so; integers are not. Simulated:
-    torch's portable bfloat16 GEMM stands in for oneDNN's here, and rounds once for so short a sum.
-    """
-    monkeypatch.setattr(definition, "_cpu_is_fast_at", lambda dtype: dtype == torch.bfloat16)
+def test_a_bfloat16_gemm_is_the_only_rounding(name, cpu, monkeypatch):
+    """A bfloat16 result of a shipped recipe leaves the bfloat16 GEMM where a CPU has one, and is rounded once in any case."""
+    took, run = [], definition.cpu_mm
+    monkeypatch.setattr(definition, "cpu_mm", lambda *given: took.append(given[3]) or run(*given))
     lhs, rhs = operands(GEMMS[name], (33, 50, 130), torch.bfloat16)
-    bias = matrix(1, 50, seed=2)[0]
-    out = mm(lhs, rhs, bias=bias)
-    assert_product(out, lhs, rhs, bias, roundings=2.0**-8)
-    with pytest.raises(AssertionError, match="of its bound"):  # it really went that way
-        assert_product(out, lhs, rhs, bias)
+    assert_product(mm(lhs, rhs, out_dtype=torch.bfloat16), lhs, rhs)
+    assert took == ([torch.bfloat16] if cpu.bf16_gemm else [])
+    assert_product(mm(lhs, rhs), lhs, rhs)
+    assert took == ([torch.bfloat16, torch.float32] if cpu.bf16_gemm else [])
+
+
+def test_scales_that_are_no_powers_of_two_leave_bfloat16_to_float32(cpu, monkeypatch):
+    """Row scales, and a second scale beside row scales: multiplied after a rounding they would be a second one (exact)."""
+    took, run = [], definition.cpu_mm
+    monkeypatch.setattr(definition, "cpu_mm", lambda *given: took.append(given[3]) or run(*given))
+    for cast in (ROWS, replace(ROWS, scale=POW2, headroom=4 / 3)):
+        lhs, rhs = operands(Gemm(lhs=cast, rhs=cast), (33, 50, 130), torch.bfloat16)
+        assert_same(mm(lhs, rhs, out_dtype=torch.bfloat16), mm(lhs, rhs).to(torch.bfloat16))
+    assert set(took) == ({torch.float32} if cpu.bf16_gemm else set())
 
 
 def test_scales_of_float32_leave_the_sum_on_their_own():
@@ -169,8 +174,7 @@ def test_scales_of_float32_leave_the_sum_on_their_own():
     lhs, rhs = ROWS, Cast(format=E4M3, tile=(1, 32), scale=POW2)
     for gemm in (Gemm(lhs=lhs, rhs=rhs), Gemm(lhs=rhs, rhs=lhs)):
         a, b = operands(gemm, (33, 50, 128), torch.bfloat16)
-        if not definition._cpu_is_fast_at(torch.bfloat16):
-            assert_product(mm(a, b), a, b)
+        assert_product(mm(a, b), a, b)
 
 
 @every_gemm

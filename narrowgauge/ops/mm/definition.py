@@ -7,10 +7,13 @@ Where an operand has one scale per row (or one in all), its scales leave the sum
 and the GEMM runs on its bare values v. Otherwise the scales of its tiles are multiplied in first, and only the factor that all
 tiles share (of two-level rules, of headroom) leaves the sum.
 
-The GEMM's type is bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
+Expanded operands are bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
 of two, are exact there, and so is NVFP4, a value of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16
-instructions float32 is several times faster, and holds the same values. A CPU's bfloat16 GEMM sums in float32 but returns
-bfloat16: one more rounding, of up to 2**-8, before scales and bias. Integers are therefore multiplied in float32 there.
+instructions float32 is several times faster, and holds the same values.
+
+A CPU's bfloat16 GEMM (cpu.py) sums in float32 but returns bfloat16. It is taken where that is the only rounding: the result is
+bfloat16, no bias is added, and each scale either is one number, by which the GEMM multiplies before it rounds, or a power of two,
+by which it may be multiplied afterwards. Every other product is computed in float32, at twice the price.
 
 Products of integers are summed exactly, as integer units do. Partial sums of whole numbers are exact in float32 in any order
 while the sum of magnitudes, at most max_lhs * max_rhs * K, stays below 2**24: K up to 24,455 for a bit-split gradient times
@@ -23,7 +26,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
-from narrowgauge.ops.registry import Device, constant_while_compiling
+from narrowgauge.ops.mm.cpu import cpu_mm
+from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
@@ -61,8 +65,14 @@ def run(
         with torch.autocast(lhs.device.type, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
-    if left_scale is right_scale is bias is None and left.dtype == right.dtype == out_dtype and _is_fast_at(left):
+    narrow = left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None
+    if narrow and left.device.type == "cuda" and left_scale is right_scale is None:
         return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
+    if narrow and left.device.type == "cpu" and device_facts("cpu", None).bf16_gemm:
+        factor, rows = _one_number(left_scale, right_scale), (_per_row(left_scale), _per_row(right_scale))
+        if all(scale is None or _has_powers_of_two(x) for scale, x in zip(rows, (lhs, rhs), strict=True)):
+            out = cpu_mm(left, right, factor, torch.bfloat16)
+            return times_scales(out, *(None if scale is None else scale.to(torch.bfloat16) for scale in rows))
     longest = _longest_exact_sum(lhs, rhs, left_scale, right_scale)
     out = times_scales(_summed(left, right, longest), left_scale, right_scale)
     if bias is not None:
@@ -108,26 +118,28 @@ def _summed(lhs: Tensor, rhs: Tensor, longest: int | None) -> Tensor:
 
 
 def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """float32 result of a GEMM in the wider of the operands' types; a CPU without such units computes in float32."""
+    """float32 result of a GEMM in the wider of the operands' types, which only CUDA offers for 16 bits; elsewhere in float32."""
     dtype = torch.promote_types(lhs.dtype, rhs.dtype)
-    lhs, rhs = lhs.to(dtype), rhs.to(dtype)
     if dtype in (torch.bfloat16, torch.float16) and lhs.device.type == "cuda":
-        return torch.mm(lhs, rhs.T, out_dtype=torch.float32)
-    if not _is_fast_at(lhs):
-        lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
-    return torch.mm(lhs, rhs.T).to(torch.float32)
+        return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
+    lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
+    if lhs.device.type == "cpu" and device_facts("cpu", None).bf16_gemm:
+        return cpu_mm(lhs, rhs, None, torch.float32)
+    return torch.mm(lhs, rhs.T)
 
 
-def _is_fast_at(operand: Tensor) -> bool:
-    """Whether the device multiplies operands of this type in units of its own."""
-    return operand.device.type != "cpu" or _cpu_is_fast_at(operand.dtype)
+def _one_number(*scales: Tensor | None) -> Tensor | None:
+    """The product of the scales that are one number each, or None if none is."""
+    numbers = [scale for scale in scales if scale is not None and scale.numel() == 1]
+    return None if not numbers else numbers[0] if len(numbers) == 1 else numbers[0] * numbers[1]
 
 
-@constant_while_compiling
-def _cpu_is_fast_at(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype in (torch.float32, torch.float64)
+def _per_row(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None or scale.numel() == 1 else scale
+
+
+def _has_powers_of_two(operand: QTensor | Tensor) -> bool:
+    return isinstance(operand, QTensor) and operand.cast.scale.power_of_two and operand.global_scale is None
 
 
 def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
