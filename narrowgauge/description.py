@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from narrowgauge import readings
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion import output_head, reason_to_keep
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.linear import QLinear
@@ -176,7 +177,7 @@ def _four_bit_notes(layer: QLinear) -> list[str]:
         notes.append(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation")
     if layer.steps is not None and layer.steps.is_cold:
         notes.append("steps from the data, learned later")
-    if layer.sampling is not None:
+    if layer.sampling is not None and holds_numbers(layer.sampling.variance):
         notes += [
             f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
             + (readings.variance_note(variance) if isfinite(variance) else " so far")

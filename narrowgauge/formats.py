@@ -22,11 +22,11 @@ float64 input goes through float32 first (two roundings). Formats are data: a ne
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import cached
 from narrowgauge.errors import ConfigError, closest
 
 FLOAT32_MANTISSA = 23
@@ -275,12 +275,12 @@ def _round_stochastically(y: Tensor, noise: Tensor) -> Tensor:
     return floor + (noise < y - floor)
 
 
-@cache
+@cached
 def _table(format: Format, device: torch.device) -> Tensor:
     return format.values().to(device)
 
 
-@cache
+@cached
 def _boundaries(format: TableFormat, device: torch.device) -> Tensor:
     """Midpoints between levels, rounded down to float32: x <= boundary says exactly that x is not nearer to the upper."""
     levels = format.values().double()
