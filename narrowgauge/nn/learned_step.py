@@ -69,8 +69,9 @@ class LearnedSteps(nn.Module):
     """The learned steps of a layer: parameters `x` and `w`, log(step) / RATE, [1] float32 each, those that its recipe has.
 
     cold_left  [1] int64, the steps of the cold start that are left; in them the steps are set from the data
-    seen       [n] bool, of each role, whether data has set it since the last `advance`: only such a step counts, or a layer that
-               is not used at first, such as an expert, would end its cold start with steps that mean nothing
+    seen       [n] int64, 1 for each role that data has set since the last `advance`, else 0: only such a step counts, or a layer
+               that is not used at first, such as an expert, would end its cold start with steps that mean nothing. No bool, for
+               torch's AveragedModel subtracts buffers
     """
 
     cold_left: Tensor
@@ -83,7 +84,7 @@ class LearnedSteps(nn.Module):
             self.register_parameter(role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device)))
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
-        self.register_buffer("seen", torch.zeros(len(settings), dtype=torch.bool, device=device), persistent=False)
+        self.register_buffer("seen", torch.zeros(len(settings), dtype=torch.int64, device=device), persistent=False)
         self._looked_at, self._is_cold = self._cold_version(), True
         self.is_watched = True
         self.watch: Watch | None = None

@@ -269,7 +269,9 @@ class QLinear(nn.Linear):
         compiling = torch.compiler.is_compiling()
         return Settings(
             self._recipe,
-            Plans.of(self._recipe, x.device) if compiling else self._planned(x.device, wrapper(x, self.weight)),
+            Plans.of(self._recipe, x.device)
+            if compiling
+            else self._planned(x.device, wrapper(x, self._parameters.get("weight"))),
             _out_dtype(x),
             self.training,
             compiling or torch.is_grad_enabled(),

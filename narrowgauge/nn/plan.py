@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ class Plans:
     @classmethod
     def of(cls, recipe: Recipe, device: torch.device, hidden_by: str = "") -> Plans:
         """hidden_by: what hides the memory of the operands, see `addresses.wrapper`."""
-        output, grad_input, grad_weight = (plan(getattr(recipe, gemm), device, hidden_by=hidden_by) for gemm in GEMMS)
+        of = partial(plan, hidden_by=hidden_by) if hidden_by else plan
+        output, grad_input, grad_weight = (of(getattr(recipe, gemm), device) for gemm in GEMMS)
         return cls(
             output,
             grad_input,

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
@@ -687,7 +688,7 @@ def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, name
     for int8_gemm in (True, False):
         torch.manual_seed(1)
         device = Device("cpu", bf16_gemm=False, int8_gemm=int8_gemm)
-        monkeypatch.setattr("narrowgauge.ops.registry.device_facts", lambda kind, index, device=device: device)
+        monkeypatch.setattr("narrowgauge.ops.mm.device_facts", lambda kind, index, device=device: device)
         monkeypatch.setattr("narrowgauge.ops.cpp.int4.refuse", lambda device: "not in this test")
         layer, seen = QLinear(64, 64, bias=False, recipe=name).eval(), {}
         with torch.no_grad():
@@ -702,3 +703,26 @@ def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, name
     assert found[0] == found[1]
     if name == "int4-hq-bs":  # clips at 2.475 standard deviations: 1.33 % of normal numbers, of 4,096 never below 0.5 %
         assert found[0]["output", "x"]["saturated"] > 0.005
+
+
+@pytest.mark.parametrize("kind", ["swa", "ema"])
+@pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "fp8-delayed"])
+def test_buffers_can_be_averaged(kind, name):
+    """By torch's AveragedModel(use_buffers=True): means of the windows (bounded), and a cold start that ends where the model's has."""
+    torch.manual_seed(0)
+    layer = QLinear(32, 32, recipe=name)
+    how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if kind == "ema" else {}
+    averaged, expected = AveragedModel(layer, use_buffers=True, **how), None
+    for step in range(40):
+        layer(torch.randn(8, 32)).square().mean().backward()
+        ng.advance(layer)
+        averaged.update_parameters(layer)
+        now = {key: value.double() for key, value in layer.named_buffers() if value.is_floating_point()}
+        share = 0.1 if kind == "ema" else 1 / (step + 1)
+        expected = now if expected is None else {key: (1 - share) * expected[key] + share * now[key] for key in now}
+    found = dict(averaged.module.named_buffers())
+    for key, value in expected.items():  # 40 roundings of float32
+        torch.testing.assert_close(found[key].double(), value, rtol=40 * 2.0**-23, atol=0)
+    if layer.steps is not None:
+        assert not layer.steps.is_cold and not averaged.module.steps.is_cold
+    assert averaged.eval()(torch.randn(4, 32)).isfinite().all()

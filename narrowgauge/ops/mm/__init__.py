@@ -26,7 +26,7 @@ from narrowgauge.errors import ShapeError
 from narrowgauge.ops.mm import cpp, cublas, cublas_block, cublas_mx, definition, triton
 from narrowgauge.ops.mm.selfcheck import proven
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.registry import Choice, Kernel, Registry, facts_of
+from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
 
@@ -59,7 +59,7 @@ def plan(
     expanded   the operands hold decoded values already, which only the reference takes
     hidden_by  what hides their memory, see `addresses.wrapper`
     """
-    facts = facts_of(device, hidden_by)
+    facts = facts_of(device, hidden_by) if hidden_by else device_facts(device.type, device.index)
     choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
     if choice.kernel.name != "reference":
         return Plan(choice, None)
