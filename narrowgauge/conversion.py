@@ -16,6 +16,7 @@ spells out its block's number ("layers.11.*", "layers.[0-9]*.*").
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -36,6 +37,7 @@ from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.ops.quantize.amax_state import AmaxWindow, roll
 from narrowgauge.patterns import matches
 from narrowgauge.recipe import Recipe
+from narrowgauge.unconverted import read_weights, refuse_fast_path
 
 # Last part of a layer's name -> why it is kept in its own precision.
 KEPT: dict[str, str] = {
@@ -81,6 +83,7 @@ def convert(
         for _, quantized in _quantized(model):
             _restore(quantized)
         unfuse(model)
+        refuse_fast_path(model, _has_recipe)
         return model
     patterns: Mapping[str, str | Recipe | None] = recipe if isinstance(recipe, Mapping) else {"*": recipe}
     resolved = {
@@ -124,9 +127,34 @@ def convert(
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.share_inputs(shared)
+    refuse_fast_path(model, _has_recipe)
+    _warn_of_read_weights(model)
     if fuse:
         fuse_producers(model)
     return model
+
+
+def _has_recipe(layer: nn.Module) -> bool:
+    return isinstance(layer, QLinear) and layer.recipe is not None
+
+
+def is_read_by_owner(model: nn.Module, name: str) -> bool:
+    """Whether the module that holds a Linear multiplies by its weight without calling it, at least in some branch."""
+    owner, _, own = name.rpartition(".")
+    return own in read_weights(model.get_submodule(owner))
+
+
+def _warn_of_read_weights(model: nn.Module) -> None:
+    found = [name for name, layer in _quantized(model) if layer.recipe is not None and is_read_by_owner(model, name)]
+    if found:
+        kind = type(model.get_submodule(found[0].rpartition(".")[0])).__name__
+        warnings.warn(
+            f"convert: {kind}.forward multiplies by the weight of {found[0]!r} without calling it"
+            + f" (and so for {len(found) - 1} more layers)" * (len(found) > 1)
+            + ", where the recipe takes no effect. Give these layers None, or change that forward to call them; describe says which "
+            "they are.",
+            stacklevel=3,
+        )
 
 
 def _matching(model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Iterable[str]) -> dict[str, list[str]]:

@@ -34,6 +34,7 @@ from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.plan import StepCasts, WeightCache
 from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cuda_graph import ReplayedStep
 
 WARMUP = 3  # eager runs of a part before it is captured: libraries allocate and choose their kernels in the first ones
@@ -376,7 +377,7 @@ class GraphedStep:
                 layer.empty_cache(keep=True)
 
     def _clip(self) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.clip)
+        norm = clip_gradients(self._parameters, self.clip)
         self._readings.copy_(torch.stack((self._loss, norm.to(self._loss.dtype))))
 
     def _update(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.fuse.patterns import Place, places
 from narrowgauge.fuse.precast import Producer, refuse_reader
@@ -81,7 +82,8 @@ def fuse(model: nn.Module) -> list[Fusion]:
     modules = dict(model.named_modules())
     refused: dict[str, str] = {}
     for place in places(model):
-        with torch.device("cpu"):  # where proofs are computed, whatever the default device is
+        # On the CPU and with numbers, whatever the default device is, or a mode that makes tensors fake.
+        with torch.device("cpu"), _disable_current_modes():
             found = _tried(place, modules)
         if isinstance(found, str):
             refused[place.name] = found

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import wrapper
 from narrowgauge.autograd_rules import first_order_only
 from narrowgauge.nn.caches import Handed, Reads, SharedInputs
 from narrowgauge.nn.linear import QLinear
@@ -24,7 +25,7 @@ from narrowgauge.nn.operands import cast_ahead, handed_key
 from narrowgauge.nn.plan import Plans, Settings
 from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
 from narrowgauge.ops.quantize.pair import OneRead
-from narrowgauge.ops.registry import Choice, device_facts
+from narrowgauge.ops.registry import Choice, device_facts, device_of
 from narrowgauge.recipe import Cast, LearnedStep, Window
 
 
@@ -76,7 +77,8 @@ class Producer:
     def _choice(self, order: Order, settings: Settings, tensors: Sequence[Tensor]) -> Choice[ProduceSpec] | None:
         """The kernel that computes y; None: the module's own code, which the reference would only repeat."""
         x = tensors[0]
-        key = id(settings.recipe), x.device, x.shape[-1], order.turned, *(each.dtype for each in tensors)
+        hidden_by = wrapper(*tensors)
+        key = id(settings.recipe), x.device, hidden_by, x.shape[-1], order.turned, *(each.dtype for each in tensors)
         if key not in self._choices:
             self._choices[key] = FORWARD.choose(self._spec(tensors, (order,)), self.backend)
         found = self._choices[key]
@@ -113,7 +115,7 @@ class Producer:
         x = tensors[0]
         return ProduceSpec(
             self.kind,
-            device_facts(x.device.type, x.device.index),
+            device_of(*tensors),
             tuple(each.dtype for each in tensors),
             (x.numel() // x.shape[-1], x.shape[-1]),
             tuple((order.cast, order.turned) for order in orders if order is not None),

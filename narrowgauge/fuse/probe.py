@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.ops.norm_act import Kind, definition
 from narrowgauge.ops.norm_act.spec import Name
 
@@ -35,8 +36,8 @@ def kind_of(module: nn.Module) -> Kind | str:
 
 
 def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
-    if weight.is_meta:
-        return "its weights are on the meta device"
+    if not holds_numbers(weight):
+        return "its weights have no numbers, on meta or fake"
     bias = getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float):

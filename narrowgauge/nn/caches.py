@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize.pair import OneRead
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -135,13 +136,13 @@ class SharedGradients:
 
     def put(self, gradient: Tensor, casts: OneRead) -> None:
         """Hands over `casts` with a gradient, contiguous, that nobody else holds."""
-        self._held[gradient.data_ptr()] = (gradient, gradient._version, casts)
+        self._held[identity(gradient)] = (gradient, gradient._version, casts)
 
     def take(self, gy: Tensor) -> OneRead | None:
         """The casts that came with the gradient of which gy is a view of the same elements, once; or None."""
-        if gy.data_ptr() not in self._held or not gy.is_contiguous():
+        if identity(gy) not in self._held or not gy.is_contiguous():
             return None
-        gradient, version, casts = self._held.pop(gy.data_ptr())
+        gradient, version, casts = self._held.pop(identity(gy))
         same = gradient.numel() == gy.numel() and gradient.dtype == gy.dtype and gy._version == version
         return casts if same else None
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.recipe import LearnedStep, LeverageScore
 
 RATE = 64.0  # of 1, 4, 16, 64, 256 and 1024 the best in a language model, single runs (docs/log.md)
@@ -68,8 +69,9 @@ class LearnedSteps(nn.Module):
     """The learned steps of a layer: parameters `x` and `w`, log(step) / RATE, [1] float32 each, those that its recipe has.
 
     cold_left  [1] int64, the steps of the cold start that are left; in them the steps are set from the data
-    seen       [n] bool, of each role, whether data has set it since the last `advance`: only such a step counts, or a layer that
-               is not used at first, such as an expert, would end its cold start with steps that mean nothing
+    seen       [n] int64, 1 for each role that data has set since the last `advance`, else 0: only such a step counts, or a layer
+               that is not used at first, such as an expert, would end its cold start with steps that mean nothing. No bool, for
+               torch's AveragedModel subtracts buffers
     """
 
     cold_left: Tensor
@@ -82,7 +84,7 @@ class LearnedSteps(nn.Module):
             self.register_parameter(role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device)))
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
-        self.register_buffer("seen", torch.zeros(len(settings), dtype=torch.bool, device=device), persistent=False)
+        self.register_buffer("seen", torch.zeros(len(settings), dtype=torch.int64, device=device), persistent=False)
         self._looked_at, self._is_cold = self._cold_version(), True
         self.is_watched = True
         self.watch: Watch | None = None
@@ -99,12 +101,12 @@ class LearnedSteps(nn.Module):
 
     def _look_at_cold(self) -> None:
         self._looked_at = self._cold_version()
-        self._is_cold = self.cold_left.is_meta or int(self.cold_left) > 0
+        self._is_cold = not holds_numbers(self.cold_left) or int(self.cold_left) > 0
 
     def _cold_version(self) -> tuple[int, ...]:
         """An averaged copy is written by others: its own `advance` is never called."""
         left = self.cold_left
-        return () if left.is_inference() or left.is_meta else (left._version, left.data_ptr())
+        return () if left.is_inference() or left.is_meta else (left._version, identity(left))
 
     def get(self, role: str) -> Tensor | None:
         """The step of "x" or "w", [1] float32, whose gradient reaches the parameter as LSQ's would; None if not learned."""
@@ -117,7 +119,7 @@ class LearnedSteps(nn.Module):
     def version(self) -> tuple[int, ...]:
         """Differs from an earlier one if the parameters were replaced or written since."""
         steps = [getattr(self, role) for role in self.settings]
-        return tuple(part for step in steps if not step.is_inference() for part in (step._version, step.data_ptr()))
+        return tuple(part for step in steps if not step.is_inference() for part in (step._version, identity(step)))
 
     @torch.no_grad()
     def put(self, role: str, step: Tensor, writes: bool = True) -> Tensor:
@@ -312,7 +314,7 @@ class RowSampling(nn.Module):
 @torch.no_grad()
 def decide(samplings: list[RowSampling]) -> None:
     """Ends a step for many layers with one read from the device. A layer without a gradient in the step keeps its reading."""
-    if samplings:
+    if samplings and holds_numbers(samplings[0].variance):
         for sampling, variance in zip(
             samplings, torch.stack([sampling.variance for sampling in samplings]).tolist(), strict=True
         ):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import recipes
+from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.nn import operands, straight_through
 from narrowgauge.nn.caches import SharedInputs
@@ -49,7 +50,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
             f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
             "Use narrowgauge.QLinear, or convert the model."
         )
-    return _apply(x, weight, bias, Settings(recipe, Plans.of(recipe, x.device), _out_dtype(x)), (None, None, None))
+    return _apply(
+        x,
+        weight,
+        bias,
+        Settings(recipe, Plans.of(recipe, x.device, wrapper(x, weight)), _out_dtype(x)),
+        (None, None, None),
+    )
 
 
 class QLinear(nn.Linear):
@@ -98,7 +105,7 @@ class QLinear(nn.Linear):
         self._shared: SharedInputs | None = None
         self._written = (0, 0)
         self._recipe: Recipe | None = None
-        self._plans: tuple[torch.device, Plans] | None = None
+        self._plans: tuple[torch.device, str, Plans] | None = None
         self.scaling = self.steps = self.sampling = None
         self.recipe = recipe
 
@@ -262,7 +269,9 @@ class QLinear(nn.Linear):
         compiling = torch.compiler.is_compiling()
         return Settings(
             self._recipe,
-            Plans.of(self._recipe, x.device) if compiling else self._planned(x.device),
+            Plans.of(self._recipe, x.device)
+            if compiling
+            else self._planned(x.device, wrapper(x, self._parameters.get("weight"))),
             _out_dtype(x),
             self.training,
             compiling or torch.is_grad_enabled(),
@@ -345,11 +354,11 @@ class QLinear(nn.Linear):
                 stacklevel=2,
             )
 
-    def _planned(self, device: torch.device) -> Plans:
+    def _planned(self, device: torch.device, hidden_by: str = "") -> Plans:
         assert self._recipe is not None
-        if self._plans is None or self._plans[0] != device:
-            self._plans = (device, Plans.of(self._recipe, device))
-        return self._plans[1]
+        if self._plans is None or self._plans[:2] != (device, hidden_by):
+            self._plans = (device, hidden_by, Plans.of(self._recipe, device, hidden_by))
+        return self._plans[2]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"

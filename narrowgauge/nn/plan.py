@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import identity
 from narrowgauge.nn.caches import Share, SharedGradients
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize.precast_weight import Stepped
@@ -59,7 +61,7 @@ class WeightCache:
 
     def _of(self, weight: Tensor, settings: Settings) -> dict[str, QTensor | Tensor]:
         """The casts of the weight as it is now; another thread may bring another one meanwhile, but not into these."""
-        address = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
+        address = (weight.device, identity(weight), weight.shape, weight.stride())
         # What is made in inference mode cannot be saved for backward.
         made = (settings.out_dtype, id(settings.recipe), settings.steps_version, torch.is_inference_mode_enabled())
         key = (weight._version, *address, weight.dtype, *made)
@@ -104,8 +106,10 @@ class Plans:
     both_gy: bool = False
 
     @classmethod
-    def of(cls, recipe: Recipe, device: torch.device) -> Plans:
-        output, grad_input, grad_weight = (plan(getattr(recipe, gemm), device) for gemm in GEMMS)
+    def of(cls, recipe: Recipe, device: torch.device, hidden_by: str = "") -> Plans:
+        """hidden_by: what hides the memory of the operands, see `addresses.wrapper`."""
+        of = partial(plan, hidden_by=hidden_by) if hidden_by else plan
+        output, grad_input, grad_weight = (of(getattr(recipe, gemm), device) for gemm in GEMMS)
         return cls(
             output,
             grad_input,

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.autograd_rules import first_order_only
-from narrowgauge.formats import INT8
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Turn, is_shareable, operand, seen, serves_a_step, show, turned
@@ -71,13 +70,11 @@ class Coded:
         return self.codes * self.scale
 
     def operand(self, how: Plan, rows: Tensor | None = None) -> QTensor:
-        """The codes, or some rows of them, for a kernel that wants decoded values or, `how.expand` being None, INT8 codes."""
+        """The codes, or some rows of them, for a kernel that wants decoded values or, `how.expand` being None, codes."""
         assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
-        if how.expand is not None:
-            return QTensor(data=codes.to(how.expand), scale=self.scale, cast=self.cast, inner=codes.shape[1])
-        eight_bits = replace(self.cast, format=INT8)  # the same numbers, one to a byte
-        return QTensor(data=codes, scale=self.scale, cast=eight_bits, inner=codes.shape[1])
+        data = codes if how.expand is None else codes.to(how.expand)
+        return QTensor(data=data, scale=self.scale, cast=self.cast, inner=codes.shape[1])
 
     def gradient(self, d: Tensor, turn: Turn, inner: int) -> Tensor:
         """d, the gradient of the decoded operand, where it was not clipped, turned back: [outer, inner] float32."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import wrapper
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import refuse as refuse_triton
@@ -35,7 +36,7 @@ class Key:
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
         """float32 in [0, 1) of `shape`, multiples of 2^-24."""
-        if cpp.refuse("cpu") is None:
+        if cpp.refuse("cpu") is None and not wrapper():
             return cpp.uniform(tuple(shape), (self.low, self.high))
         return reference(self.low, self.high, tuple(shape))
 
@@ -70,6 +71,8 @@ def reference(
 
 def draw(shape: tuple[int, ...], device: torch.device) -> Key | DeviceKey | Tensor:
     """Noise for a tensor of `shape` on `device`, from torch's generator."""
+    if wrapper():  # a key that is fake has no numbers
+        return torch.rand(shape, dtype=torch.float32, device=device)
     if device.type == "cuda" and refuse_triton("cuda", device_facts("cuda", device.index).capability) is None:
         return DeviceKey(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
     if device.type != "cpu" or torch.compiler.is_compiling():

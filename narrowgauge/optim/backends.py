@@ -17,11 +17,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from narrowgauge.errors import BackendError
 from narrowgauge.ops import selfcheck
-from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts
+from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts, device_of
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.selfcheck import Kind, compare
@@ -32,17 +31,15 @@ from narrowgauge.optim.step import Task, step_in_torch
 class Spec:
     """What a backend is chosen by.
 
-    subclass  the parameter's class if that computes in its own way, as a DTensor does: kernels take addresses, which it may not have
     kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (selfcheck.py)
     """
 
     device: Device
-    subclass: str = ""
     kind: Kind | None = None
 
 
 def _refuse_triton(spec: Spec) -> str | None:
-    reason = refuse_triton(spec.device.type, spec.device.capability) or _refuse_subclass(spec)
+    reason = refuse_triton(spec.device.type, spec.device.capability)
     if reason is not None or spec.kind is None or spec.device.index is None:
         return reason
     kind = spec.kind
@@ -52,14 +49,10 @@ def _refuse_triton(spec: Spec) -> str | None:
     )  # fmt: skip
 
 
-def _refuse_subclass(spec: Spec) -> str | None:
-    return f"the parameter is a {spec.subclass}, whose memory may be elsewhere" if spec.subclass else None
-
-
 def _refuse_native(spec: Spec) -> str | None:
     if spec.device.type != "cpu":
         return f"computes on the CPU, the tensor is on {spec.device.type}"
-    return _refuse_subclass(spec) or binding.refuse() or None
+    return binding.refuse() or None
 
 
 def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
@@ -76,7 +69,7 @@ def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
 KERNELS: Registry[Spec] = Registry("optim")
 KERNELS.register(Kernel("triton", _refuse_triton, _step_by_triton))
 KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: binding.step(tasks)))
-KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch))
+KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=True))
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
@@ -108,20 +101,18 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
 
 
 def _spec(task: Task) -> Spec:
-    device = task.weight.device
-    facts, kind = device_facts(device.type, device.index), type(task.source)
-    subclass = kind.__name__ if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ else ""
-    if facts.type != "cuda" or subclass:
-        return Spec(facts, subclass)
+    device = device_of(task.source, task.gradient, *task.state)
+    if device.type != "cuda" or device.wrapper:
+        return Spec(device)
     from narrowgauge.optim.triton.launch import kind_of
 
-    return Spec(facts, subclass, kind_of(task))
+    return Spec(device, kind_of(task))
 
 
 def words(choice: Choice[Spec]) -> str:
     """Why the choice is not a faster one, without the backends that are for other devices; '' if it is the device's own."""
     others = ("needs a CUDA device", "computes on the CPU")
-    return "; ".join(why for _, why in choice.refusals if not why.startswith(others))
+    return "; ".join(dict.fromkeys(why for _, why in choice.refusals if not why.startswith(others)))
 
 
 @cache

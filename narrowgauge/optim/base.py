@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, options, rules
@@ -150,7 +151,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         by_backend: dict[str, tuple[Any, list[Task]]] = {}
         for (parameter, _, _), task in zip(chosen, tasks, strict=True):
             task.gradient = _usable(parameter.grad)
-            if task.weight.data_ptr() != task.address:  # a copy, of a parameter that is not contiguous
+            if identity(task.weight) != task.address:  # a copy, of a parameter that is not contiguous
                 strided.append((parameter, task.weight))
                 task.weight.copy_(parameter.reshape(task.weight.shape))
             kernel = self._kernel(task)
@@ -173,7 +174,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if counts:
             torch._foreach_add_(steps, 1.0)
         found: dict[tuple[int, float], tuple[rules.Constants, int]] = {}
-        for (_, group, number), task, count in zip(chosen, tasks, torch.stack(steps).tolist(), strict=True):
+        for (_, group, number), task, count in zip(chosen, tasks, _counts(steps), strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
             if shared is None:
                 shared = rules.constants(self.rule, group, step), noise.step_key(group["seed"], step)
@@ -188,7 +189,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _kernel(self, task: Task) -> Kernel[backends.Spec]:
         """The backend that computes the task; chosen anew when gradients come in another type, or at another alignment."""
         assert task.gradient is not None
-        key = task.gradient.dtype, task.gradient.data_ptr() % 16 == 0
+        key = task.gradient.dtype, identity(task.gradient) % 16 == 0, type(task.gradient)
         if task.backend is None or task.backend[0] != key:
             task.backend = key, backends.choose(task, self.backend)
         kernel: Kernel[backends.Spec] = task.backend[1].kernel
@@ -376,6 +377,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 f"{where}: the saved state has another form: {words}. Build the optimizer with the states, master and "
                 "parameters that were saved, or start with a fresh state."
             )
+
+
+def _counts(steps: list[Tensor]) -> list[float]:
+    """The numbers in the counters. Fake ones hold none: they stand at the first step, which has the shapes of every other."""
+    return torch.stack(steps).tolist() if all(map(holds_numbers, steps)) else [1.0] * len(steps)
 
 
 def _is_form(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:

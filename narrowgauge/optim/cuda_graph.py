@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import identity
 from narrowgauge.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ class ReplayedStep:
             task, which = optimizer._tasks.get(parameter), f"a parameter of {list(parameter.shape)}"
             if task is None or task.backend is None:
                 return f"{which} has never stepped; run one step before the capture"
-            if not parameter.grad.is_contiguous() or task.weight.data_ptr() != task.address:
+            if not parameter.grad.is_contiguous() or identity(task.weight) != task.address:
                 return f"{which}, or its gradient, is not contiguous; make it so before the optimizer is built"
             if task.backend[1].kernel.name != "triton":
                 by = optimizer.computed_by(parameter)

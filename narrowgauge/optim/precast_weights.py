@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from narrowgauge.addresses import identity, wrapper
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import AmaxWindow
 from narrowgauge.ops.quantize.precast_weight import Stepped, refuse_here
@@ -45,9 +46,9 @@ class _Link:
             self.reason, self.stepped, self.made_of = "an ordinary Linear", None, ()
             return None
         window = layer.window("w")
-        memory = () if window is None else (window.live.data_ptr(), window.history.data_ptr())
+        memory = () if window is None else (identity(window.live), identity(window.history))
         own = layer._parameters.get("weight") is parameter
-        made_of = (layer.recipe, window, own, parameter.data_ptr(), parameter.dtype, parameter.device, *memory)
+        made_of = (layer.recipe, window, own, identity(parameter), parameter.dtype, parameter.device, *memory)
         if not _are_the_same(made_of, self.made_of) or not layer.follows(self.stepped):
             self.made_of, self.reason, self.stepped = made_of, self.fixed, None
             if not self.reason:
@@ -58,8 +59,8 @@ class _Link:
     def _decide(self, layer: QLinear, parameter: Tensor, window: AmaxWindow | None, own: bool) -> None:
         if not own:
             self.reason = "its weight is another parameter now, or computed from one"
-        elif type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            self.reason = f"its weight is a {type(parameter).__name__}, whose memory may be elsewhere"
+        elif hidden_by := wrapper(parameter):
+            self.reason = f"a {hidden_by} hides the memory of its weight"
         elif parameter.is_meta:
             self.reason = "its weight has no memory yet"
         elif not parameter.is_contiguous() or parameter.numel() == 0:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize.precast_weight import Stepped
 from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.moments import Encoded, Moment
@@ -72,12 +73,12 @@ class Task:
     elements: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.address = self.source.data_ptr()
+        self.address = identity(self.source)
         self.elements = self.source.numel()
 
     def holds(self, parameter: Tensor, state: dict[str, Tensor]) -> bool:
         """Whether parameter and state are still the memory that the task was made for."""
-        same = self.address == parameter.data_ptr() and self.weight.dtype == parameter.dtype
+        same = self.address == identity(parameter) and self.weight.dtype == parameter.dtype
         return same and all(map(operator.is_, self.state, state.values()))
 
     @property

@@ -100,16 +100,15 @@ class Range:
     smallest_normal: float | None = None
 
 
-# OCP 8-bit floating point 1.0 (e4m3, e5m2), OCP Microscaling 1.0 (e3m2, e2m3, e2m1), two's complement less its lowest.
-RANGES = {
-    "e4m3": Range(largest=448.0, smallest=2.0**-9, smallest_normal=2.0**-6),
-    "e5m2": Range(largest=57344.0, smallest=2.0**-16, smallest_normal=2.0**-14),
-    "e3m2": Range(largest=28.0, smallest=2.0**-4, smallest_normal=2.0**-2),
-    "e2m3": Range(largest=7.5, smallest=2.0**-3, smallest_normal=1.0),
-    "e2m1": Range(largest=6.0, smallest=0.5, smallest_normal=1.0),
-    "int8": Range(largest=127.0, smallest=1.0),
-    "int4": Range(largest=7.0, smallest=1.0),
-}
+def range_of(name: str) -> Range | None:
+    """Of the format called `name`, from the registry; None for an unknown one. Imports torch."""
+    from narrowgauge import formats
+
+    if name not in formats.NAMES:
+        return None
+    format = formats.get(name)
+    normal = format.smallest_normal if isinstance(format, formats.FloatFormat) and format.mantissa else None
+    return Range(largest=format.max, smallest=format.smallest, smallest_normal=normal)
 
 
 @dataclass(frozen=True, kw_only=True)

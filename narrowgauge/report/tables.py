@@ -98,7 +98,7 @@ def tensor_entry(events: Sequence[Event]) -> dict[str, Any]:
     amax, scale, held = (
         positive(last.get("amax")),
         positive(last.get("scale")),
-        figures.RANGES.get(last.get("format", "")),
+        figures.range_of(last.get("format", "")),
     )
     headroom = math.log2(scale * held.largest / amax) if held and scale and amax else None
     worst = {key: max((share(event, key) for event in events), default=0.0) for key in ("underflow", "saturated")}
@@ -134,7 +134,7 @@ def share(event: Event, key: str) -> float:
 def tensor_figures(events: Sequence[Event], name: str) -> dict[str, str]:
     """The histogram of the last reading, and amax against the format's limit over the run."""
     last = events[-1]
-    held = figures.RANGES.get(last.get("format", ""))
+    held = figures.range_of(last.get("format", ""))
     counted = last.get("histogram") or {"lowest_exponent": 0, "counts": []}
     picture = figures.TensorPicture(
         lowest_exponent=counted["lowest_exponent"],

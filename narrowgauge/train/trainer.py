@@ -29,6 +29,7 @@ from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.fuse import fusions
 from narrowgauge.optim import precision
+from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.checkpoint.best import Best
@@ -291,7 +292,7 @@ class Trainer:
             loss_sum += self._backward(self.objective, batch, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        norm = clip_gradients(self.model.parameters(), self.config.clip or None)
         return torch.stack((loss_sum, norm.to(loss_sum.dtype)))
 
     def _update(self) -> None:
@@ -335,7 +336,7 @@ class Trainer:
                 whole = partial(summed_loss, self.model, options=self.task.options)  # and uncompiled: all hooks run
                 self._backward(whole, batch, targets)
 
-        where = first_nonfinite(self.model, repeat)
+        where = first_nonfinite(self.model, repeat, loss)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
@@ -18,7 +19,10 @@ from narrowgauge.formats import INT4, INT4X2, INT8
 from narrowgauge.nn.learned_step import LARGEST_STEP, RATE, SMALLEST_STEP, WATCHED
 from narrowgauge.nn.linear import QLinear, linear
 from narrowgauge.nn.straight_through import _drawn_rows
+from narrowgauge.ops.registry import Device
+from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
+from narrowgauge.train.hooks.tensor_stats import operand_statistics
 from tests.compare import assert_same, sqnr_db
 
 FOUR_BIT = [recipe for recipe in recipes.ALL if recipe.backward == "straight-through"]
@@ -674,3 +678,51 @@ def test_a_gradient_whose_squares_overflow_is_no_reason_to_sample():
         layer(x).backward(gradient)
         ng.advance(layer)
     assert layer.sampling.active == () and layer.sampling.variance[1] == torch.inf
+
+
+@pytest.mark.parametrize("name", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq"])
+def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, name):
+    """As codes for INT8 units and as decoded values: the same format, and the same share beyond its largest number (exact)."""
+    torch.manual_seed(0)
+    x, weight, found = torch.randn(64, 64), torch.randn(64, 64), []
+    for int8_gemm in (True, False):
+        torch.manual_seed(1)
+        device = Device("cpu", bf16_gemm=False, int8_gemm=int8_gemm)
+        monkeypatch.setattr("narrowgauge.ops.mm.device_facts", lambda kind, index, device=device: device)
+        monkeypatch.setattr("narrowgauge.ops.cpp.int4.refuse", lambda device: "not in this test")
+        layer, seen = QLinear(64, 64, bias=False, recipe=name).eval(), {}
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        layer.observer = lambda gemm, role, original, operand, seen=seen: seen.update(
+            {(gemm, role): operand_statistics(original, operand)} if isinstance(operand, QTensor) else {}
+        )
+        layer(x.clone().requires_grad_()).sum().backward()
+        assert layer.settings(x).plans.output.choice.kernel.name == ("native-int8" if int8_gemm else "reference")
+        found.append(seen)
+    assert {found[0]["output", role]["format"] for role in ("x", "w")} == {"int4"}
+    assert found[0] == found[1]
+    if name == "int4-hq-bs":  # clips at 2.475 standard deviations: 1.33 % of normal numbers, of 4,096 never below 0.5 %
+        assert found[0]["output", "x"]["saturated"] > 0.005
+
+
+@pytest.mark.parametrize("kind", ["swa", "ema"])
+@pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "fp8-delayed"])
+def test_buffers_can_be_averaged(kind, name):
+    """By torch's AveragedModel(use_buffers=True): means of the windows (bounded), and a cold start that ends where the model's has."""
+    torch.manual_seed(0)
+    layer = QLinear(32, 32, recipe=name)
+    how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if kind == "ema" else {}
+    averaged, expected = AveragedModel(layer, use_buffers=True, **how), None
+    for step in range(40):
+        layer(torch.randn(8, 32)).square().mean().backward()
+        ng.advance(layer)
+        averaged.update_parameters(layer)
+        now = {key: value.double() for key, value in layer.named_buffers() if value.is_floating_point()}
+        share = 0.1 if kind == "ema" else 1 / (step + 1)
+        expected = now if expected is None else {key: (1 - share) * expected[key] + share * now[key] for key in now}
+    found = dict(averaged.module.named_buffers())
+    for key, value in expected.items():  # 40 roundings of float32
+        torch.testing.assert_close(found[key].double(), value, rtol=40 * 2.0**-23, atol=0)
+    if layer.steps is not None:
+        assert not layer.steps.is_cold and not averaged.module.steps.is_cold
+    assert averaged.eval()(torch.randn(4, 32)).isfinite().all()

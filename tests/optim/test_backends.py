@@ -109,10 +109,10 @@ def test_the_memory_of_a_subclass_is_left_alone():
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     task = optimizer._tasks[parameter]
-    assert backends._spec(task).subclass == ""
+    assert backends._spec(task).device.wrapper == ""
     task.source = torch.Tensor._make_wrapper_subclass(Wrapped, (64, 128))
     choice = backends.KERNELS.choose(backends._spec(task))
-    assert choice.kernel.name == "torch" and "a Wrapped, whose memory may be elsewhere" in backends.words(choice)
+    assert choice.kernel.name == "torch" and "a Wrapped hides the memory" in backends.words(choice)
 
 
 # --- proof ---------------------------------------------------------------------------------------------------------------------

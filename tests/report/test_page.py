@@ -18,7 +18,7 @@ from tests.report.synthetic_run import MODULES, REFERENCE, Plan, events, run, wr
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from narrowgauge import readings  # noqa: E402
+from narrowgauge import formats, readings  # noqa: E402
 from narrowgauge.diagnose import format_text  # noqa: E402
 from narrowgauge.errors import ConfigError, StorageError  # noqa: E402
 from narrowgauge.report import figures, tables  # noqa: E402
@@ -387,9 +387,9 @@ def test_a_long_curve_keeps_its_spikes_and_stays_short():
     assert len(kept) <= 1100 and (31_234, 9.0) in kept and kept[0] == points[0] and kept[-1] == points[-1]
 
 
-@pytest.mark.parametrize("name", figures.RANGES)
+@pytest.mark.parametrize("name", formats.NAMES)
 def test_every_known_range_can_be_drawn(name):
-    held = figures.RANGES[name]
+    held = figures.range_of(name)
     picture = figures.TensorPicture(lowest_exponent=-130, counts=[5, *[0] * 120, 9, 30, 4], scale=0.01, range=held)
     drawn = figures.histogram(picture, name)
     assert "var(--zone-zero)" in drawn and "var(--zone-saturated)" in drawn and "nan" not in drawn

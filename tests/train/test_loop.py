@@ -486,6 +486,21 @@ def test_a_step_that_is_not_finite_ends_the_run(make, installed, recipe, where, 
     assert (folder / "report.html").exists()
 
 
+def test_squares_of_gradients_beyond_float32_are_clipped_and_the_run_goes_on(make, installed):
+    config = make(recipe="fp8-current", micro_batches=1, clip=1.0)
+
+    def enlarge(model):
+        model.get_submodule(UP).weight.register_hook(lambda gradient: gradient * 0 + 1e20)
+
+    installed(enlarge)
+    assert loop.run(config) == 0
+    elements = sum(
+        event["grad_norm"] > 1e20 and math.isfinite(event["grad_norm"])
+        for event in tiny.events(Path(config.output), "step")
+    )
+    assert elements == config.steps
+
+
 def test_the_bad_micro_batch_need_not_be_the_first(make, installed):
     installed(
         lambda model: in_operand(model, Poison(math.inf, first=12))

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp.build import in_shares, library, parts
 
@@ -70,8 +71,8 @@ def turn(
         len(x),
         len(x) * whole,
         lambda first, last: call(
-            x.data_ptr(), dtype, first, last, x.stride(0), inner, whole, _pointer(signs), _pointer(bits), block, inverse,
-            out.data_ptr(),
+            address(x), dtype, first, last, x.stride(0), inner, whole, address(signs), address(bits), block, inverse,
+            address(out),
         ),
     )  # fmt: skip
     return out
@@ -91,7 +92,7 @@ def encode(
         rows,
         y.numel(),
         lambda first, last: call(
-            y.data_ptr(), first, last, columns, scale, largest, codes.data_ptr(), _pointer(pairs), _pointer(inside)
+            address(y), first, last, columns, scale, largest, address(codes), address(pairs), address(inside)
         ),
     )
     return codes, pairs, inside
@@ -105,7 +106,7 @@ def decode(packed: Tensor, columns: int) -> Tensor:
     _in_rows(
         len(codes),
         codes.numel(),
-        lambda first, last: call(packed.data_ptr(), first, last, columns, codes.data_ptr()),
+        lambda first, last: call(address(packed), first, last, columns, address(codes)),
     )
     return codes
 
@@ -119,17 +120,17 @@ def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[in
         len(x),
         x.numel(),
         lambda first, last: call(
-            x.data_ptr(),
+            address(x),
             dtype,
             first,
             last,
             x.stride(0),
             x.shape[1],
-            scale.data_ptr(),
+            address(scale),
             scale.numel() > 1,
             largest,
             *key,
-            codes.data_ptr(),
+            address(codes),
         ),
     )
     return codes
@@ -139,7 +140,7 @@ def uniform(shape: tuple[int, ...], key: tuple[int, int]) -> Tensor:
     """float32 in [0, 1) of `shape`: the noise of `key` (see `noise`)."""
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
     call = _library().narrowgauge_uniform
-    _in_rows(out.numel(), out.numel(), lambda first, last: call(*key, first, last, out.data_ptr()))
+    _in_rows(out.numel(), out.numel(), lambda first, last: call(*key, first, last, address(out)))
     return out
 
 
@@ -163,8 +164,8 @@ def gemm(
         -(-m // LEFT),
         out.numel() * max(inner // 64, 1),
         lambda first, last: call(
-            a.data_ptr(), b.data_ptr(), first, last, m, n, inner, unsigned_left, steps, scales[0].data_ptr(), sizes[0],
-            scales[1].data_ptr(), sizes[1], out.data_ptr(),
+            address(a), address(b), first, last, m, n, inner, unsigned_left, steps, address(scales[0]), sizes[0],
+            address(scales[1]), sizes[1], address(out),
         ),
     )  # fmt: skip
     return out
@@ -180,7 +181,7 @@ def _panels(x: Tensor, width: int, offset: int) -> Tensor:
         count,
         x.numel(),
         lambda first, last: call(
-            x.data_ptr(), first, last, rows, inner, x.stride(0), x.stride(1), width, offset, panels.data_ptr()
+            address(x), first, last, rows, inner, x.stride(0), x.stride(1), width, offset, address(panels)
         ),
     )
     return panels
@@ -196,10 +197,6 @@ def _in_rows(rows: int, elements: int, call: Callable[[int, int], object]) -> No
     """call(first, last) over all rows, on as many threads as the elements are worth."""
     count = max(min(parts(elements), rows), 1)
     in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 @cache

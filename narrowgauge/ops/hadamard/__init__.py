@@ -25,7 +25,7 @@ from torch import Tensor
 from narrowgauge.errors import ShapeError
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.hadamard import definition
-from narrowgauge.ops.registry import Kernel, Registry
+from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
 from narrowgauge.recipe import Hadamard
 
 hadamard_matrix = definition.hadamard_matrix
@@ -43,9 +43,13 @@ class _InCpp:
         return cpp.turn(y, y.shape[1], inner, block, signs, bits, inverse=True)
 
 
-KERNELS: Registry[str] = Registry("rotate")  # of the device's type; `run` is rotate, or unrotate with more arguments
-KERNELS.register(Kernel("native-cpp", cpp.refuse, lambda name, *given: getattr(_InCpp, name)(*given)))
-KERNELS.register(Kernel("reference", lambda device: None, lambda name, *given: getattr(definition, name)(*given)))
+KERNELS: Registry[Device] = Registry("rotate")  # `run` is rotate, or unrotate with more arguments
+KERNELS.register(
+    Kernel("native-cpp", lambda device: cpp.refuse(device.type), lambda name, *given: getattr(_InCpp, name)(*given))
+)
+KERNELS.register(
+    Kernel("reference", lambda device: None, lambda name, *given: getattr(definition, name)(*given), by_torch=True)
+)
 
 
 def rotated_length(inner: int, hadamard: Hadamard) -> int:
@@ -67,7 +71,7 @@ def draw_signs(hadamard: Hadamard, inner: int, device: torch.device) -> Tensor |
 def rotate(x: Tensor, hadamard: Hadamard, signs: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """x [outer, inner] -> [outer, whole blocks of inner] float32; see the module."""
     _check(x, signs, rotated_length(x.shape[-1], hadamard) if x.ndim == 2 else 0)
-    return KERNELS.choose(x.device.type, backend).kernel.run("rotate", x, hadamard.block, signs)
+    return KERNELS.choose(device_of(x, signs), backend).kernel.run("rotate", x, hadamard.block, signs)
 
 
 @torch.no_grad()
@@ -90,7 +94,9 @@ def unrotate(
         raise ShapeError(
             f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {hadamard.block} are {length} columns."
         )
-    return KERNELS.choose(y.device.type, backend).kernel.run("unrotate", y, hadamard.block, inner, signs, bits)
+    return KERNELS.choose(device_of(y, signs, bits), backend).kernel.run(
+        "unrotate", y, hadamard.block, inner, signs, bits
+    )
 
 
 def _check(x: Tensor, signs: Tensor | None, length: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from narrowgauge.formats import Format
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.hadamard import codes_definition
-from narrowgauge.ops.registry import Kernel, Registry
+from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
 
 
 class Codes(NamedTuple):
@@ -42,9 +42,33 @@ def _encode_in_cpp(y: Tensor, scale: Tensor, format: Format, packed: bool, bits:
     return codes, format.pack(codes) if packed and not two else pairs, inside
 
 
-ENCODE: Registry[str] = Registry("codes")  # of the device's type
-ENCODE.register(Kernel("native-cpp", cpp.refuse, _encode_in_cpp))
-ENCODE.register(Kernel("reference", lambda device: None, codes_definition.encode))
+def _refuse(device: Device) -> str | None:
+    return cpp.refuse(device.type)
+
+
+def _unclipped_in_cpp(d: Tensor, bits: Tensor) -> Tensor:
+    return cpp.turn(d, d.shape[1], d.shape[1], 1, None, bits, inverse=True)
+
+
+def _unclipped_in_torch(d: Tensor, bits: Tensor) -> Tensor:
+    return torch.where(unpack_bits(bits, d.shape[1]), d, 0.0)
+
+
+ENCODE: Registry[Device] = Registry("codes")
+ENCODE.register(Kernel("native-cpp", _refuse, _encode_in_cpp))
+ENCODE.register(Kernel("reference", lambda device: None, codes_definition.encode, by_torch=True))
+
+UNPACK: Registry[Device] = Registry("codes, two to a byte")  # of 4-bit formats
+UNPACK.register(Kernel("native-cpp", _refuse, lambda packed, format, length: cpp.decode(packed, length)))
+UNPACK.register(
+    Kernel(
+        "reference", lambda device: None, lambda packed, format, length: format.unpack(packed, length), by_torch=True
+    )
+)
+
+UNCLIPPED: Registry[Device] = Registry("unclipped")
+UNCLIPPED.register(Kernel("native-cpp", _refuse, _unclipped_in_cpp))
+UNCLIPPED.register(Kernel("reference", lambda device: None, _unclipped_in_torch, by_torch=True))
 
 
 @torch.no_grad()
@@ -52,23 +76,23 @@ def encode(
     y: Tensor, scale: Tensor, format: Format, *, packed: bool = False, bits: bool = False, backend: str | None = None
 ) -> Codes:
     """y [outer, n] -> Codes, of which `packed` and `bits` only if they are asked for."""
-    return Codes(*ENCODE.choose(y.device.type, backend).kernel.run(y, scale, format, packed, bits))
+    return Codes(*ENCODE.choose(device_of(y, scale), backend).kernel.run(y, scale, format, packed, bits))
 
 
 @torch.no_grad()
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
     """packed -> int8 codes [outer, length]."""
-    if format.codes_per_byte == 2 and cpp.refuse(packed.device.type) is None:
-        return cpp.decode(packed, length)
-    return format.unpack(packed, length)
+    if format.codes_per_byte != 2:
+        return format.unpack(packed, length)
+    codes: Tensor = UNPACK.choose(device_of(packed)).kernel.run(packed, format, length)
+    return codes
 
 
 @torch.no_grad()
 def unclipped(d: Tensor, bits: Tensor) -> Tensor:
     """d [outer, n] float32 where its bit is set, else zero."""
-    if cpp.refuse(d.device.type) is None:
-        return cpp.turn(d, d.shape[1], d.shape[1], 1, None, bits, inverse=True)
-    return torch.where(unpack_bits(bits, d.shape[1]), d, 0.0)
+    inside: Tensor = UNCLIPPED.choose(device_of(d, bits)).kernel.run(d, bits)
+    return inside
 
 
 pack_bits, unpack_bits = codes_definition.pack_bits, codes_definition.unpack_bits

@@ -18,7 +18,7 @@ from narrowgauge.ops import selfcheck
 from narrowgauge.ops.hadamard import rotate
 from narrowgauge.ops.hadamard import selfcheck as proof
 from narrowgauge.ops.hadamard.codes import Codes, encode
-from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts
+from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts, device_of
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
 from narrowgauge.recipe import Cast, Hadamard
@@ -84,7 +84,7 @@ def _in_turn(
 
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
 KERNELS.register(Kernel("triton", _refuse_or_fail, _in_triton))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_turn))
+KERNELS.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
 
 
 def in_one_pass(x: Tensor, hadamard: Hadamard, format: Format) -> bool:
@@ -95,8 +95,7 @@ def in_one_pass(x: Tensor, hadamard: Hadamard, format: Format) -> bool:
 
 
 def _spec(x: Tensor, hadamard: Hadamard, format: Format) -> Spec:
-    facts = device_facts(x.device.type, x.device.index)
-    return Spec(facts, x.dtype, (x.shape[0], x.shape[1]), hadamard.block, format)
+    return Spec(device_of(x), x.dtype, (x.shape[0], x.shape[1]), hadamard.block, format)
 
 
 @torch.no_grad()

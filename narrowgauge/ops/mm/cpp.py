@@ -37,7 +37,7 @@ def refuse(spec: MmSpec) -> str | None:
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Codes of INT4 may come packed, or one to a byte under a cast to INT8 (see `straight_through`)."""
+    """Codes of INT4 may come packed, or one to a byte (see `straight_through`)."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
         out = torch.zeros(m, n, device="cpu")

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import refuse_wrappers
 from narrowgauge.formats import E4M3, E5M2
 from narrowgauge.ops.mm.cublas import empty_product, refuse_without_units
 from narrowgauge.ops.mm.cublas_block import NOT_IN_BLOCKS, SQUARE, VECTOR
@@ -83,6 +84,7 @@ def launch(
     """lhs [M, K], rhs [N, K] and their scales [outer / tile_rows, K / 128], all contiguous -> [M, N]."""
     from narrowgauge.ops.mm.triton_blocks import BLOCK_K, block_mm
 
+    refuse_wrappers(lhs, lhs_scale, rhs, rhs_scale, bias)
     (m, k), n = lhs.shape, rhs.shape[0]
     out = torch.empty(m, n, dtype=out_dtype, device=lhs.device)
     capability = torch.cuda.get_device_capability(lhs.device) if lhs.device.type == "cuda" else (0, 0)

@@ -30,8 +30,8 @@ __all__ = ["FORWARD", "GRADIENTS", "KINDS", "Kind", "Made", "Order", "ProduceSpe
 
 FORWARD: Registry[ProduceSpec] = Registry("produce")
 FORWARD.register(Kernel("triton", triton.refuse, triton.forward))
-FORWARD.register(Kernel("reference", lambda spec: None, definition.forward))
+FORWARD.register(Kernel("reference", lambda spec: None, definition.forward, by_torch=True))
 
 GRADIENTS: Registry[ProduceSpec] = Registry("produce's gradients")
 GRADIENTS.register(Kernel("triton", triton.refuse, triton.gradients))
-GRADIENTS.register(Kernel("reference", lambda spec: None, definition.gradients))
+GRADIENTS.register(Kernel("reference", lambda spec: None, definition.gradients, by_torch=True))

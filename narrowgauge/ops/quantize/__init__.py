@@ -43,7 +43,7 @@ def _in_torch(
 KERNELS: Registry[Spec] = Registry("quantize")
 KERNELS.register(selfcheck.proven("quantize", Kernel("triton", triton.refuse, triton.run), selfcheck.check_one))
 KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_torch))
+KERNELS.register(Kernel("reference", lambda spec: None, _in_torch, by_torch=True))
 
 tile_amax = definition.tile_amax
 calibrated_amax = definition.calibrated_amax

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import ShapeError
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
@@ -50,7 +51,7 @@ def tile_rms(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """
     sizes = _tile_sizes(x, tile)
     rms = _rms(x, tile, sizes)
-    if torch.compiler.is_compiling():  # in the same loop
+    if torch.compiler.is_compiling() or not holds_numbers(x):  # in the same loop; or there is no sum to look at
         return torch.where(rms.isinf(), _large_rms(x, tile, sizes), rms)
     if x.device.type == "cpu" and math.isinf(float(rms.sum())):
         return torch.where(rms.isinf(), _large_rms(x, tile, sizes), rms)

@@ -59,13 +59,13 @@ def refuse_delayed(spec: Spec) -> str | None:
 
 BOTH: Registry[Spec] = Registry("quantize_both")
 BOTH.register(selfcheck.proven("quantize_both", Kernel("triton", triton.refuse, triton.both), selfcheck.check_both))
-BOTH.register(Kernel("reference", lambda spec: None, _both_in_turn))
+BOTH.register(Kernel("reference", lambda spec: None, _both_in_turn, by_torch=True))
 
 DELAYED: Registry[Spec] = Registry("quantize_delayed")
 DELAYED.register(
     selfcheck.proven("quantize_delayed", Kernel("triton", refuse_delayed, triton.delayed), selfcheck.check_delayed)
 )
-DELAYED.register(Kernel("reference", lambda spec: None, _delayed_in_turn))
+DELAYED.register(Kernel("reference", lambda spec: None, _delayed_in_turn, by_torch=True))
 
 BOTH_DELAYED: Registry[Spec] = Registry("quantize_both_delayed")
 BOTH_DELAYED.register(
@@ -75,7 +75,7 @@ BOTH_DELAYED.register(
         selfcheck.check_delayed,
     )
 )
-BOTH_DELAYED.register(Kernel("reference", lambda spec: None, _both_delayed_in_turn))
+BOTH_DELAYED.register(Kernel("reference", lambda spec: None, _both_delayed_in_turn, by_torch=True))
 
 
 def reads_once(x: Tensor, cast: Cast, delayed: bool, both: bool = True) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize import definition, selfcheck, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxWindow, observe
 from narrowgauge.ops.quantize.spec import Spec
@@ -106,7 +107,7 @@ class Stepped:
 
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
-    return weight._version, weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
+    return weight._version, weight.device, identity(weight), weight.dtype, weight.shape, weight.stride()
 
 
 def refuse(cast: Cast) -> str | None:
@@ -233,7 +234,7 @@ def _sample(x: Tensor, cast: Cast, expected: float, device: torch.device) -> Ste
 
 STEPPED: Registry[Spec] = Registry("quantize_stepped")
 STEPPED.register(selfcheck.proven("quantize_stepped", Kernel("triton", _refuse, _in_triton), check))
-STEPPED.register(Kernel("reference", lambda spec: None, _in_turn))
+STEPPED.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
 
 
 @torch.no_grad()

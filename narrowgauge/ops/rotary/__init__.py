@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops import selfcheck
-from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts
+from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
 from narrowgauge.ops.triton import refuse as refuse_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,9 +46,11 @@ class Spec:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Spec:
-        device = device_facts(q.device.type, q.device.index)
         return cls(
-            device, tuple(each.dtype for each in (q, k, cos, sin)), q.shape[-1], q.numel() == 0 or k.numel() == 0
+            device_of(q, k, cos, sin),
+            tuple(each.dtype for each in (q, k, cos, sin)),
+            q.shape[-1],
+            q.numel() == 0 or k.numel() == 0,
         )
 
 
@@ -143,4 +145,4 @@ def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> lis
 
 KERNELS: Registry[Spec] = Registry("rotary")
 KERNELS.register(Kernel("triton", _refuse_or_fail, in_triton))
-KERNELS.register(Kernel("reference", lambda spec: None, reference))
+KERNELS.register(Kernel("reference", lambda spec: None, reference, by_torch=True))

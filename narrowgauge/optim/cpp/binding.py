@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from torch import Tensor
 
+from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 from narrowgauge.optim import masters, rules
@@ -79,7 +79,7 @@ def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
     constants = shared.get(id(c))
     if constants is None:
         constants = shared[id(c)] = _constants(c)
-    job.gradient, job.gradient_dtype = gradient.data_ptr(), _DTYPES[gradient.dtype]
+    job.gradient, job.gradient_dtype = address(gradient), _DTYPES[gradient.dtype]
     job.noise, job.constants = task.noise_key, ctypes.addressof(constants)
     if task.master_kind is not None:
         job.weight_noise = task.weight_noise_key
@@ -95,8 +95,8 @@ def _constants(c: rules.Constants) -> _Constants:
 def _standing(task: Task) -> _Job:
     rows, columns = task.weight.shape
     return _Job(
-        rows=rows, columns=columns, tile=task.tile, weight=task.weight.data_ptr(), weight_dtype=_DTYPES[task.weight.dtype],
-        master_kind=masters.KINDS[task.master_kind], master=_pointer(task.master), master_scale=_pointer(task.master_scale),
+        rows=rows, columns=columns, tile=task.tile, weight=address(task.weight), weight_dtype=_DTYPES[task.weight.dtype],
+        master_kind=masters.KINDS[task.master_kind], master=address(task.master), master_scale=address(task.master_scale),
         first=_moment(task.first), second=_moment(task.second),
     )  # fmt: skip
 
@@ -106,12 +106,8 @@ def _moment(kept: Kept) -> _Moment:
     signed = isinstance(format, SmallFloat) and format.signed
     lowest, highest = (format.expansions if isinstance(format, SmallFloat) else None) or (0, 0)
     return _Moment(
-        _pointer(kept.codes), _pointer(kept.scale), _pointer(kept.expansion), format.kind, signed, lowest, highest
+        address(kept.codes), address(kept.scale), address(kept.expansion), format.kind, signed, lowest, highest
     )  # fmt: skip
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 @cache

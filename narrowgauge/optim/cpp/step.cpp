@@ -1,6 +1,6 @@
 // One optimizer step on the CPU: decode, update and encode a tile at a time, in buffers that stay in the first-level cache.
 //
-// The definition is reference.py; this file computes the same bits. Hence no contraction into fused multiply-adds (the flag
+// The definition is update.py with rules.py, moments.py and masters.py; this file computes the same bits. Hence no contraction into fused multiply-adds (the flag
 // -ffp-contract=off), no reassociation, and the order of every operation as written there. Each stage is a loop without branches
 // over at most TILE elements, which the compiler vectorizes; the switches between kinds stand outside of these loops.
 #include <algorithm>
@@ -304,7 +304,7 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
   narrow(w, job.weight, job.weight_dtype, at.element, n, job.master_kind != DIRECT);
 }
 
-// ---- rules: reference.py has the equations ------------------------------------------------------------------------------
+// ---- rules: rules.py has the equations ------------------------------------------------------------------------------
 
 void update(const Constants& job, float* __restrict w, const float* __restrict g, float* __restrict m, float* __restrict v, int n) {
   const float decay = job.decay, beta1 = job.beta1, rest1 = job.rest1, beta2 = job.beta2, rest2 = job.rest2;

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import address, identity
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.quantize.precast_weight import Stepped
 from narrowgauge.ops.registry import device_facts
@@ -142,7 +143,7 @@ def form_of_task(task: Task) -> Form:
     assert c is not None and gradient is not None
     if task.native is None:
         task.native = {}
-    key = (gradient.dtype, gradient.data_ptr() % ALIGNMENT == 0, c.nesterov)
+    key = (gradient.dtype, identity(gradient) % ALIGNMENT == 0, c.nesterov)
     if key not in task.native:
         kind = kind_of(task)
         task.native[key] = form_of(kind) if kind.cast is None else form_of(kind, _capability(task.weight.device))
@@ -153,7 +154,7 @@ def form_of_task(task: Task) -> Form:
 def kind_of(task: Task) -> Kind:
     """What the kernel is compiled for, and proves itself with."""
     tensors = (task.weight, task.gradient, task.master, task.first.codes, task.second.codes)
-    addresses_fit = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in tensors)
+    addresses_fit = all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
     rows, columns = task.weight.shape
     turns = task.stepped is not None and task.stepped.turned is not None and rows % ALIGNMENT == 0
     return Kind.of(task, columns % ALIGNMENT == 0 and addresses_fit, turns)
@@ -184,7 +185,7 @@ class Batch:
             rows, columns = task.weight.shape
             per_row = -(-columns // task.tile)
             lines.append([
-                sum(counts), columns, per_row, rows * per_row, *map(_address, (task.weight, task.master, task.master_scale)),
+                sum(counts), columns, per_row, rows * per_row, *map(address, (task.weight, task.master, task.master_scale)),
                 *_addresses(task.first), *_addresses(task.second), noise.of_parameter(task.number), *_of_cast(task.stepped),
             ])  # fmt: skip
             counts.append(_programs(rows, per_row, form))
@@ -199,7 +200,7 @@ class Batch:
         assert c is not None
         numbers = (c.decay, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, c.beta1)
         head = [self.tasks[0].step_key, *struct.unpack("<8i", struct.pack("<8f", *numbers))]
-        gradients = [_address(task.gradient) for task in self.tasks]
+        gradients = [address(task.gradient) for task in self.tasks]
         return head + [0] * (HEAD - len(head)) + gradients + [0] * (len(gradients) % 2)
 
     def launch(self, sheet: Tensor) -> None:
@@ -272,14 +273,14 @@ def _of_cast(stepped: Stepped | None) -> list[int]:
     """The rest of a tensor's line."""
     if stepped is None:
         return []
-    line = [*map(_address, (stepped.plain, stepped.turned, stepped.maxima, stepped.expected))]
+    line = [*map(address, (stepped.plain, stepped.turned, stepped.maxima, stepped.expected))]
     window = stepped.window
     if window is None:
         return line + [0] * (CAST_FIELDS - FIELDS - len(line))
     how = window.window
     (factor,) = struct.unpack("<i", struct.pack("<f", 2.0**how.margin))
     counts = how.length - 1 if how.algorithm == "max" else 0
-    return [*line, _address(window.live), _address(window.history), counts, factor]
+    return [*line, address(window.live), address(window.history), counts, factor]
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
@@ -293,8 +294,4 @@ def _tables(device: torch.device) -> Tensor:
 
 
 def _addresses(kept: Kept) -> tuple[int, int, int]:
-    return _address(kept.codes), _address(kept.scale), _address(kept.expansion)
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+    return address(kept.codes), address(kept.scale), address(kept.expansion)
