@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 
-from narrowgauge.auto import Decision, layers
+from narrowgauge import auto
+from narrowgauge.auto import Decision
 from narrowgauge.cli import main
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.train import loop
@@ -294,7 +295,7 @@ def test_auto_knows_the_tokens_of_a_table(make, monkeypatch):
         asked.add(problem.tokens)
         return Decision(recipe="bf16", tokens=problem.tokens, how="measured", seconds={"bf16": 2.0})
 
-    monkeypatch.setattr(layers, "decide", decide)
+    monkeypatch.setattr(auto, "decide", decide)
     config = make("classification", recipe="auto", steps=1, micro_batches=2)
     assert loop.run(config) == 0
     facts = run_json(config)["data"]
