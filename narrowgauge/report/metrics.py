@@ -29,13 +29,14 @@ def scores(recorded: Recorded) -> list[str]:
 
 
 def best(recorded: Recorded) -> tuple[str, int, float] | None:
-    """(metric, step, value) of the evaluation whose weights were kept; None if the run keeps none."""
+    """(metric, step, value) of the evaluation whose weights were kept, of equal ones that with the least loss; None if none."""
     metric = recorded.run.get("best") or ""
     sign = -1 if metric == "loss" else 1
-    finite = [point for point in points(recorded, metric) if math.isfinite(point[1])]
-    if not finite:
+    found = [event for event in recorded.of("eval") if metric in event and math.isfinite(event[metric])]
+    if not found:
         return None
-    return metric, *max(finite, key=lambda point: (sign * point[1], -point[0]))
+    kept = max(found, key=lambda event: (sign * event[metric], -event["loss"], -event["step"]))
+    return metric, kept["step"], kept[metric]
 
 
 def figure(recorded: Recorded) -> str:

@@ -473,3 +473,12 @@ def test_padding_is_one_card(tmp_path):
     assert card["note"].replace("\xa0", " ") == (
         "of all positions; 0 % planned by length, first epoch, 50.0 % in shuffled batches, 75.0 % in rows of one width"
     )
+
+
+def test_the_best_of_equal_evaluations_is_the_one_of_least_loss(tmp_path):
+    """As the run chooses whose weights it keeps."""
+    scores = [(1, 0.9, 0.5), (2, 0.9, 0.4), (3, 0.9, 0.4), (4, 0.8, 0.1), (5, math.nan, 0.1)]
+    listed = [{"event": "eval", "step": step, "mcc": mcc, "loss": loss} for step, mcc, loss in scores]
+    assert measured.best(recorded(tmp_path, listed, best="mcc")) == ("mcc", 2, 0.9)
+    assert measured.best(recorded(tmp_path, listed, best="loss"))[1] == 4
+    assert measured.best(recorded(tmp_path, listed, best="")) is None
