@@ -70,19 +70,18 @@ def page(recorded: Recorded) -> dict[str, Any]:
     )
     watched, tensors = tables.tensors(recorded)
     return {
+        "recorded": recorded,
+        "comparison": comparison,
         "title": title(recorded),
         "lead": lead(recorded),
         "progress": progress(recorded),
         "status": status(recorded),
         "finding": finding(comparison) if comparison else None,
-        "window": comparison.window if comparison else 0,
-        "broken_reference": recorded.broken_reference,
         "cards": cards(recorded, comparison),
         "names": (recorded.name, reference.name if reference else None),
         "loss": loss_figure(recorded),
         "radius": smoothing_radius(recorded),
         "steep_start": figures.steep_start(len(recorded.of("step"))),
-        "has_entropy": recorded.data.get("unigram_entropy") is not None,
         "difference": difference_figure(comparison) if comparison else "",
         "metric_figure": metrics.figure(recorded),
         "samples": samples(recorded),
@@ -91,13 +90,11 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "tensors": tensors,
         "watched": watched,
         "happenings": tables.happenings(recorded),
-        "checkpoints": len(recorded.of("checkpoint")),
         "environment": tables.environment(recorded),
         "command": shlex.join(str(part) for part in recorded.run.get("command") or []),
         "run": json.dumps(
             {key: value for key, value in recorded.run.items() if key != "describe"}, indent=1, ensure_ascii=False
         ),
-        "config": recorded.config,
         "folder": recorded.folder.resolve().name,
     }
 
