@@ -111,9 +111,9 @@ def lead(recorded: Recorded) -> str:
     """One sentence for a reader who knows nothing of the run."""
     run, model, data = recorded.run, recorded.model, recorded.data
     shape = [
-        f"{model['layers']} layers" if "layers" in model else "",
-        f"hidden size {format_text.count(model['hidden_size'])}" if "hidden_size" in model else "",
-        f"a vocabulary of {format_text.count(model['vocab_size'])}" if "vocab_size" in model else "",
+        f"{model['layers']} layers" if model.get("layers") else "",
+        f"hidden size {format_text.count(model['hidden_size'])}" if model.get("hidden_size") else "",
+        f"a vocabulary of {format_text.count(model['vocab_size'])}" if model.get("vocab_size") else "",
     ]
     parts = [
         f"A model of {format_text.rounded(run['parameters'])} parameters" if run.get("parameters") else "A model",
