@@ -24,8 +24,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.auto import Decision
-from narrowgauge.auto.layers import decisions
+from narrowgauge.auto import Decision, decisions
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.fuse import unfuse
@@ -72,7 +71,7 @@ def convert(
             (narrowgauge/auto), for which the model must be on its device and in its dtype.
     tokens    (auto) rows of a forward pass: the sequences of a micro-batch times their length
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
-    choices   (auto) layer -> recipe as `auto.layers.chosen` gave them before; nothing is measured
+    choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
     fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fusing); stays until None
 
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a

@@ -44,12 +44,17 @@ def rounded(value: float) -> str:
     return count(value)
 
 
-def size(value: float) -> str:
-    """Bytes as '1.25 GiB'."""
+def size_parts(value: float) -> tuple[str, str]:
+    """Bytes as ("1.25", "GiB")."""
     for unit, word in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= unit:
-            return f"{value / unit:.3g} {word}" if value < 1000 * unit else f"{value / unit:,.0f} {word}"
-    return f"{value:.0f} bytes"
+            return (f"{value / unit:.3g}" if value < 1000 * unit else f"{value / unit:,.0f}"), word
+    return f"{value:.0f}", "bytes"
+
+
+def size(value: float) -> str:
+    """Bytes as '1.25 GiB'."""
+    return " ".join(size_parts(value))
 
 
 def duration(seconds: float) -> str:

@@ -104,18 +104,12 @@ def _verdict(recipe: Recipe, device: torch.device) -> str:
 def _product(gemm: Gemm, device: torch.device) -> str:
     how = plan(gemm, device)
     if gemm == Gemm():
-        return (
-            "native"
-            if how.expand != torch.float32
-            else "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
-        )
-    if how.choice.kernel.name.startswith("native"):
-        return "native"
-    if how.choice.kernel.name == "triton":
-        return "Triton"
-    reasons = [reason for _, reason in how.choice.refusals if not reason.startswith("needs two")]
+        is_native = how.expand != torch.float32
+        return "native" if is_native else "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
+    if how.expand is None:
+        return "Triton" if how.choice.kernel.name == "triton" else "native"
     dtype = str(how.expand).removeprefix("torch.")
-    return f"emulated exactly in {dtype}" + (f": {'; '.join(reasons)}" if reasons else "")
+    return f"emulated exactly in {dtype}" + (f": {'; '.join(how.choice.reasons)}" if how.choice.reasons else "")
 
 
 def _compiler_words() -> str:

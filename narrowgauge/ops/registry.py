@@ -111,6 +111,11 @@ class Choice(Generic[Spec]):
     kernel: Kernel[Spec]
     refusals: tuple[tuple[str, str], ...]
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why kernels refused that are made for such operands, each reason once; those made for others are left out."""
+        return list(dict.fromkeys(reason for _, reason in self.refusals if not reason.startswith("needs two")))
+
 
 class Registry(Generic[Spec]):
     """The kernels of one op, fastest first. A spec is a Device or has one as `device`."""

@@ -2,8 +2,8 @@
 
 `write(run_folder)` reads the files that docs/architecture.md lists (config.toml, run.json, metrics.jsonl, and those of
 a compare-* folder inside) and writes report.html beside them: one file, readable offline, the same for the same input.
-This module says in words what the run was and how it went; `tables` lists its parts, `pictures` draws, and
-page.html.jinja lays out.
+This module says in words what the run was and how it went; `run_data` reads, `compare` judges, `metrics` has a task's
+metrics, `figures` draws, `tables` lists, and page.html.jinja lays out.
 
 A run that is unfinished, crashed, or recorded little gives a page too: what is missing is left out or said to be.
 """
@@ -11,6 +11,7 @@ A run that is unfinished, crashed, or recorded little gives a page too: what is 
 from __future__ import annotations
 
 import importlib.resources
+import json
 import math
 import os
 import shlex
@@ -26,8 +27,7 @@ from narrowgauge.report.run_data import Recorded, last_done, read
 try:
     import jinja2
 
-    from narrowgauge.report import figures, tables
-    from narrowgauge.report import metrics as measured
+    from narrowgauge.report import figures, metrics, tables
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
 
@@ -58,59 +58,45 @@ def render(recorded: Recorded) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
-        "count": format_text.count,
-        "percent": format_text.percent,
-        "magnitude": format_text.magnitude,
-    }
+    environment.filters |= {"count": format_text.count}
     return environment.from_string(source).render(page(recorded))
 
 
 def page(recorded: Recorded) -> dict[str, Any]:
     """Everything that the template shows."""
     reference = recorded.reference
-    comparison = compare_with(recorded, reference) if reference else None
+    comparison = (
+        compare.compare(recorded.events, reference.events, recorded.name, reference.name) if reference else None
+    )
+    watched, tensors = tables.tensors(recorded)
     return {
+        "recorded": recorded,
+        "comparison": comparison,
         "title": title(recorded),
         "lead": lead(recorded),
-        "facts": facts(recorded),
+        "progress": progress(recorded),
         "status": status(recorded),
         "finding": finding(comparison) if comparison else None,
-        "comparison": comparison,
-        "broken_reference": recorded.broken_reference if reference is None else None,
         "cards": cards(recorded, comparison),
         "names": (recorded.name, reference.name if reference else None),
         "loss": loss_figure(recorded),
         "radius": smoothing_radius(recorded),
         "steep_start": figures.steep_start(len(recorded.of("step"))),
-        "has_entropy": recorded.data.get("unigram_entropy") is not None,
         "difference": difference_figure(comparison) if comparison else "",
-        "side_by_side": list(side_by_side(recorded, comparison)) if comparison else [],
-        "metrics": [measured.label(metric) for metric in measured.metrics(recorded)]
-        if recorded.run.get("best")
-        else [],
-        "metric_figure": measured.figure(recorded),
-        "evaluations": measured.rows(recorded),
-        "padding": measured.padding(recorded),
+        "metric_figure": metrics.figure(recorded),
         "samples": samples(recorded),
         "reference_sample": samples(reference)[-1:] if reference else [],
-        "describe": tables.layers(recorded),
-        "switches": tables.switches(recorded),
-        "tensors": tables.tensors(recorded),
-        "shown_tensors": tables.SHOWN_TENSORS,
-        "nonfinite": tables.nonfinite_readings(recorded),
-        "resumptions": recorded.of("resume"),
-        "launches": [event for event in recorded.of("launches") if {"words", "advice"} <= event.keys()],
-        "checkpoints": recorded.of("checkpoint"),
+        "layers": tables.layers(recorded),
+        "tensors": tensors,
+        "watched": watched,
+        "happenings": tables.happenings(recorded),
         "environment": tables.environment(recorded),
         "command": shlex.join(str(part) for part in recorded.run.get("command") or []),
-        "config": recorded.config,
+        "run": json.dumps(
+            {key: value for key, value in recorded.run.items() if key != "describe"}, indent=1, ensure_ascii=False
+        ),
         "folder": recorded.folder.resolve().name,
     }
-
-
-def compare_with(recorded: Recorded, reference: Recorded) -> Comparison:
-    return compare.compare(recorded.events, reference.events, recorded.name, reference.name)
 
 
 # --- What was trained, and how it ended ---
@@ -125,9 +111,9 @@ def lead(recorded: Recorded) -> str:
     """One sentence for a reader who knows nothing of the run."""
     run, model, data = recorded.run, recorded.model, recorded.data
     shape = [
-        f"{model['layers']} layers" if "layers" in model else "",
-        f"hidden size {format_text.count(model['hidden_size'])}" if "hidden_size" in model else "",
-        f"a vocabulary of {format_text.count(model['vocab_size'])}" if "vocab_size" in model else "",
+        f"{model['layers']} layers" if model.get("layers") else "",
+        f"hidden size {format_text.count(model['hidden_size'])}" if model.get("hidden_size") else "",
+        f"a vocabulary of {format_text.count(model['vocab_size'])}" if model.get("vocab_size") else "",
     ]
     parts = [
         f"A model of {format_text.rounded(run['parameters'])} parameters" if run.get("parameters") else "A model",
@@ -148,20 +134,18 @@ def lead(recorded: Recorded) -> str:
     return "".join(parts) + "."
 
 
-def facts(recorded: Recorded) -> list[str]:
+def progress(recorded: Recorded) -> list[str]:
     """The line under the lead: how far, how long, when."""
     run, steps = recorded.run, recorded.of("step")
     elapsed = steps[-1].get("elapsed_s") if steps else None
-    return [
+    started = str(run.get("started_at") or "").replace("T", " ").replace("Z", " UTC")
+    parts = [
         f"{format_text.count(recorded.last_step)} of {format_text.count(run.get('steps', '?'))} steps done",
-        *([f"{format_text.duration(elapsed)} of training"] if elapsed is not None else []),
-        *(
-            [f"started {str(run['started_at']).replace('T', ' ').replace('Z', ' UTC')}"]
-            if run.get("started_at")
-            else []
-        ),
-        *([f"seed {run['seed']}"] if run.get("seed") is not None else []),
+        f"{format_text.duration(elapsed)} of training" if elapsed is not None else "",
+        f"started {started}" if started else "",
+        f"seed {run['seed']}" if run.get("seed") is not None else "",
     ]
+    return [part for part in parts if part]
 
 
 def status(recorded: Recorded) -> dict[str, str]:
@@ -186,21 +170,21 @@ def status(recorded: Recorded) -> dict[str, str]:
 def nonfinite_words(recorded: Recorded, ended: int) -> str:
     """Where a run that was stopped by a number that is not finite met it, and where the first sign was."""
     steps = recorded.of("step")
-    broken = [step for step in steps if not all(math.isfinite(step.get(key, 0.0)) for key in ("loss", "grad_norm"))]
     stopped, what = ended, "a number"
-    if broken:
-        stopped, what = broken[-1]["step"], "gradient norm" if math.isfinite(broken[-1]["loss"]) else "loss"
-        what = f"the {what}"
+    for step in steps:
+        if not math.isfinite(step["loss"]):
+            stopped, what = step["step"], "the loss"
+        elif not math.isfinite(step.get("grad_norm", 0.0)):
+            stopped, what = step["step"], "the gradient norm"
     text = [f"The run was stopped at step {format_text.count(stopped)} because {what} was not finite."]
     before = [step for step in steps if step["step"] < stopped and compare.finite_loss(step)]
     if before:
         text.append(
             f"The last finite loss is {before[-1]['loss']:.4f}, at step {format_text.count(before[-1]['step'])}."
         )
-    readings = recorded.of("nonfinite_amax")
-    if readings:
-        where = f"{tables.role(readings[0])} of {readings[0].get('module', '?')}"
-        text.append(f"The first amax that was not finite: {where}, at step {format_text.count(readings[0]['step'])}.")
+    for event in recorded.of("nonfinite_amax")[:1]:
+        where = f"{tables.role(event)} of {event.get('module', '?')}"
+        text.append(f"The first amax that was not finite: {where}, at step {format_text.count(event['step'])}.")
     return " ".join(text)
 
 
@@ -224,7 +208,11 @@ def finding(comparison: Comparison) -> dict[str, str]:
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
     """Label, value, unit and note of each card."""
-    return [*loss_cards(recorded, comparison), *measured.cards(recorded), *cost_cards(recorded, comparison)]
+    return [*loss_cards(recorded, comparison), *metrics.cards(recorded), *cost_cards(recorded, comparison)]
+
+
+def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "unit": unit, "note": note}
 
 
 def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
@@ -234,37 +222,22 @@ def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
         yield card("Validation loss", "–", "", "no evaluation was recorded")
         return
     step, loss = evaluations[-1]
-    unit = measured.unit(recorded)
+    unit = metrics.unit(recorded)
     yield loss_card("Validation loss", step, loss, unit)
     pair = comparison.validation if comparison else None
     if comparison and pair:
         yield loss_card(f"Validation loss of {comparison.reference_name}", pair.step, pair.reference, unit)
-        yield card("Difference", format_text.signed(pair.difference), unit, difference_note(pair, step))
-    entropy = recorded.data.get("unigram_entropy")
+        percent = f"{format_text.signed(100 * (pair.ratio - 1), 2)}{format_text.PERCENT}, " if pair.ratio else ""
+        note = f"{percent}at step {format_text.count(pair.step)}"
+        yield card("Difference", format_text.signed(pair.difference), unit, note)
+    entropy, vocabulary = recorded.data.get("unigram_entropy"), recorded.model.get("vocab_size") or 0
     if entropy and math.isfinite(loss):
-        yield card(
-            "Against token frequencies",
-            f"{100 * loss / entropy:.0f}{format_text.PERCENT}",
-            "",
-            frequency_note(recorded, loss, entropy),
-        )
-
-
-def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
-    """Speed and memory, each against the reference's."""
-    name = comparison.reference_name if comparison else ""
-    speed, peak = compare.tokens_per_s(recorded.events), compare.peak_bytes(recorded.events)
-    if speed is not None:
-        note = ratio_note(comparison.tokens_per_s if comparison else None, name, format_text.count)
-        yield card("Speed", format_text.count(speed), "tokens/s", note or "median over the steps")
-    if peak is not None:
-        value, unit = format_text.size(peak).split()
-        note = ratio_note(comparison.peak_bytes if comparison else None, name, format_text.size)
-        yield card("Peak memory", value, unit, note or "largest of all steps")
-
-
-def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "unit": unit, "note": note}
+        note = f"of the unigram entropy, {entropy:.2f}"
+        if vocabulary > 1:
+            guess = math.log(vocabulary)
+            share = f"{100 * loss / guess:.0f}{format_text.PERCENT}"
+            note += f"; {share} of a blind guess, ln {format_text.count(vocabulary)} = {guess:.2f}"
+        yield card("Against token frequencies", f"{100 * loss / entropy:.0f}{format_text.PERCENT}", "", note)
 
 
 def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
@@ -272,54 +245,21 @@ def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
     return card(label, format_text.loss_value(loss), unit, f"at step {format_text.count(step)}{perplexity}")
 
 
-def difference_note(pair: compare.Pair, last: int) -> str:
-    if not pair.ratio:
+def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
+    """Speed and memory, each against the reference's."""
+    speed, peak = compare.tokens_per_s(recorded.events), compare.peak_bytes(recorded.events)
+    if speed is not None:
+        against = ratio_note(comparison, comparison.tokens_per_s, format_text.count) if comparison else ""
+        yield card("Speed", format_text.count(speed), "tokens/s", against or "median over the steps")
+    if peak is not None:
+        against = ratio_note(comparison, comparison.peak_bytes, format_text.size) if comparison else ""
+        yield card("Peak memory", *format_text.size_parts(peak), against or "largest of all steps")
+
+
+def ratio_note(comparison: Comparison, pair: compare.Pair | None, show: Callable[[float], str]) -> str:
+    if not pair or not pair.ratio:
         return ""
-    side = "above" if pair.difference > 0 else "below"
-    at = "" if pair.step == last else f", at step {format_text.count(pair.step)}"
-    return (
-        f"{abs(100 * pair.difference / pair.reference):.2f}{format_text.PERCENT} {side} the reference{at}"
-        if pair.difference
-        else "none at all"
-    )
-
-
-def frequency_note(recorded: Recorded, loss: float, entropy: float) -> str:
-    """What the share of the unigram entropy means, and the share of a blind guess's loss."""
-    note = f"of the unigram entropy, {entropy:.2f}"
-    vocabulary = recorded.model.get("vocab_size") or 0
-    if vocabulary > 1:
-        guess = math.log(vocabulary)
-        note += f"; {100 * loss / guess:.0f}{format_text.PERCENT} of a blind guess, ln {format_text.count(vocabulary)} = {guess:.2f}"
-    return note
-
-
-def ratio_note(pair: compare.Pair | None, name: str, show: Callable[[float], str]) -> str:
-    return f"{pair.ratio:.2f} times {name}’s {show(pair.reference)}" if pair and pair.ratio else ""
-
-
-def side_by_side(recorded: Recorded, comparison: Comparison) -> Iterator[tuple[str, str, str, str]]:
-    """Rows: what, the run's, the reference's, how they compare."""
-    steps = format_text.plural(comparison.tail.count, "common step") if comparison.tail else ""
-    tail = f"Training loss, mean of the last {steps}"
-    at = f"Validation loss at step {format_text.count(comparison.validation.step)}" if comparison.validation else ""
-    for what, pair in ((at, comparison.validation), (tail, comparison.tail_losses)):
-        if pair is not None:
-            yield (
-                what,
-                format_text.loss_value(pair.run),
-                format_text.loss_value(pair.reference),
-                format_text.signed(pair.difference),
-            )
-    until = comparison.elapsed_s.step if comparison.elapsed_s else 0
-    measured: list[tuple[str, compare.Pair | None, Callable[[float], str]]] = [
-        ("Tokens per second, median", comparison.tokens_per_s, format_text.count),
-        ("Peak memory", comparison.peak_bytes, format_text.size),
-        (f"Training time to step {format_text.count(until)}", comparison.elapsed_s, format_text.duration),
-    ]
-    for what, pair, show in measured:
-        if pair is not None:
-            yield what, show(pair.run), show(pair.reference), f"× {pair.ratio:.2f}" if pair.ratio else "–"
+    return f"{pair.ratio:.2f} times {comparison.reference_name}’s {show(pair.reference)}"
 
 
 # --- Curves and samples ---
@@ -329,25 +269,20 @@ def loss_figure(recorded: Recorded) -> str:
     """The loss curves; '' where there is nothing to draw."""
     if not recorded.of("step") and not recorded.of("eval"):
         return ""
+    broken = compare.first_nonfinite(recorded.events)
     marks = figures.Marks(
         switched=[event["step"] for event in recorded.of("switch")],
         resumed=[event["step"] for event in recorded.of("resume")],
-        nonfinite=compare.first_nonfinite(recorded.events),
+        nonfinite=[] if broken is None else [broken],
     )
     reference = curve(recorded.reference) if recorded.reference else None
-    entropy = recorded.data.get("unigram_entropy")
-    return figures.loss_curves(
-        curve(recorded), reference, entropy, marks, smoothing_radius(recorded), measured.unit(recorded)
-    )
+    entropy, radius = recorded.data.get("unigram_entropy"), smoothing_radius(recorded)
+    return figures.loss_curves(curve(recorded), reference, entropy, marks, radius, metrics.unit(recorded))
 
 
 def curve(recorded: Recorded) -> figures.Curve:
-    steps = recorded.of("step")
-    return figures.Curve(
-        steps=[step["step"] for step in steps],
-        losses=[step["loss"] for step in steps],
-        evaluations=compare.evaluations(recorded.events),
-    )
+    training = [(step["step"], step["loss"]) for step in recorded.of("step")]
+    return figures.Curve(training=training, validation=compare.evaluations(recorded.events))
 
 
 def smoothing_radius(recorded: Recorded) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,7 @@ def read(folder: Path) -> Recorded:
             break
         except ConfigError:
             broken = broken or inner.name
-    alone = read_alone(folder)
-    return Recorded(
-        folder=folder,
-        run=alone.run,
-        events=alone.events,
-        config=alone.config,
-        reference=reference,
-        broken_reference=broken,
-    )
+    return replace(read_alone(folder), reference=reference, broken_reference=broken)
 
 
 def read_alone(folder: Path) -> Recorded:

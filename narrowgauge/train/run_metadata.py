@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import narrowgauge
-from narrowgauge.auto.layers import chosen
+from narrowgauge.auto import chosen
 from narrowgauge.description import describe
 from narrowgauge.fuse import fusions
 from narrowgauge.train.device import device_words

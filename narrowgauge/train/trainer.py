@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.auto.layers import chosen, summary
+from narrowgauge.auto import chosen, summary
 from narrowgauge.conversion import advance, nonfinite_amax
 from narrowgauge.cuda_graphs import GraphedStep
 from narrowgauge.diagnose import format_text

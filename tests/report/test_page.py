@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,10 +19,11 @@ from tests.report.synthetic_run import MODULES, REFERENCE, Plan, events, run, wr
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from narrowgauge import formats, readings  # noqa: E402
+from narrowgauge import formats  # noqa: E402
 from narrowgauge.diagnose import format_text  # noqa: E402
 from narrowgauge.errors import ConfigError, StorageError  # noqa: E402
 from narrowgauge.report import figures, tables  # noqa: E402
+from narrowgauge.report import metrics as measured  # noqa: E402
 from narrowgauge.report import page as report  # noqa: E402
 from narrowgauge.report.run_data import Recorded, last_done  # noqa: E402
 
@@ -97,8 +99,9 @@ def test_the_page_fetches_nothing(html):
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
 
 
-def test_the_page_forbids_fetching(html):
-    assert "default-src 'none'" in html
+def test_the_page_forbids_fetching_and_scripts(html):
+    assert "default-src 'none'" in html and "script-src" not in html
+    assert "script" not in {tag for tag, _, _ in Page(html).attributes} and "<script" not in html
 
 
 def test_ids_are_unique_and_references_have_a_target(html):
@@ -122,9 +125,7 @@ def test_the_page_has_the_same_bytes_in_another_process_without_a_home(pair, htm
         "PYTHONHASHSEED": "7",
         "PYTHONPATH": str(Path(report.__file__).parents[2]),
     }
-    code = (
-        "import sys; from pathlib import Path; from narrowgauge.diagnose import report; report.write(Path(sys.argv[1]))"
-    )
+    code = "import sys; from pathlib import Path; from narrowgauge.report import page; page.write(Path(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, str(pair)], env=environment, capture_output=True, text=True
     )
@@ -167,11 +168,11 @@ def test_headline_cards_and_verdict(text):
         assert words_shown in text
 
 
-def test_every_watched_tensor_has_its_figures_and_a_row(html, text):
+def test_every_watched_tensor_has_its_figures(html, text):
     assert html.count('aria-label="Histogram') == html.count('aria-label="Largest magnitude') == 9
     for module in MODULES:
         assert module in text
-    assert text.count("Output gradients") == 6  # once at the figure, once in the table
+    assert text.count("Output gradients in") == 3
 
 
 def test_only_the_tensors_that_lose_most_are_drawn_where_there_are_many(tmp_path, monkeypatch):
@@ -184,11 +185,12 @@ def test_only_the_tensors_that_lose_most_are_drawn_where_there_are_many(tmp_path
 def test_command_configuration_and_environment_are_shown(text):
     assert "narrowgauge train --recipe fp8-delayed --data 'a file & more.txt' --compare bf16" in text
     assert 'name = "llama-tiny" # <not a tag>' in text
-    assert "2.13.0+cpu" in text and "Data: unigram entropy" in text
+    assert "PyTorch 2.13.0+cpu" in text and '"unigram_entropy": 3.3127' in text
 
 
 def test_resumptions_are_listed(text):
-    assert "checkpoints/step-00000160" in text and "checkpoints/step-00000170" in text
+    resumed = "The run resumed from checkpoints/step-00000160. Passed over as corrupt: checkpoints/step-00000170."
+    assert f"Step 160: {resumed}" in text
 
 
 # --- text from outside ---
@@ -211,7 +213,7 @@ def test_hostile_names_stay_text(tmp_path):
     folder = write_run(tmp_path / "run", Plan(steps=1, recipe="bf16", tensors=True))
     facts = run(Plan(steps=20)) | {"recipe": evil, "device": evil, "command": [evil], "narrowgauge": evil}
     facts["model"] |= {"name": evil, evil: evil}
-    facts["describe"] = [{key: evil for key in ("name", *tables.DESCRIBE_COLUMNS)}]
+    facts["describe"] = [{key: evil for key in ("name", "note", *tables.DESCRIBE_COLUMNS)}]
     (folder / "run.json").write_text(json.dumps(facts))
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     changed = [json.loads(line) for line in lines]
@@ -229,7 +231,7 @@ def test_hostile_names_stay_text(tmp_path):
 def test_without_a_reference_the_page_says_so(tmp_path):
     html = written(write_run(tmp_path / "run", Plan(steps=40, planned=40)))
     assert "No reference was trained alongside" in html and "--compare bf16" in html
-    assert "Side by side" not in html and "noise band" not in html
+    assert "noise band" not in html
 
 
 def test_a_crashed_run_says_where_it_ended(tmp_path):
@@ -324,14 +326,14 @@ def test_a_reference_that_has_not_started_is_mentioned(tmp_path):
 
 
 def test_a_run_that_went_on_after_its_end_is_not_finished(tmp_path):
-    def recorded(*events: tuple[str, int]) -> Recorded:
+    def end(*events: tuple[str, int]) -> Any:
         listed = [{"event": event, "step": step, "reason": "interrupted", "loss": 1.0} for event, step in events]
-        return Recorded(folder=tmp_path, run={}, events=listed, config="")
+        return last_done(recorded(tmp_path, listed))
 
-    assert last_done(recorded(("step", 5), ("done", 5)))["step"] == 5
-    assert last_done(recorded(("step", 5), ("done", 5), ("resume", 5))) is None
-    assert last_done(recorded(("done", 5), ("step", 6))) is None
-    assert last_done(recorded(("done", 5), ("resume", 5), ("step", 6), ("done", 6)))["step"] == 6
+    assert end(("step", 5), ("done", 5))["step"] == 5
+    assert end(("step", 5), ("done", 5), ("resume", 5)) is None
+    assert end(("done", 5), ("step", 6)) is None
+    assert end(("done", 5), ("resume", 5), ("step", 6), ("done", 6))["step"] == 6
 
 
 def test_what_is_no_run_folder_is_refused_with_the_next_step(tmp_path):
@@ -354,30 +356,24 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path):
 # --- parts ---
 
 
-def test_layers_alike_but_for_their_number_are_grouped(tmp_path):
-    recorded = Recorded(folder=tmp_path, run=run(Plan()), events=[], config="")
-    groups = tables.layers(recorded)
-    assert [group["name"] for group in groups][:2] == [
-        "model.layers.0–3.self_attn.q_proj",
-        "model.layers.0–3.self_attn.k_proj",
-    ]
-    assert [len(group["rows"]) for group in groups] == [4] * 7 + [1]
+def recorded(folder: Path, listed: list[dict[str, Any]] = [], **facts: Any) -> Recorded:  # noqa: B006
+    return Recorded(folder=folder, run=facts, events=listed, config="")
+
+
+def test_layers_alike_are_one_row(tmp_path):
+    groups = tables.layers(recorded(tmp_path, **run(Plan())))
+    assert [sum(group["names"].values()) for group in groups] == [16, 8, 4, 1]
+    assert groups[0]["names"]["model.layers.*.self_attn.q_proj"] == 4
+    assert groups[-1]["names"] == {"lm_head": 1} and list(groups[-1]["notes"]) == ["output layer, kept ordinary"]
 
 
 def test_a_layer_that_differs_is_not_put_into_the_group(tmp_path):
     facts = run(Plan())
     facts["describe"][7]["recipe"] = "bf16"
-    groups = tables.layers(Recorded(folder=tmp_path, run=facts, events=[], config=""))
-    assert [group["name"] for group in groups if "q_proj" in group["name"]] == [
-        "model.layers.0, 2, 3.self_attn.q_proj",
-        "model.layers.1.self_attn.q_proj",
-    ]
-
-
-def test_a_short_table_is_not_grouped(tmp_path):
-    facts = {"describe": run(Plan())["describe"][:12]}
-    groups = tables.layers(Recorded(folder=tmp_path, run=facts, events=[], config=""))
-    assert [len(group["rows"]) for group in groups] == [1] * 12
+    found = [group["names"] for group in tables.layers(recorded(tmp_path, **facts))]
+    assert [
+        names["model.layers.*.self_attn.q_proj"] for names in found if "model.layers.*.self_attn.q_proj" in names
+    ] == [3, 1]
 
 
 def test_a_long_curve_keeps_its_spikes_and_stays_short():
@@ -388,11 +384,27 @@ def test_a_long_curve_keeps_its_spikes_and_stays_short():
 
 
 @pytest.mark.parametrize("name", formats.NAMES)
-def test_every_known_range_can_be_drawn(name):
-    held = figures.range_of(name)
-    picture = figures.TensorPicture(lowest_exponent=-130, counts=[5, *[0] * 120, 9, 30, 4], scale=0.01, range=held)
-    drawn = figures.histogram(picture, name)
+def test_every_format_has_its_range_drawn(name):
+    counted = {"lowest_exponent": -130, "counts": [5, *[0] * 120, 9, 30, 4]}
+    event = {"format": name, "scale": 0.01, "histogram": counted}
+    drawn = figures.histogram(event, name)
     assert "var(--zone-zero)" in drawn and "var(--zone-saturated)" in drawn and "nan" not in drawn
+
+
+def test_the_zones_are_where_the_format_ends():
+    """Exact: E4M3 at a scale of one holds 2^-9 to 448, rounds to zero up to 2^-10, and is subnormal below 2^-6."""
+    zones = {}
+
+    def draw(axes, found):
+        zones.update(found)
+
+    event = {"format": "e4m3", "scale": 1.0, "histogram": {"lowest_exponent": -8, "counts": [1, 2]}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "draw_zones", draw)
+        figures.histogram(event, "zones")
+    assert zones["zero"][1] == zones["subnormal"][0] == -10
+    assert zones["subnormal"][1] == zones["normal"][0] == -6
+    assert zones["normal"][1] == zones["saturated"][0] == math.log2(448)
 
 
 def test_numbers_in_words():
@@ -426,21 +438,46 @@ def test_the_reference_of_the_made_up_runs_sees_the_same_batches():
     assert tokens[0] == tokens[1]
 
 
-def test_layers_that_differ_in_a_reading_are_one_row_with_its_span(tmp_path):
-    rows = [
-        {"name": f"layers.{i}.up", "recipe": "int4-hq-lss", "note": f"a{readings.variance_note(value)}"}
-        for i, value in enumerate([0.5, 0.25, *[1.0] * tables.UNGROUPED_ROWS])
-    ]
-    [group] = tables.layers(Recorded(folder=tmp_path, run={"describe": rows}, events=[], config=""))
-    assert group["shared"]["note"] == "a (sampling adds 0.25 to 1 relative variance)"
-    assert group["rows"][0]["note"] == rows[0]["note"]
+def test_layers_that_differ_in_their_notes_are_one_row_that_tells_them(tmp_path):
+    rows = [{"name": f"layers.{i}.up", "recipe": "int4-hq-lss", "note": f"adds {i % 2}"} for i in range(4)]
+    [group] = tables.layers(recorded(tmp_path, describe=rows))
+    assert group["names"] == {"layers.*.up": 4}
+    assert group["notes"] == {"adds 0": ["layers.0.up", "layers.2.up"], "adds 1": ["layers.1.up", "layers.3.up"]}
 
 
-def test_a_run_with_switches_says_which_recipes_its_table_is_of(tmp_path):
-    event = {"event": "switch", "step": 240, "switch": "bf16@80%", "layers": 14, "before": ["nvfp4"], "after": ["bf16"]}
-    old = {"event": "switch", "step": 250, "switch": "bf16@81%"}  # as an earlier version wrote it
-    recorded = Recorded(folder=tmp_path, run={}, events=[event, old], config="")
-    assert tables.switches(recorded) == [
-        "Step 240: 14 layers went from nvfp4 to bf16; the table is of the end, or of the beginning of a run that was cut short."
+def test_what_happened_is_told_in_order(tmp_path):
+    listed = [
+        {"event": "nonfinite_amax", "step": 7, "module": "m", "role": "gy", "count": 3},
+        {"event": "nonfinite_amax", "step": 9, "module": "m", "role": "gy"},
+        {"event": "switch", "step": 240, "switch": "bf16@80%", "layers": 14, "before": ["nvfp4"], "after": ["bf16"]},
+        {"event": "switch", "step": 250, "switch": "bf16@81%"},  # as an earlier version wrote it
+        {"event": "launches", "step": 30, "words": "the GPU was idle", "advice": ["Compile the model."]},
+        {"event": "resume", "step": 5, "skipped": []},
     ]
-    assert tables.switches(Recorded(folder=tmp_path, run={}, events=[], config="")) == []
+    assert tables.happenings(recorded(tmp_path, listed)) == [
+        "Step 5: The run resumed from its beginning.",
+        "Step 7: An amax of the output gradients of m was not finite (4 readings, the last at step 9) and was kept out of the "
+        "scaling window.",
+        "Step 30: the GPU was idle. Compile the model.",
+        "Step 240: 14 layers went from nvfp4 to bf16.",
+    ]
+    assert tables.happenings(recorded(tmp_path)) == []
+
+
+def test_padding_is_one_card(tmp_path):
+    padding = {way: {"tokens": 50, "positions": n} for way, n in (("fixed", 200), ("shuffled", 100), ("planned", 50))}
+    steps = [{"event": "step", "step": n, "inputs": 30, "positions": 40} for n in (1, 2)]
+    [card] = measured.cards(recorded(tmp_path, steps, data={"padding": padding}))
+    assert card["value"].replace("\xa0", " ") == "25.0 %"
+    assert card["note"].replace("\xa0", " ") == (
+        "of all positions; 0 % planned by length, first epoch, 50.0 % in shuffled batches, 75.0 % in rows of one width"
+    )
+
+
+def test_the_best_of_equal_evaluations_is_the_one_of_least_loss(tmp_path):
+    """As the run chooses whose weights it keeps."""
+    scores = [(1, 0.9, 0.5), (2, 0.9, 0.4), (3, 0.9, 0.4), (4, 0.8, 0.1), (5, math.nan, 0.1)]
+    listed = [{"event": "eval", "step": step, "mcc": mcc, "loss": loss} for step, mcc, loss in scores]
+    assert measured.best(recorded(tmp_path, listed, best="mcc")) == ("mcc", 2, 0.9)
+    assert measured.best(recorded(tmp_path, listed, best="loss"))[1] == 4
+    assert measured.best(recorded(tmp_path, listed, best="")) is None

@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 
-from narrowgauge.auto import Decision, layers
+from narrowgauge import auto
+from narrowgauge.auto import Decision
 from narrowgauge.cli import main
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.train import loop
@@ -78,7 +79,7 @@ def test_it_learns_and_the_report_tells(make, tmp_path):
     assert max(map(labels.count, labels)) / len(labels) < 0.8  # what always the same answer would reach
     assert evaluation["accuracy"] > 0.9 and evaluation["mcc"] > 0.8
     report = (folder / "report.html").read_text("utf-8")
-    assert re.search(r"<h2[^>]*>\s*Metrics", report) and re.search(r"<h2[^>]*>\s*Padding", report)
+    assert re.search(r"<h2[^>]*>\s*Metrics", report) and re.search(r'class="label">Padding<', report)
 
 
 def test_recipe_none_is_an_ordinary_float32_run(make):
@@ -294,7 +295,7 @@ def test_auto_knows_the_tokens_of_a_table(make, monkeypatch):
         asked.add(problem.tokens)
         return Decision(recipe="bf16", tokens=problem.tokens, how="measured", seconds={"bf16": 2.0})
 
-    monkeypatch.setattr(layers, "decide", decide)
+    monkeypatch.setattr(auto, "decide", decide)
     config = make("classification", recipe="auto", steps=1, micro_batches=2)
     assert loop.run(config) == 0
     facts = run_json(config)["data"]
