@@ -98,8 +98,8 @@ def test_no_other_file_takes_an_address_or_starts_a_kernel():
         for words, found in holding.items():
             if words in text:
                 found.add(str(path.relative_to(PACKAGE)))
-    assert holding["data_ptr()"] == {"addresses.py", "train/checkpoint.py"}
-    assert holding[", enable_fp_fusion="] == {"triton/launch.py", "ops/mm/triton_kernel.py"}
+    assert holding["data_ptr()"] == {"addresses.py", "train/checkpoint/store.py"}
+    assert holding[", enable_fp_fusion="] == {"ops/triton/launch.py", "ops/mm/triton.py"}
 
 
 @pytest.mark.parametrize("hide", [Wrapper, fake])
