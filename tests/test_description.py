@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge import readings
+from narrowgauge.description import Note
 from tests.small_model import IDS, Model, recipe_names
 
 
@@ -120,12 +120,15 @@ def test_layers_that_differ_in_a_reading_alone_share_a_line() -> None:
 
 
 def test_spans_of_readings_are_numbers_not_words() -> None:
-    notes = [
-        f"a{readings.variance_note(v)}, b{readings.variance_note(w)}" for v, w in ((9.0, 1.0), (10.0, 1.0), (2e-5, 1.0))
-    ]
-    assert len({readings.without(note) for note in notes}) == 1
-    assert (
-        readings.spanned(notes)
-        == "a (sampling adds 2e-05 to 10 relative variance), b (sampling adds 1 relative variance)"
-    )
-    assert readings.spanned(["no reading", "no reading"]) == "no reading"
+    notes = [Note("a (adds ", value, value, " variance)") for value in (9.0, 10.0, 2e-5)]
+    assert len({note.without_reading() for note in notes}) == 1
+    assert str(Note.spanning(notes)) == "a (adds 2e-05 to 10 variance)"
+    assert str(Note.spanning(notes[:1])) == "a (adds 9 variance)"
+    assert str(Note.spanning([Note("no reading"), Note("no reading")])) == "no reading"
+
+
+def test_a_run_keeps_the_columns_in_words() -> None:
+    """And what programs read of a row is no word among them."""
+    row = next(row for row in ng.describe(ng.convert(Model(), "fp8-current")) if row.recipe != "none")
+    assert list(row.columns()) == ["name", "shape", "recipe", "output", "grad_input", "grad_weight", "backend", "note"]
+    assert set(map(type, row.columns().values())) == {str} and row.emulated

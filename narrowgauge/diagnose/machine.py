@@ -12,9 +12,8 @@ import torch
 
 from narrowgauge import __version__, recipes
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.mm.selfcheck import VERDICTS
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.selfcheck import BOOK
+from narrowgauge.ops.selfcheck import RESULTS
 from narrowgauge.recipe import Gemm, Recipe
 
 
@@ -25,7 +24,7 @@ def info() -> str:
         lines += [_headline(device), ""]
         width = max(map(len, recipes.names()))
         lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
-        lines += [*_proofs(device), ""]
+        lines += [*_checks(device), ""]
     lines.append(_compiler_words())
     return "\n".join(lines)
 
@@ -77,18 +76,17 @@ def threads_words() -> str:
     return f"{count} thread" + ("s" if count != 1 else "")
 
 
-def _proofs(device: torch.device) -> list[str]:
-    """What the kernels' proofs on this device found; they were made for the table above if not before."""
-    books = (*VERDICTS.items(), *BOOK.items())
-    found = [verdict for key, verdict in books if key[-1] == device.index]
+def _checks(device: torch.device) -> list[str]:
+    """What the checks of kernels on this device found; they were made for the table above if not before."""
+    found = [result for key, result in RESULTS.items() if key[-1] == device.index]
     if not found:
         return []
-    right = [verdict for verdict in found if verdict.reason is None]
-    worst = max((verdict.worst for verdict in right), default=0.0)
+    right = [result for result in found if result.reason is None]
+    worst = max((result.worst for result in right), default=0.0)
     return [
         "",
         f"  Checked here against the definition: {len(right)} of {len(found)} kernels and casts are right (largest error "
-        f"{worst:.0%} of what is allowed), in {sum(verdict.elapsed_s for verdict in found):.1f} s.",
+        f"{worst:.0%} of what is allowed), in {sum(result.elapsed_s for result in found):.1f} s.",
     ]
 
 

@@ -281,7 +281,7 @@ def step_cast(recipe: Recipe, plans: Plans) -> tuple[Cast | None, str]:
         other = "takes it in 16 bits" if backward.rhs is None else f"as {backward.rhs}"
         return None, f"output casts it as {forward.rhs}, grad_input {other}"
     if (reason := refuse_stepped(forward.rhs)) is not None:
-        return None, reason
+        return None, reason.text
     for how in (plans.output, plans.grad_input):
         if how.expand is not None:
             return None, f"kernel {how.choice.kernel.name} multiplies decoded values"

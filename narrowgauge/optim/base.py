@@ -208,6 +208,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def computed_by(self, parameter: Tensor) -> str:
         """The backend of a parameter's step, of plain torch with the reason: "triton", "torch (compute capability 7.5, needs 8.0)"."""
+        return str(self._computed_by(parameter))
+
+    def _computed_by(self, parameter: Tensor) -> backends.ComputedBy:
         return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend)
 
     def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task:

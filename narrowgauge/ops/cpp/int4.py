@@ -16,6 +16,7 @@ from torch import Tensor
 from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp.build import in_shares, library, parts
+from narrowgauge.ops.registry import Refusal
 
 SOURCES = ("int4.cpp", "gemm.h")
 LEFT, RIGHT, DEPTH, OFFSET = 6, 16, 4, 7  # as in gemm.h
@@ -33,13 +34,13 @@ _SIGNATURES = {
 }
 
 
-def refuse(device: str) -> str | None:
+def refuse(device: str) -> Refusal | None:
     """Why the kernels cannot be used on a device of this type, or None."""
     if torch.compiler.is_compiling():
-        return "torch.compile cannot look into it"
+        return Refusal("compiling", "torch.compile cannot look into it")
     if device != "cpu":
-        return "for the CPU alone"
-    return unavailable() or None
+        return Refusal("device", "for the CPU alone")
+    return Refusal("toolchain", unavailable()) if unavailable() else None
 
 
 @cache

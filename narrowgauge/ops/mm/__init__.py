@@ -23,20 +23,21 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import cpp, cublas, cublas_block, cublas_mx, definition, triton
-from narrowgauge.ops.mm.selfcheck import proven
+from narrowgauge.ops.mm import cpp, cublas, definition, triton
+from narrowgauge.ops.mm.selfcheck import CHECK
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
+from narrowgauge.ops.selfcheck import checked
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
 
 KERNELS: Registry[MmSpec] = Registry("mm")
-KERNELS.register(proven(Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True)))
-KERNELS.register(proven(Kernel("native-block", cublas_block.refuse, cublas_block.run, by_torch=True)))
-KERNELS.register(proven(Kernel("native-mx", cublas_mx.refuse, cublas_mx.run, by_torch=True)))
-KERNELS.register(proven(Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True)))
-KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
-KERNELS.register(proven(Kernel("triton", triton.refuse, triton.run)))
+KERNELS.register(checked("mm", Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True), CHECK))
+KERNELS.register(checked("mm", Kernel("native-block", cublas.refuse_block, cublas.run_block, by_torch=True), CHECK))
+KERNELS.register(checked("mm", Kernel("native-mx", cublas.refuse_mx, cublas.run_mx, by_torch=True), CHECK))
+KERNELS.register(checked("mm", Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True), CHECK))
+KERNELS.register(checked("mm", Kernel("native-cpp", cpp.refuse, cpp.run), CHECK))
+KERNELS.register(checked("mm", Kernel("triton", triton.refuse, triton.run), CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, definition.run, by_torch=True))
 
 
@@ -64,6 +65,14 @@ def plan(
     if choice.kernel.name != "reference":
         return Plan(choice, None)
     return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts))
+
+
+def why_emulated(gemm: Gemm, device: torch.device) -> str | None:
+    """Why `device` multiplies two narrow operands in a wider type, a clause; None where it does not, or they are not both narrow."""
+    how = plan(gemm, device)
+    if how.expand is None or gemm.lhs is None or gemm.rhs is None:
+        return None
+    return "; ".join(how.choice.reasons) or "no kernel is made for these operands"
 
 
 def mm(

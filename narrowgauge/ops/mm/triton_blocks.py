@@ -1,8 +1,8 @@
-"""The Triton kernel behind `triton_kernel.py`: an FP8 product with one scale per 128 elements of the contracted axis.
+"""The Triton kernel behind `triton.py`: an FP8 product with one scale per tile of each operand.
 
-A program computes BLOCK_M x BLOCK_N of the result. It walks K in steps of 128: the tensor cores sum one block of 128 products from
-zero, the block's scales multiply that sum, and it is added to a float32 total in registers. So the tensor core's own accumulator
-(about 14 bits on Hopper) never holds more than 128 products: the promotion of DeepSeek-V3 (arXiv 2412.19437, 3.3.2).
+A program computes BLOCK_M x BLOCK_N of the result. It walks K in steps of BLOCK_K, the shorter tile, at most 128: the tensor cores sum
+one block of products from zero, the scales multiply that sum, and it is added to a float32 total in registers. So the tensor core's own
+accumulator (about 14 bits on Hopper) never holds more than 128 products: the promotion of DeepSeek-V3 (arXiv 2412.19437, 3.3.2).
 
 Programs are numbered so that GROUP_M tiles of rows share the columns they read while those are in the L2 cache.
 """
@@ -13,24 +13,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK_K = 128  # the tiles' length along the contracted axis
+
+@triton.jit
+def _scales(scale, index, length, first, start, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the rows `index` [BLOCK], from `first` on, at column `start`: [BLOCK], or [1] where they lie within one row of tiles."""
+    width, column = tl.cdiv(K, COLUMNS), start // COLUMNS
+    if ROWS % BLOCK == 0:
+        found = tl.load(scale + (first // ROWS).to(tl.int64) * width + column + tl.arange(0, 1))
+    else:
+        found = tl.load(scale + index // ROWS * width + column, index < length, other=0.0)
+    return found
 
 
 @triton.jit
 def block_mm(
     lhs,  # [M, K] e4m3 or e5m2, rows of K elements
     rhs,  # [N, K]
-    lhs_scale,  # [ceil(M / LHS_ROWS), ceil(K / 128)] float32
-    rhs_scale,  # [ceil(N / RHS_ROWS), ceil(K / 128)]
+    lhs_scale,  # [ceil(M / LHS_ROWS), ceil(K / LHS_COLUMNS)] float32
+    rhs_scale,  # [ceil(N / RHS_ROWS), ceil(K / RHS_COLUMNS)]
     bias,  # [N] or anything, see HAS_BIAS
     out,  # [M, N]
     M,
     N,
     K,
-    LHS_ROWS: tl.constexpr,  # rows of a tile: 1 or 128
+    LHS_ROWS: tl.constexpr,  # sides of a tile, powers of two
+    LHS_COLUMNS: tl.constexpr,
     RHS_ROWS: tl.constexpr,
+    RHS_COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # divides 128
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -45,24 +56,16 @@ def block_mm(
     m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # 2**31 elements are passed at 65536 x 32768
     n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    blocks = tl.cdiv(K, BLOCK_K)
     lhs_rows, rhs_rows = lhs + m[:, None] * K, rhs + n[:, None] * K
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for block in range(blocks):
-        inside = block * BLOCK_K + k < K
-        left = tl.load(lhs_rows + (block * BLOCK_K + k)[None, :], (m < M)[:, None] & inside[None, :], other=0.0)
-        right = tl.load(rhs_rows + (block * BLOCK_K + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0)
+    for start in range(0, K, BLOCK_K):
+        inside = start + k < K
+        left = tl.load(lhs_rows + (start + k)[None, :], (m < M)[:, None] & inside[None, :], other=0.0)
+        right = tl.load(rhs_rows + (start + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0)
         part = tl.dot(left, tl.trans(right))
-        # A program lies within one row of square tiles, whose scale is then one number.
-        if LHS_ROWS == 1:
-            part = part * tl.load(lhs_scale + m * blocks + block, m < M, other=0.0)[:, None]
-        else:
-            part = part * tl.load(lhs_scale + (tile_m * BLOCK_M // LHS_ROWS).to(tl.int64) * blocks + block)
-        if RHS_ROWS == 1:
-            part = part * tl.load(rhs_scale + n * blocks + block, n < N, other=0.0)[None, :]
-        else:
-            part = part * tl.load(rhs_scale + (tile_n * BLOCK_N // RHS_ROWS).to(tl.int64) * blocks + block)
-        total += part
+        of_rows = _scales(lhs_scale, m, M, tile_m * BLOCK_M, start, K, LHS_ROWS, LHS_COLUMNS, BLOCK_M)
+        of_columns = _scales(rhs_scale, n, N, tile_n * BLOCK_N, start, K, RHS_ROWS, RHS_COLUMNS, BLOCK_N)
+        total += part * (of_rows[:, None] * of_columns[None, :])
     if HAS_BIAS:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])

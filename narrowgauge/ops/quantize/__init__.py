@@ -41,8 +41,8 @@ def _in_torch(
 
 
 KERNELS: Registry[Spec] = Registry("quantize")
-KERNELS.register(selfcheck.proven("quantize", Kernel("triton", triton.refuse, triton.run), selfcheck.check_one))
-KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
+KERNELS.register(selfcheck.checked("quantize", Kernel("triton", triton.refuse, triton.run), selfcheck.check_one))
+KERNELS.register(selfcheck.checked("quantize", Kernel("native-cpp", cpp.refuse, cpp.run), selfcheck.check_one))
 KERNELS.register(Kernel("reference", lambda spec: None, _in_torch, by_torch=True))
 
 tile_amax = definition.tile_amax

@@ -10,19 +10,20 @@ from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
+from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.tiles import WHOLE
 
 
-def refuse(spec: Spec) -> str | None:
+def refuse(spec: Spec) -> Refusal | None:
     """Why this kernel does not quantize such a tensor, or None."""
     if spec.noise != "key" or not isinstance(spec.cast.format, IntFormat):
-        return "rounds integers stochastically with the noise of a key, nothing else"
+        return Refusal("rounding", "rounds integers stochastically with the noise of a key, nothing else")
     if spec.cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or spec.cast.has_global_scale or spec.amax:
-        return "takes one scale per tensor or row, from the tensor"
+        return Refusal("tile", "takes one scale per tensor or row, from the tensor")
     if spec.is_empty:
-        return "there is nothing to round"
+        return Refusal("shape", "there is nothing to round")
     return cpp.refuse(spec.device.type)
 
 

@@ -20,7 +20,7 @@ from narrowgauge.ops.quantize import quantize, selfcheck, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import observe
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key, draw
-from narrowgauge.ops.registry import Kernel, Registry
+from narrowgauge.ops.registry import Kernel, Refusal, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Window
 from narrowgauge.tiles import WHOLE
@@ -42,34 +42,34 @@ def _both_delayed_in_turn(x: Tensor, cast: Cast, live: Tensor, records: bool) ->
     return q, quantize(x.T, cast, amax=amax), amax
 
 
-def _refuse_both_delayed(spec: Spec) -> str | None:
+def _refuse_both_delayed(spec: Spec) -> Refusal | None:
     if spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest":
-        return "rounds to nearest by one scale per tensor"
+        return Refusal("tile", "rounds to nearest by one scale per tensor")
     return triton.refuse(spec)
 
 
-def refuse_delayed(spec: Spec) -> str | None:
+def refuse_delayed(spec: Spec) -> Refusal | None:
     """Why the kernel in one pass does not quantize such a tensor, or None."""
     if spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest":
-        return "rounds to nearest by one scale per tensor"
+        return Refusal("tile", "rounds to nearest by one scale per tensor")
     if spec.cast.format.codes_per_byte > 1 and spec.shape[1] % 2:
-        return f"packs two codes into a byte, and rows have {spec.shape[1]}"
+        return Refusal("shape", f"packs two codes into a byte, and rows have {spec.shape[1]}")
     return triton.refuse(spec)
 
 
 BOTH: Registry[Spec] = Registry("quantize_both")
-BOTH.register(selfcheck.proven("quantize_both", Kernel("triton", triton.refuse, triton.both), selfcheck.check_both))
+BOTH.register(selfcheck.checked("quantize_both", Kernel("triton", triton.refuse, triton.both), selfcheck.check_both))
 BOTH.register(Kernel("reference", lambda spec: None, _both_in_turn, by_torch=True))
 
 DELAYED: Registry[Spec] = Registry("quantize_delayed")
 DELAYED.register(
-    selfcheck.proven("quantize_delayed", Kernel("triton", refuse_delayed, triton.delayed), selfcheck.check_delayed)
+    selfcheck.checked("quantize_delayed", Kernel("triton", refuse_delayed, triton.delayed), selfcheck.check_delayed)
 )
 DELAYED.register(Kernel("reference", lambda spec: None, _delayed_in_turn, by_torch=True))
 
 BOTH_DELAYED: Registry[Spec] = Registry("quantize_both_delayed")
 BOTH_DELAYED.register(
-    selfcheck.proven(
+    selfcheck.checked(
         "quantize_both_delayed",
         Kernel("triton", _refuse_both_delayed, triton.both_delayed),
         selfcheck.check_delayed,

@@ -19,6 +19,7 @@ after the weight has been written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,8 @@ from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize import definition, selfcheck, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxWindow, observe
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Kernel, Registry, device_facts
+from narrowgauge.ops.registry import Kernel, Refusal, Registry, device_facts
+from narrowgauge.ops.selfcheck import Comparison
 from narrowgauge.ops.triton import cast_constants as settings
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
@@ -110,25 +112,26 @@ def _key(weight: Tensor) -> tuple[Any, ...]:
     return weight._version, weight.device, identity(weight), weight.dtype, weight.shape, weight.stride()
 
 
-def refuse(cast: Cast) -> str | None:
-    """Why the step cannot leave what such a cast needs, a clause, or None."""
+def refuse(cast: Cast) -> Refusal | None:
+    """Why the step cannot leave what such a cast needs, or None."""
     if cast.tile != (WHOLE, WHOLE):
-        return f"tiles of {cast.tile} share a scale among elements that no program of the step has together in both orientations"
+        shared = "share a scale among elements that no program of the step has together in both orientations"
+        return Refusal("tile", f"tiles of {cast.tile} {shared}")
     if cast.rounding != "nearest":
-        return "stochastic rounding draws anew at every forward pass"
+        return Refusal("rounding", "stochastic rounding draws anew at every forward pass")
     if not isinstance(cast.calibrate, Current | Window):
-        return f"the scale is not of the largest magnitude but by {cast.calibrate}"
+        return Refusal("calibration", f"the scale is not of the largest magnitude but by {cast.calibrate}")
     if cast.format.codes_per_byte > 1:
-        return "two codes share a byte, in one orientation those of two rows"
+        return Refusal("format", "two codes share a byte, in one orientation those of two rows")
     if cast.has_global_scale:
-        return "a second number scales the tensor"
+        return Refusal("scale", "a second number scales the tensor")
     return settings.refuse(cast)
 
 
 def refuse_here(weight: Tensor, cast: Cast) -> str:
-    """Why no kernel takes up on the weight's device what the step leaves, a clause, or ''. May prove a kernel."""
+    """Why no kernel takes up on the weight's device what the step leaves, a clause, or ''. May check a kernel."""
     choice = STEPPED.choose(Spec.of(weight, cast))
-    return "; ".join(why for _, why in choice.refusals) if choice.kernel.name == "reference" else ""
+    return "; ".join(why.text for _, why in choice.refusals) if choice.kernel.name == "reference" else ""
 
 
 @torch.no_grad()
@@ -144,7 +147,7 @@ def foreseen(window: AmaxWindow) -> Tensor:
 
 @torch.no_grad()
 def write(stepped: Stepped, weight: Tensor) -> None:
-    """What the step's kernel writes, made of the new weight by the reference. The definition, and of use in proofs and tests."""
+    """What the step's kernel writes, made of the new weight by the reference. The definition, and of use in checks and tests."""
     stepped.maxima.zero_()
     stepped.maxima[:1] = tile_amax(weight, (WHOLE, WHOLE)).view(torch.int32).reshape(1) & 0x7FFFFFFF
     if stepped.window is not None:
@@ -186,14 +189,14 @@ def _in_triton(x: Tensor, stepped: Stepped, live: Tensor | None, records: bool) 
     return triton_launch.stepped_delayed(x, cast, constants, codes, stepped.maxima, stepped.expected, live, records)
 
 
-def _refuse(spec: Spec) -> str | None:
+def _refuse(spec: Spec) -> Refusal | None:
     return refuse(spec.cast) or triton.refuse(spec)
 
 
-def check(run: Any, spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> str | None:
-    """For the proof: codes that serve, codes by an amax that is not in use, and a first step; the same bits as casting anew."""
+def check(run: Any, spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> Iterator[Comparison]:
+    """For the self-check: codes that serve, codes by an amax that is not in use, and a first step; the same bits as casting anew."""
     if x.stride(1) != 1:
-        return None  # a weight lies in memory row by row
+        return  # a weight lies in memory row by row
     delayed = isinstance(spec.cast.calibrate, Window)
     for in_use, expected in ((3.0, 3.0), (3.0, 5.0), (3.0, 0.0), (0.0, 3.0)) if delayed else ((0.0, 0.0),):
         stepped = _sample(x.cpu(), spec.cast, expected, device)
@@ -203,13 +206,12 @@ def check(run: Any, spec: Spec, device: torch.device, x: Tensor, poisoned: bool)
             live = stepped.window.live
         plain, turned, used = run(x, stepped, live, True)
         if live is None:
-            reason = selfcheck.compare_both(plain, turned, spec, device, x)
+            found = selfcheck.compare_both(plain, turned, spec, x)
         else:
-            truth = torch.tensor([in_use, 0.5, 0.0])
-            reason = selfcheck.compare_delayed((plain, turned), used, live, truth, spec, device, x, poisoned)
-        if reason is not None:
-            return f"{reason}, in use {in_use} and expected {expected}"
-    return None
+            before = torch.tensor([in_use, 0.5, 0.0])
+            found = selfcheck.compare_delayed((plain, turned), used, live, before, spec, x, poisoned)
+        for each in found:
+            yield each._replace(name=f"{each.name}, in use {in_use} and expected {expected}")
 
 
 def _sample(x: Tensor, cast: Cast, expected: float, device: torch.device) -> Stepped:
@@ -233,7 +235,7 @@ def _sample(x: Tensor, cast: Cast, expected: float, device: torch.device) -> Ste
 
 
 STEPPED: Registry[Spec] = Registry("quantize_stepped")
-STEPPED.register(selfcheck.proven("quantize_stepped", Kernel("triton", _refuse, _in_triton), check))
+STEPPED.register(selfcheck.checked("quantize_stepped", Kernel("triton", _refuse, _in_triton), check))
 STEPPED.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
 
 
