@@ -20,11 +20,12 @@ from narrowgauge.ops.mm import cublas as native
 from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.selfcheck import CHECK, as_words, of_words, plain
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry
+from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts
 from narrowgauge.ops.selfcheck import Result, checked
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Window
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
 from tests.ops import cublas
+from tests.ops.registries import registries
 
 CPU = torch.device("cpu")
 TENSOR, ROW, VECTOR, SQUARE = (
@@ -283,3 +284,46 @@ def test_what_words_cannot_name_is_refused_while_an_older_torch_traces(no_result
 def test_power_of_two_scales_too():
     cast = Cast(format=E4M3, tile=(1, 128), scale=POW2)
     assert examine(definition.run, cast, cast).reason is None
+
+
+# --- every registry --------------------------------------------------------------------------------------------------------------
+
+# Without a check: compiled for the CPU and compared with their definitions in tests/ops/test_codes.py and tests/optim; norm_act, whose
+# sums are bounded in tests/ops/triton/test_produced.py.
+UNCHECKED = {
+    ("rotate", "native-cpp"), ("codes", "native-cpp"), ("codes, two to a byte", "native-cpp"), ("unclipped", "native-cpp"),
+    ("optim", "native"), ("produce", "triton"), ("produce's gradients", "triton"),
+}  # fmt: skip
+
+
+def test_every_kernel_has_a_check():
+    found = {
+        (registry.op, kernel.name)
+        for registry in registries()
+        for kernel in registry.kernels
+        if kernel.check is None and kernel.name not in ("reference", "torch")
+    }
+    assert found == UNCHECKED, "register a kernel with `checked`; what has a check needs no line here"
+
+
+def examples_on(device):
+    """(op, kernel, kind of call) of every checked kernel that serves an example of its op on the device."""
+    for registry in registries():
+        for kernel in registry.kernels:
+            for spec in kernel.check.examples() if kernel.check is not None else ():
+                if kernel.refuse(replace(spec, device=device)) is None:
+                    yield registry.op, kernel, kernel.check.resolve(kernel.check.kind(spec))
+
+
+def test_kernels_of_this_cpu_have_the_numbers_of_their_definitions():
+    for op, kernel, kind in examples_on(device_facts("cpu", None)):
+        found = selfcheck.examine(op, kernel.run, kernel.check, kind, CPU)
+        assert found.reason is None, f"{op}, {kernel.name}, {kind}: {found.reason}"
+
+
+@pytest.mark.gpu
+def test_kernels_of_this_gpu_have_the_numbers_of_their_definitions():
+    here = replace(device_facts("cuda", 0), index=None)  # refusals before any check
+    for op, kernel, kind in examples_on(here):
+        found = selfcheck.examine(op, kernel.run, kernel.check, kind, torch.device("cuda", 0))
+        assert found.reason is None, f"{op}, {kernel.name}, {kind}: {found.reason}"
