@@ -31,7 +31,7 @@ from narrowgauge.optim.step import Task, step_in_torch
 class Spec:
     """What a backend is chosen by.
 
-    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (selfcheck.py)
+    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel is checked with it (selfcheck.py)
     """
 
     device: Device

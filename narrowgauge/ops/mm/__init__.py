@@ -11,7 +11,7 @@ Contract of `mm(lhs, rhs)`
 
 Products of decoded elements are exact; they are summed in float32 (FP8 tensor cores with fast_accumulate: about 14 bits).
 Where no narrow unit exists the operands are decoded to a float type that holds them exactly, so an emulated product differs
-from a native one by the order of summation only. On a GPU a kernel is taken only after it has proved itself there (selfcheck.py).
+from a native one by the order of summation only. On a GPU a kernel is taken only after it was right there on a sample (selfcheck.py).
 """
 
 from __future__ import annotations

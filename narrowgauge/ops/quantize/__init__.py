@@ -14,7 +14,7 @@ Contract of `quantize(x, cast)`
     ->      QTensor. NaN or infinity in a tile makes its scale NaN, and with it the whole tile.
 
 Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them, and
-on the CPU for integers with one scale per tensor or row whose noise comes as a Key (compiled_kernel.py): the same bits.
+on the CPU for integers with one scale per tensor or row whose noise comes as a Key (cpp.py): the same bits.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     quantize_both_delayed             both
     in_one_read                       the one of these that a cast asks for, where a kernel does it in one read
 
-The references say just that. The Triton kernels read x once (`triton_kernel`); of a tensor with an amax that is not finite,
+The references say just that. The Triton kernels read x once (triton.py); of a tensor with an amax that is not finite,
 `quantize_delayed` may then leave other codes under its scale, which is NaN and makes NaN of all of them.
 """
 
