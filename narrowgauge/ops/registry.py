@@ -174,16 +174,11 @@ class Registry(Generic[Spec]):
         raise AssertionError(f"{self.op}: the reference refused {spec}")
 
 
-def device_in(spec: object) -> Device | None:
-    """The Device that a spec is or has."""
-    return spec if isinstance(spec, Device) else getattr(spec, "device", None)
-
-
 def _of_plain_tensors(kernel: Kernel[Spec]) -> Kernel[Spec]:
     """The kernel, refused as well where the memory of a tensor is elsewhere."""
 
     def refuse(spec: Spec) -> Refusal | None:
-        device = device_in(spec)
+        device = spec if isinstance(spec, Device) else getattr(spec, "device", None)
         if device is not None and device.wrapper:
             return Refusal("wrapper", f"a {device.wrapper} hides the memory of the tensors, which it reads by address")
         return kernel.refuse(spec)

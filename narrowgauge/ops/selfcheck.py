@@ -16,16 +16,24 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import BackendError, OutOfMemoryError
-from narrowgauge.ops.registry import Kernel, Refusal, constant_while_compiling, device_in
+from narrowgauge.ops.registry import Device, Kernel, Refusal, constant_while_compiling
 
-Spec = TypeVar("Spec")
+
+class OnDevice(Protocol):
+    """A spec, as far as an examination sees it."""
+
+    @property
+    def device(self) -> Device: ...
+
+
+Spec = TypeVar("Spec", bound=OnDevice)
 
 # Whether torch.compile hands frozen dataclasses to functions whose results it takes as constants (`constant_while_compiling`).
 TAKES_DATACLASSES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -108,9 +116,10 @@ def checked(op: str, kernel: Kernel[Spec], check: Check[Spec]) -> Kernel[Spec]:
         return RESULTS[key].reason
 
     def refuse(spec: Spec) -> Refusal | None:
-        refusal, device = kernel.refuse(spec), device_in(spec)
-        if refusal is not None or device is None or device.index is None:
+        refusal = kernel.refuse(spec)
+        if refusal is not None or spec.device.index is None:
             return refusal
+        device = spec.device
         if check.constant is not None and not TAKES_DATACLASSES and torch.compiler.is_compiling():
             kind = check.constant(spec)
             if kind is None:
