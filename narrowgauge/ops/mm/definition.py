@@ -130,7 +130,9 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
 
 def _takes_onednn(operand: Tensor) -> bool:
     """Compiled code multiplies in float32 by torch.mm: through an opaque op, Inductor (2.13) gave wrong numbers for padded tiles."""
-    return operand.device.type == "cpu" and not torch.compiler.is_compiling() and device_facts("cpu", None).bf16_gemm
+    is_plain = type(operand) in (Tensor, torch.nn.Parameter)  # of a fake tensor no factor can be read
+    on_cpu = operand.device.type == "cpu" and not torch.compiler.is_compiling()
+    return on_cpu and is_plain and device_facts("cpu", None).bf16_gemm
 
 
 def _one_number(*scales: Tensor | None) -> Tensor | None:
