@@ -10,7 +10,8 @@ kernel that the caller names is taken or raises BackendError; it is never replac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -77,11 +78,19 @@ def facts_of(device: torch.device, hidden_by: str) -> Device:
     return replace(device_facts(device.type, device.index), wrapper=hidden_by)
 
 
+def onednn_without_vnni(environment: Mapping[str, str]) -> bool:
+    """Whether a variable holds oneDNN back from VNNI: without it, its sums of INT8 products saturate at 16 bits."""
+    held = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""
+    return held.upper() in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
+
+
 @cache
 def cpu_facts() -> Device:
     """The CPU that runs this process, as oneDNN uses it (ONEDNN_MAX_CPU_ISA may hold it back)."""
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())
+    return Device(
+        "cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported() and not onednn_without_vnni(os.environ)
+    )
 
 
 @cache

@@ -17,7 +17,7 @@ from narrowgauge.ops.mm.cublas_block import NOT_IN_BLOCKS
 from narrowgauge.ops.mm.cublas_mx import NO_SUCH_TILES
 from narrowgauge.ops.mm.definition import compute_dtype
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts
+from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts, onednn_without_vnni
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
 
@@ -243,6 +243,21 @@ def test_facts_about_this_machine():
     assert facts.type == "cpu" and facts.capability == (0, 0)
     assert isinstance(facts.bf16_gemm, bool) and isinstance(facts.int8_gemm, bool)
     assert device_facts("meta", None) == Device("meta")
+
+
+@pytest.mark.parametrize(
+    ("environment", "held"),
+    [
+        ({}, False),
+        ({"ONEDNN_MAX_CPU_ISA": "avx2"}, True),
+        ({"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, True),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, False),
+        ({"ONEDNN_MAX_CPU_ISA": "ALL"}, False),
+    ],
+    ids=str,
+)
+def test_onednn_may_be_held_back_from_vnni(environment, held):
+    assert onednn_without_vnni(environment) is held
 
 
 @pytest.mark.gpu

@@ -71,14 +71,15 @@ def test_another_choice_than_the_checkpoints_is_refused(text, tmp_path, as_if_me
         loop.run(replace(config, steps=4, resume=True))
 
 
-def test_on_a_cpu_the_run_says_that_nothing_is_faster(text, tmp_path, capsys):
+def test_on_a_cpu_the_run_says_that_nothing_is_faster(text, tmp_path, capsys, cpu):
     config = tiny.settings(text, tmp_path / "run", steps=1)
     assert main(["train", *tiny.flags(replace(config, recipe="auto"), text)]) == 0
     assert (
         "bf16 (auto, no choice at 64 tokens; not fp8-block, fp8-row, fp8-current: cpu has no FP8 units"
         in capsys.readouterr().err
     )
-    assert {row["recipe"] for row in run_facts(tmp_path / "run")["describe"]} == {"bf16"}
+    head = {"none"} if cpu.bf16_gemm else set()  # as it is, where the units are fast
+    assert {row["recipe"] for row in run_facts(tmp_path / "run")["describe"]} == {"bf16"} | head
 
 
 def test_save_is_a_recipes_own(text, tmp_path):

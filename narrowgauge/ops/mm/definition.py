@@ -68,7 +68,7 @@ def run(
     narrow = left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None
     if narrow and left.device.type == "cuda" and left_scale is right_scale is None:
         return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
-    if narrow and left.device.type == "cpu" and device_facts("cpu", None).bf16_gemm:
+    if narrow and _takes_onednn(left):
         factor, rows = _one_number(left_scale, right_scale), (_per_row(left_scale), _per_row(right_scale))
         if all(scale is None or _has_powers_of_two(x) for scale, x in zip(rows, (lhs, rhs), strict=True)):
             out = cpu_mm(left, right, factor, torch.bfloat16)
@@ -123,9 +123,16 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
     if dtype in (torch.bfloat16, torch.float16) and lhs.device.type == "cuda":
         return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
     lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
-    if lhs.device.type == "cpu" and device_facts("cpu", None).bf16_gemm:
+    if _takes_onednn(lhs):
         return cpu_mm(lhs, rhs, None, torch.float32)
     return torch.mm(lhs, rhs.T)
+
+
+def _takes_onednn(operand: Tensor) -> bool:
+    """Compiled code multiplies in float32 by torch.mm: through an opaque op, Inductor (2.13) gave wrong numbers for padded tiles."""
+    is_plain = type(operand) in (Tensor, torch.nn.Parameter)  # of a fake tensor no factor can be read
+    on_cpu = operand.device.type == "cpu" and not torch.compiler.is_compiling()
+    return on_cpu and is_plain and device_facts("cpu", None).bf16_gemm
 
 
 def _one_number(*scales: Tensor | None) -> Tensor | None:
