@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from narrowgauge.data.example_cache import Values
+from narrowgauge.data.cache import Values
 from narrowgauge.data.text import shown
 from narrowgauge.data.tokenizer import fingerprint, plain_backend
 from narrowgauge.errors import ConfigError, DataError

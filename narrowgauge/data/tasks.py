@@ -19,10 +19,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from narrowgauge.data.cache import token_dtype
+from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.chat import answers, chat_template, check_messages
 from narrowgauge.data.encoder import Encoder, Text
-from narrowgauge.data.example_cache import Values
 from narrowgauge.data.records import Record
 from narrowgauge.data.tokenizer import end_of_text
 from narrowgauge.errors import ConfigError, DataError, closest
