@@ -39,7 +39,7 @@ class Encoder:
         self.fast = bool(getattr(tokenizer, "is_fast", False))
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=0)
         self._encoded = 0
-        self._backend = _exact(plain_backend(self.tokenizer)) if self.fast else None
+        self._backend = plain_backend(self.tokenizer, trim_offsets=False) if self.fast else None
         self._target = self._target_backend() if self.fast else None
 
     def facts(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Encoder:
             return self._backend
         self.tokenizer._switch_to_target_mode()
         try:
-            return _exact(plain_backend(self.tokenizer))
+            return plain_backend(self.tokenizer, trim_offsets=False)
         finally:
             self.tokenizer._switch_to_input_mode()
 
@@ -137,23 +137,6 @@ class Encoder:
             types = encoded.get("token_type_ids", np.zeros(len(ids)))
             found.append({"input_ids": ids, "token_type_ids": np.array(types, np.int64)})
         return found
-
-
-def _exact(backend: Any) -> Any:
-    """The backend with a token's span that holds its leading space, which some post-processors trim away."""
-    from tokenizers import Tokenizer
-
-    state = json.loads(backend.to_str())
-
-    def untrimmed(part: Any) -> Any:
-        if isinstance(part, list):
-            return [untrimmed(value) for value in part]
-        if isinstance(part, dict):
-            return {key: False if key == "trim_offsets" else untrimmed(value) for key, value in part.items()}
-        return part
-
-    state["post_processor"] = untrimmed(state["post_processor"])
-    return Tokenizer.from_str(json.dumps(state))
 
 
 def _saved(tokenizer: Any) -> str:

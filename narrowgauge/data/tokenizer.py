@@ -171,14 +171,20 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerFast) -> tokenizers.Tokenizer:
-    """A copy of what turns text into ids, without the truncation, padding and dropout that tokenizer.json may ask for."""
+def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = True) -> tokenizers.Tokenizer:
+    """A copy of what turns text into ids, without the truncation, padding and dropout that tokenizer.json may ask for.
+
+    trim_offsets  False: the span of a token holds its leading space, which some post-processors trim away
+    """
     from tokenizers import Tokenizer
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state |= {"truncation": None, "padding": None}
     if "dropout" in state["model"]:
         state["model"]["dropout"] = None
+    if not trim_offsets:
+        raw = json.dumps(state["post_processor"]).replace('"trim_offsets": true', '"trim_offsets": false')
+        state["post_processor"] = json.loads(raw)
     return Tokenizer.from_str(json.dumps(state))
 
 
