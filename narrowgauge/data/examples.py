@@ -140,37 +140,22 @@ def prepare_examples(
 
 
 @dataclass
-class _Fate:
-    """Rows that were not taken as they are."""
-
-    count: int = 0
-    longest: int = 0
-    first: str = ""
-
-    def add(self, origin: str, length: int = 0) -> None:
-        self.first = self.first or origin
-        self.count += 1
-        self.longest = max(self.longest, length)
-
-
-@dataclass
 class _Tally:
-    """What the rows had in them."""
+    """What the rows had in them.
 
-    rows: int = 0
-    examples: int = 0
-    tokens: int = 0
-    targets: int = 0
+    counts  rows, examples, tokens, targets, too_long, no_target
+    first   where the first row that is too_long, or has no_target, stands
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    longest: int = 0
     largest_token: int = 0
-    too_long: _Fate = field(default_factory=_Fate)
-    no_target: _Fate = field(default_factory=_Fate)
     notes: Notes = field(default_factory=Counter)
 
-    def add(self, example: Encoded, targets: int) -> None:
-        self.examples += 1
-        self.targets += targets
-        self.tokens += len(example["input_ids"])
-        self.largest_token = max(self.largest_token, int(example["input_ids"].max()))
+    def refuse(self, fault: str, origin: str) -> None:
+        self.counts[fault] += 1
+        self.first.setdefault(fault, origin)
 
 
 class _Job:
@@ -221,28 +206,28 @@ class _Job:
             "source": shown(self.source),
             "content_hash": self.content,
             "task": type(self.task).__name__,
-            "rows": tally.rows,
-            "examples": tally.examples,
-            "tokens": tally.tokens,
-            "targets": tally.targets,
+            **{name: tally.counts[name] for name in ("rows", "examples", "tokens", "targets")},
             "largest_token": tally.largest_token,
             "notes": self._notes(tally),
         }
 
     def _kept(self, rows: list[Record], tally: _Tally) -> Iterator[Encoded]:
         limit, kind = self.limits.max_length, self.task.kind
+        tally.counts["rows"] += len(rows)
         for row, example in zip(rows, self.task.encode(rows, self.encoder, tally.notes), strict=True):
-            tally.rows += 1
             length = max(len(example["input_ids"]), len(example["labels"]) if kind == "seq2seq" else 0)
             if limit is not None and length > limit:
-                tally.too_long.add(row.origin, length)
+                tally.refuse("too_long", row.origin)
+                tally.longest = max(tally.longest, length)
                 if self.limits.too_long != "truncate":
                     continue
                 example = self._truncated(row, example, limit)
-            if not (targets := _targets(example, kind)) or not len(example["input_ids"]):
-                tally.no_target.add(row.origin)
+            ids, targets = example["input_ids"], _targets(example, kind)
+            if not targets or not len(ids):
+                tally.refuse("no_target", row.origin)
                 continue
-            tally.add(example, targets)
+            tally.counts.update(examples=1, tokens=len(ids), targets=targets)
+            tally.largest_token = max(tally.largest_token, int(ids.max()))
             yield example
 
     def _truncated(self, row: Record, example: Encoded, limit: int) -> Encoded:
@@ -251,33 +236,33 @@ class _Job:
         return {name: values[:limit] for name, values in example.items()}
 
     def _check(self, tally: _Tally) -> None:
-        limits, long, empty = self.limits, tally.too_long, tally.no_target
-        if long.count and limits.too_long == "error":
+        limits, counts, source = self.limits, tally.counts, shown(self.source)
+        if counts["too_long"] and limits.too_long == "error":
             raise DataError(
-                f"{shown(self.source)}: {long.count} of {tally.rows} rows are longer than max_length {limits.max_length}; the "
-                f"longest has {long.longest} tokens, the first is {long.first}. Set max_length higher, if the model has positions for it, "
-                "or too_long to 'truncate' or 'skip'."
+                f"{source}: {counts['too_long']} of {counts['rows']} rows are longer than max_length {limits.max_length}; the "
+                f"longest has {tally.longest} tokens, the first is {tally.first['too_long']}. Set max_length higher, if the model "
+                "has positions for it, or too_long to 'truncate' or 'skip'."
             )
-        if empty.count and limits.no_target == "error":
+        if counts["no_target"] and limits.no_target == "error":
             what = "no text" if self.task.kind == "classification" else "no target, all their labels are masked"
             raise DataError(
-                f"{shown(self.source)}: {empty.count} of {tally.rows} rows have {what}; the first is {empty.first}. Correct them, or "
-                "set no_target to 'skip'."
+                f"{source}: {counts['no_target']} of {counts['rows']} rows have {what}; the first is {tally.first['no_target']}. "
+                "Correct them, or set no_target to 'skip'."
             )
-        if not tally.examples:
-            raise DataError(f"{shown(self.source)}: no row is left of {tally.rows}. Pass more data, or other limits.")
+        if not counts["examples"]:
+            raise DataError(f"{source}: no row is left of {counts['rows']}. Pass more data, or other limits.")
 
     def _notes(self, tally: _Tally) -> list[str]:
-        notes = [note.format(count=count) for note, count in tally.notes.items() if count]
-        if tally.too_long.count:
+        notes, counts = [note.format(count=count) for note, count in tally.notes.items() if count], tally.counts
+        if counts["too_long"]:
             done = "cut" if self.limits.too_long == "truncate" else "left out"
             notes.append(
-                f"{tally.too_long.count} of {tally.rows} rows were longer than max_length {self.limits.max_length} (the longest "
-                f"{tally.too_long.longest} tokens) and were {done}."
+                f"{counts['too_long']} of {counts['rows']} rows were longer than max_length {self.limits.max_length} (the longest "
+                f"{tally.longest} tokens) and were {done}."
             )
-        if tally.no_target.count:
+        if counts["no_target"]:
             what = "text" if self.task.kind == "classification" else "target"
-            notes.append(f"{tally.no_target.count} of {tally.rows} rows had no {what} and were left out.")
+            notes.append(f"{counts['no_target']} of {counts['rows']} rows had no {what} and were left out.")
         return notes
 
 
