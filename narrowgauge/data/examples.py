@@ -15,6 +15,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -47,6 +48,7 @@ class Examples:
                             classification: input_ids, labels (one int), token_type_ids if the tokenizer has them
                             seq2seq: input_ids, labels (of their own length)
     examples[3, 1, 4]       the list of these, for a packed row
+    examples.select(rows)   these rows alone
     """
 
     def __init__(self, kind: Kind, entry: Entry, fields: Sequence[str], summary: dict[str, Any]):
@@ -56,6 +58,13 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self._lengths["input_ids"])
+
+    def select(self, rows: Indices) -> Examples:
+        """These rows, in this order. The summary stays that of all."""
+        part = copy(self)
+        part._lengths = {name: lengths[rows] for name, lengths in self._lengths.items()}
+        part._ends = {name: ends[rows] for name, ends in self._ends.items()}
+        return part
 
     @property
     def lengths(self) -> Indices:

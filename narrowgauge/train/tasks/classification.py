@@ -78,9 +78,7 @@ class ClassificationTask(TableTask):
 
 def _class_notes(table: tables.Tables, names: tuple[str, ...]) -> list[str]:
     """How many examples of each class there are, and what that makes of the metrics."""
-    sides = [
-        Counter(int(part[place]["labels"]) for place in range(len(part))) for part in (table.train, table.validation)
-    ]
+    sides = [Counter(example["labels"] for example in part) for part in (table.train, table.validation)]
     shown = ", ".join(
         f"{name} {sides[0][place]} and {sides[1][place]}" for place, name in enumerate(names[:SHOWN_CLASSES])
     )

@@ -38,7 +38,7 @@ class TableTask(Task):
         return data.LengthBatchSampler(self.table.train.lengths, tables.batching(self.config))
 
     @cached_property
-    def _evaluated(self) -> tables.Part:
+    def _evaluated(self) -> data.Examples:
         return tables.evaluated(self.table.validation, self.config.eval_tokens)
 
     def steps(self, epochs: int) -> int:

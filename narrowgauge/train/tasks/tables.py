@@ -31,32 +31,11 @@ Align = Callable[[Batch], Batch]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some of the examples, as a data set."""
-
-    examples: data.Examples
-    places: np.ndarray[Any, np.dtype[np.int64]]
-
-    @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return self.examples.lengths[self.places]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: int | Sequence[int]) -> Any:
-        """An example, or the list of several for a packed row."""
-        if isinstance(index, Sequence):
-            return [self.examples[int(self.places[one])] for one in index]
-        return self.examples[int(self.places[index])]
-
-
-@dataclass(frozen=True)
 class Tables:
     """Encoded examples of both sides; what is known of them; the most tokens that an example may have."""
 
-    train: Part
-    validation: Part
+    train: data.Examples
+    validation: data.Examples
     longest: int | None
     summary: dict[str, Any]
 
@@ -91,7 +70,7 @@ def read(config: TrainConfig, task: data.Task, tokenizer: Any, kind: Kind) -> tu
     notes = list(examples.notes)
     if config.validation_data:
         held_out = prepared(config.validation_data)
-        train, validation = (Part(each, np.arange(len(each))) for each in (examples, held_out))
+        train, validation = examples, held_out
         split = f"all of {config.validation_data}"
         notes += [f"Validation: {note}" for note in held_out.notes]
     else:
@@ -128,12 +107,12 @@ def padding_notes(tokenizer: Any) -> list[str]:
     return []
 
 
-def split_rows(examples: data.Examples, fraction: float) -> tuple[Part, Part]:
+def split_rows(examples: data.Examples, fraction: float) -> tuple[data.Examples, data.Examples]:
     """(training, validation): a row validates if the hash of its ids, as a share of all hashes, is below `fraction`.
 
     Of few rows, where that leaves a side empty, the rows with the smallest hashes validate. Raises DataError for one row.
     """
-    draws = np.array([_draw(examples[place]["input_ids"]) for place in range(len(examples))])
+    draws = np.array([_draw(example["input_ids"]) for example in examples])
     held_out = draws < fraction
     if held_out.all() or not held_out.any():
         held_out = draws <= np.sort(draws)[max(0, round(fraction * len(draws)) - 1)]
@@ -141,7 +120,7 @@ def split_rows(examples: data.Examples, fraction: float) -> tuple[Part, Part]:
         raise DataError(
             f"{examples.summary['source']}: {len(examples)} rows with one text cannot be split. Pass validation_data, or more rows."
         )
-    return Part(examples, np.flatnonzero(~held_out)), Part(examples, np.flatnonzero(held_out))
+    return examples.select(np.flatnonzero(~held_out)), examples.select(np.flatnonzero(held_out))
 
 
 def _draw(ids: np.ndarray[Any, Any]) -> float:
@@ -165,7 +144,9 @@ def batching(config: TrainConfig) -> data.Batching:
 class TableFeed:
     """Batches by length, epoch after epoch. The place is the sampler's: (epoch, step)."""
 
-    def __init__(self, part: Part, sampler: data.LengthBatchSampler, collate: data.Collator, parts: int, align: Align):
+    def __init__(
+        self, part: data.Examples, sampler: data.LengthBatchSampler, collate: data.Collator, parts: int, align: Align
+    ):
         self.part, self.sampler, self.collate, self.parts, self.align = part, sampler, collate, parts, align
         self._iterator: Iterator[list[Any]] | None = None
         if not len(sampler.plan):
@@ -217,7 +198,7 @@ def pieces(count: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def evaluated(part: Part, most_tokens: int) -> Part:
+def evaluated(part: data.Examples, most_tokens: int) -> data.Examples:
     """The examples that an evaluation looks at, always the same: all, or in a hashed order as many as `most_tokens` hold."""
     lengths = part.lengths
     if int(lengths.sum()) <= most_tokens:
@@ -225,10 +206,10 @@ def evaluated(part: Part, most_tokens: int) -> Part:
     keys = [hashlib.sha256(EVAL_ORDER + b":%d" % place).digest() for place in range(len(part))]
     order = np.array(sorted(range(len(part)), key=keys.__getitem__))
     count = max(1, int(np.searchsorted(np.cumsum(lengths[order]), most_tokens, side="right")))
-    return Part(part.examples, part.places[np.sort(order[:count])])
+    return part.select(np.sort(order[:count]))
 
 
-def evaluation_batches(part: Part, config: TrainConfig, pad_id: int) -> Iterator[Batch]:
+def evaluation_batches(part: data.Examples, config: TrainConfig, pad_id: int) -> Iterator[Batch]:
     """Purely sorted by length: the least padding. Batches hold what a micro-batch of training holds."""
     rows = None if config.token_budget else max(1, config.batch_size // config.micro_batches)
     budget = max(1, config.token_budget // config.micro_batches) if config.token_budget else None
