@@ -96,15 +96,11 @@ class Encoder:
     def name(self) -> str:
         return shown(self.tokenizer.name_or_path or type(self.tokenizer).__name__)
 
-    @property
-    def start_ids(self) -> set[int]:
-        """Ids that begin a text: of which two in a row are a mistake."""
-        found = {getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")}
-        return {int(id) for id in found if id is not None}
-
     def check_start(self, ids: Values, origin: str) -> None:
         """Raises DataError if the ids begin with the same beginning-of-text token twice."""
-        if len(ids) > 1 and ids[0] == ids[1] and int(ids[0]) in self.start_ids:
+        if len(ids) < 2 or ids[0] != ids[1]:
+            return
+        if int(ids[0]) in (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")):
             token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
             raise DataError(
                 f"{origin}: begins with {token} twice, as it stands in the text or template and the tokenizer adds it too. "
