@@ -88,21 +88,21 @@ def cached(
     Raises StorageError if the folder cannot be read or written.
     """
     notes = []
-    try:
-        with storage(path.parent):
-            entry = open_entry(path)
-    except Damaged as damage:
-        entry = None
-        notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
-    if entry is None:
-        with new_folder(path, _is_whole) as draft:
-            _write(draft, path.name, dtypes, fill)
+    with storage(path.parent):
         try:
             entry = open_entry(path)
         except Damaged as damage:
-            raise StorageError(
-                f"{damage}, though it was just written. Check the disk, or pass another cache folder."
-            ) from damage
+            entry = None
+            notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
+        if entry is None:
+            with new_folder(path, _is_whole) as draft:
+                _write(draft, path.name, dtypes, fill)
+            try:
+                entry = open_entry(path)
+            except Damaged as damage:
+                raise StorageError(
+                    f"{damage}, though it was just written. Check the disk, or pass another cache folder."
+                ) from damage
     if entry is None:
         raise StorageError(
             f"{shown(path.parent)}: an entry is missing though it was just written; another process removes what stands "

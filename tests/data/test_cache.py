@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +191,20 @@ def test_a_disk_that_returns_other_bytes_than_it_took_is_told(tmp_path, monkeypa
 
     monkeypatch.setattr(cache, "publish", rot)
     with pytest.raises(StorageError, match=r"train.bin has 0 bytes, not 8, though it was just written. Check the disk"):
+        make(tmp_path, SIDES)
+
+
+@pytest.mark.parametrize("before", ["nothing", "an entry"])
+def test_a_disk_that_cannot_be_read_is_told(tmp_path, monkeypatch, before):
+    """When an entry is looked for; and when none was there, after it is written."""
+    if before == "an entry":
+        make(tmp_path, SIDES)
+
+    def broken(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with pytest.raises(StorageError, match="the cache cannot be used: Input/output error"):
         make(tmp_path, SIDES)
 
 
