@@ -394,6 +394,19 @@ def test_an_entry_that_others_made_meanwhile_is_used(write, llama_like, tmp_path
     assert prepare_examples(theirs, Completion(), llama_like, cache=tmp_path).summary["source"] == str(theirs)
 
 
+def test_selected_rows_are_those_examples_in_that_order(write, llama_like, tmp_path):
+    """Also selected from a selection, and in another process."""
+    path = write([{"source": "the scale " * size, "target": "amax " * (9 - size)} for size in range(1, 9)])
+    found = prepare_examples(path, Seq2Seq(), llama_like, cache=tmp_path)
+    part = pickle.loads(pickle.dumps(found.select(np.array([7, 1, 4])).select(np.array([2, 0]))))
+    assert len(part) == 2 and part.lengths.tolist() == found.lengths[[4, 7]].tolist()
+    for mine, theirs in zip(part, (found[4], found[7]), strict=True):
+        assert {name: ids.tolist() for name, ids in mine.items()} == {
+            name: ids.tolist() for name, ids in theirs.items()
+        }
+    assert len(found) == 8
+
+
 # Tokenizers
 
 
