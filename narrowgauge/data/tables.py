@@ -61,7 +61,8 @@ def checked_text(value: object, column: str, where: str) -> str:
         known = f" ({value!r})" if isinstance(value, int | float) else ""
         raise DataError(f"{where}: column {column!r} holds {held}{known}, not a string. Correct the row or remove it.")
     try:
-        value.encode()
+        if not value.isascii():
+            value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: column {column!r} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at "
@@ -101,14 +102,20 @@ def table_rows(path: Path, choose: Choose, *, limit_bytes: int, header: Sequence
 
 def _jsonl_rows(path: Path, choose: Choose, limit_bytes: int) -> Rows:
     chosen: list[str] | None = None
+    name = shown(path)
     for number, line in lines(path, limit_bytes=limit_bytes):
         if line.isspace():
             continue
-        where = f"{shown(path)}:{number}"
+        where = f"{name}:{number}"
         row = _parse_object(line.rstrip("\r\n"), where)
         if chosen is None:
-            chosen = choose(list(row), [name for name in row if isinstance(row[name], str | None)], where)
-        yield where, {choose_column(column, list(row), (), where): row[column] for column in chosen}
+            chosen = choose(
+                list(row), [column for column, value in row.items() if isinstance(value, str | None)], where
+            )
+        for column in chosen:
+            if column not in row:
+                choose_column(column, list(row), (), where)  # raises
+        yield where, {column: row[column] for column in chosen}
 
 
 def _parse_object(line: str, where: str) -> dict[str, Any]:
@@ -148,11 +155,11 @@ def _check_names(names: Sequence[str], where: str) -> None:
 def _csv_rows(path: Path, choose: Choose, limit_bytes: int, header: Sequence[str] | None) -> Rows:
     """Rows of a CSV or TSV file, all with as many fields as the first one, the header row, or as `header`."""
     names, places = None if header is None else list(header), dict[str, int]()
-    may_be_header = names is not None
+    may_be_header, file = names is not None, shown(path)
     if names is not None:
-        places = {column: names.index(column) for column in choose(names, names, shown(path))}
+        places = {column: names.index(column) for column in choose(names, names, file)}
     for line, row in _csv_lines(path, limit_bytes):
-        where = f"{shown(path)}:{line}"
+        where = f"{file}:{line}"
         if names is None:
             names = row
             _check_names(names, where)
@@ -207,33 +214,42 @@ def _parquet_rows(path: Path, choose: Choose, limit_bytes: int) -> Rows:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.") from None
+    name = shown(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            schema, row = file.schema_arrow, 0
-            _check_names(schema.names, shown(path))
+            schema, first = file.schema_arrow, 1
+            _check_names(schema.names, name)
             texts = [field.name for field in schema if ARROW_TEXT.match(str(field.type))]
-            chosen = choose(schema.names, texts, shown(path))
+            chosen = choose(schema.names, texts, name)
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=chosen):
-                for scalars in zip(*map(batch.column, chosen), strict=True):
-                    row += 1
-                    yield f"{shown(path)}:{row}", _values(chosen, scalars, f"{shown(path)}:{row}")
+                for row, values in enumerate(_batch_rows(batch, name, first), first):
+                    yield f"{name}:{row}", values
+                first += batch.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for the names of columns
         raise DataError(
-            f"{shown(path)}: cannot be read as Parquet: {reason(error)} Write or download the file again."
+            f"{name}: cannot be read as Parquet: {reason(error)} Write or download the file again."
         ) from error
 
 
-def _values(columns: list[str], scalars: tuple[Any, ...], where: str) -> dict[str, Any]:
-    values = {}
-    for column, scalar in zip(columns, scalars, strict=True):
-        try:
-            values[column] = scalar.as_py()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{where}: column {column!r} is invalid UTF-8 at byte {error.start} of the value. "
-                "Write the column as UTF-8, or store bytes as binary."
-            ) from None
-    return values
+def _batch_rows(batch: Any, file: str, first: int) -> list[dict[str, Any]]:
+    """The values by column of an Arrow batch whose first row is row `first` of the file."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError:
+        names, rows = batch.schema.names, range(batch.num_rows)
+        return [
+            {name: _value(batch.column(name)[row], name, f"{file}:{first + row}") for name in names} for row in rows
+        ]
+
+
+def _value(scalar: Any, column: str, where: str) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: column {column!r} is invalid UTF-8 at byte {error.start} of the value. "
+            "Write the column as UTF-8, or store bytes as binary."
+        ) from None
 
 
 READERS = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".parquet": _parquet_rows}
