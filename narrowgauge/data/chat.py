@@ -14,7 +14,8 @@ An answer includes the token that ends the turn, which a model must learn to wri
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from narrowgauge.data.text import reason
@@ -22,11 +23,6 @@ from narrowgauge.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def marks_answers(template: str) -> bool:
-    """Whether the template says itself which parts are the assistant's."""
-    return bool(_MARKS.search(template))
 
 
 def chat_template(tokenizer: Any) -> str:
@@ -68,7 +64,7 @@ def answers(
     Renders the template once, and twice more for each answer if it does not mark them. Raises DataError if the template
     refuses the messages, or renders an answer differently once more turns follow.
     """
-    if marks_answers(chat_template(tokenizer)):
+    if _MARKS.search(chat_template(tokenizer)):
         text, spans = _marked(tokenizer, messages, origin)
         return text, spans[-1:] if train_on == "last" else spans
     text = _render(tokenizer, messages, origin)
@@ -90,27 +86,29 @@ def answers(
 def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, *, prompt: bool = False) -> str:
     if not messages and not prompt:
         return ""
-    try:
+    with _refusals(origin):
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
-    except Exception as error:  # templates raise their own errors, of jinja's and of any other class
-        raise DataError(
-            f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
-        ) from error
 
 
 def _marked(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str) -> tuple[str, list[Span]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     known = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
-    try:
+    with _refusals(origin):
         texts, spans = render_jinja_template(
             conversations=[known],
             chat_template=chat_template(tokenizer),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    except Exception as error:  # as above
+    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]
+
+
+@contextmanager
+def _refusals(origin: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # templates raise their own errors, of jinja's and of any other class
         raise DataError(
             f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
         ) from error
-    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]

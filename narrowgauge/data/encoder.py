@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from narrowgauge.data.example_cache import Values
+from narrowgauge.data.cache import Values
 from narrowgauge.data.text import shown
 from narrowgauge.data.tokenizer import fingerprint, plain_backend
 from narrowgauge.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ class Encoder:
         self.fast = bool(getattr(tokenizer, "is_fast", False))
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=0)
         self._encoded = 0
-        self._backend = _exact(plain_backend(self.tokenizer)) if self.fast else None
+        self._backend = plain_backend(self.tokenizer, trim_offsets=False) if self.fast else None
         self._target = self._target_backend() if self.fast else None
 
     def facts(self) -> dict[str, Any]:
@@ -96,15 +96,11 @@ class Encoder:
     def name(self) -> str:
         return shown(self.tokenizer.name_or_path or type(self.tokenizer).__name__)
 
-    @property
-    def start_ids(self) -> set[int]:
-        """Ids that begin a text: of which two in a row are a mistake."""
-        found = {getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")}
-        return {int(id) for id in found if id is not None}
-
     def check_start(self, ids: Values, origin: str) -> None:
         """Raises DataError if the ids begin with the same beginning-of-text token twice."""
-        if len(ids) > 1 and ids[0] == ids[1] and int(ids[0]) in self.start_ids:
+        if len(ids) < 2 or ids[0] != ids[1]:
+            return
+        if int(ids[0]) in (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")):
             token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
             raise DataError(
                 f"{origin}: begins with {token} twice, as it stands in the text or template and the tokenizer adds it too. "
@@ -117,7 +113,7 @@ class Encoder:
             return self._backend
         self.tokenizer._switch_to_target_mode()
         try:
-            return _exact(plain_backend(self.tokenizer))
+            return plain_backend(self.tokenizer, trim_offsets=False)
         finally:
             self.tokenizer._switch_to_input_mode()
 
@@ -137,23 +133,6 @@ class Encoder:
             types = encoded.get("token_type_ids", np.zeros(len(ids)))
             found.append({"input_ids": ids, "token_type_ids": np.array(types, np.int64)})
         return found
-
-
-def _exact(backend: Any) -> Any:
-    """The backend with a token's span that holds its leading space, which some post-processors trim away."""
-    from tokenizers import Tokenizer
-
-    state = json.loads(backend.to_str())
-
-    def untrimmed(part: Any) -> Any:
-        if isinstance(part, list):
-            return [untrimmed(value) for value in part]
-        if isinstance(part, dict):
-            return {key: False if key == "trim_offsets" else untrimmed(value) for key, value in part.items()}
-        return part
-
-    state["post_processor"] = untrimmed(state["post_processor"])
-    return Tokenizer.from_str(json.dumps(state))
 
 
 def _saved(tokenizer: Any) -> str:

@@ -14,6 +14,7 @@ without an error and mixes documents: `check_packing` finds out.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,50 +24,12 @@ from torch import Tensor
 from narrowgauge.data.order import Indices
 from narrowgauge.errors import DataError
 
-BLOCK_BITS = 256  # of the two-level set of capacities below
-
-
-class _Rooms:
-    """The set of open rows by the room left in them: put, and take the row with the least room that suffices.
-
-    Rooms are small integers, so both look at one machine-sized group of bits in each of two levels.
-    """
-
-    def __init__(self, largest: int):
-        self.rows: dict[int, list[int]] = {}  # room -> rows that have it
-        self.blocks = [0] * (largest // BLOCK_BITS + 1)
-        self.summary = 0  # which blocks are not empty
-
-    def put(self, room: int, row: int) -> None:
-        self.rows.setdefault(room, []).append(row)
-        block, bit = divmod(room, BLOCK_BITS)
-        self.blocks[block] |= 1 << bit
-        self.summary |= 1 << block
-
-    def take(self, size: int) -> tuple[int, int] | None:
-        """(room, row) of the row with the least room of at least `size`, taken out; None if there is none."""
-        block, bit = divmod(size, BLOCK_BITS)
-        left = self.blocks[block] >> bit << bit
-        if not left:
-            above = self.summary >> (block + 1) << (block + 1)
-            if not above:
-                return None
-            block = (above & -above).bit_length() - 1
-            left = self.blocks[block]
-        room = block * BLOCK_BITS + (left & -left).bit_length() - 1
-        row = self.rows[room].pop()
-        if not self.rows[room]:
-            del self.rows[room]
-            self.blocks[block] &= ~(1 << room % BLOCK_BITS)
-            if not self.blocks[block]:
-                self.summary &= ~(1 << block)
-        return room, row
-
 
 def pack(lengths: Sequence[int] | Indices, row_length: int) -> list[list[int]]:
     """Rows of at most `row_length` tokens as lists of example indices: best fit decreasing, ties in the order given.
 
-    O(N log N) for the sort; each placement is two look-ups, about 2 us. Every index stands in exactly one row.
+    O(N log N) for the sort; a placement is a look-up among the different rooms that are left, about 1 us.
+    Every index stands in exactly one row.
     Raises DataError if an example is longer than a row.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -75,16 +38,25 @@ def pack(lengths: Sequence[int] | Indices, row_length: int) -> list[list[int]]:
             f"pack: {int((sizes > row_length).sum())} of {len(sizes)} examples are longer than row_length {row_length}; the "
             f"longest has {int(sizes.max())} tokens. Pass a longer row, or truncate or skip them first."
         )
-    rooms, rows = _Rooms(row_length), list[list[int]]()
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # tokens left -> rows that have as many
+    rooms: list[int] = []  # its keys, ascending
     for index in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[index])
-        found = rooms.take(size)
-        if found is None:
+        place = bisect_left(rooms, size)
+        if place == len(rooms):
             rows.append([])
-            found = row_length, len(rows) - 1
-        room, row = found
+            room, row = row_length, len(rows) - 1
+        else:
+            room = rooms[place]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
         rows[row].append(index)
-        rooms.put(room - size, row)
+        if room - size not in by_room:
+            insort(rooms, room - size)
+            by_room[room - size] = []
+        by_room[room - size].append(row)
     return rows
 
 

@@ -73,10 +73,9 @@ class Batching:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ConfigError(f"batching: {name} {value} is not a power of two. Pass 8 or 16, or 1 for none.")
-        if self.ragged not in ("smaller", "drop", "repeat"):
-            raise ConfigError(f"batching: ragged {self.ragged!r}. Pass 'smaller', 'drop' or 'repeat'.")
-        if self.too_long not in ("error", "skip"):
-            raise ConfigError(f"batching: too_long {self.too_long!r}. Pass 'error' or 'skip'.")
+        for name, known in (("ragged", ("smaller", "drop", "repeat")), ("too_long", ("error", "skip"))):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.")
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -167,13 +166,20 @@ def plan(
         rows = Rows(chosen.tolist(), sizes[chosen], _widths(sizes[fitting], batching))
     else:
         rows = _packed(sizes, chosen, fitting, batching, epoch)
-    steps, left_out, again = _in_classes(rows, batching)
-    widths = rows.widths
-    work = [[batch_positions(sizes, batch, widths, batching) for batch in step] for step in steps]
-    report = _report(sizes, chosen, steps, work, batching.multiple)
-    dropped = list(examples_of(left_out))
-    repeated = sum(1 for _ in _drawn(steps)) - len(chosen) if again else 0
-    return Plan(_ordered(steps, work, batching.seed, epoch), widths, report, skipped, dropped, repeated, rows.alone)
+    order, width = _by_class(rows.tokens, rows.widths)
+    steps, left_out, again = _cut([rows.items[place] for place in order], width.tolist(), batching)
+    work = [[batch_positions(sizes, batch, rows.widths, batching) for batch in step] for step in steps]
+    drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
+    report = _report(sizes, chosen, drawn, work, batching.multiple)
+    return Plan(
+        _ordered(steps, work, batching.seed, epoch),
+        rows.widths,
+        report,
+        skipped,
+        dropped=list(examples_of(left_out)),
+        repeated=len(drawn) - len(chosen) if again else 0,
+        alone=rows.alone,
+    )
 
 
 Steps = list[list[list[Item]]]
@@ -277,11 +283,6 @@ def _by_class(tokens: Indices, widths: tuple[int, ...]) -> tuple[Indices, Indice
     return order, np.asarray(widths, dtype=np.int64)[classes[order]] if len(tokens) else tokens
 
 
-def _in_classes(rows: Rows, batching: Batching) -> tuple[Steps, list[Item], int]:
-    order, width = _by_class(rows.tokens, rows.widths)
-    return _cut([rows.items[place] for place in order], width.tolist(), batching)
-
-
 def _cut(queue: list[Any], width: list[int], batching: Batching) -> tuple[Steps, list[Any], int]:
     """(steps, dropped, repeated) of a queue whose widths descend."""
     world = batching.world
@@ -325,15 +326,13 @@ def _smaller(tail: list[Any], width: int, batching: Batching) -> Iterator[list[A
         tail = tail[count:]
 
 
-def _longest(sizes: Indices, batch: list[Item], batching: Batching) -> int:
-    if batching.row_length is None:
-        return int(sizes[batch].max())
-    return max(int(sizes[list(item)].sum()) for item in batch if isinstance(item, tuple))
-
-
 def batch_positions(sizes: Indices, batch: list[Item], widths: tuple[int, ...], batching: Batching) -> tuple[int, int]:
     """(rows x width, width) of a batch as the collator makes it."""
-    width = width_of(_longest(sizes, batch, batching), len(batch), widths, batching.tokens_multiple)
+    if batching.row_length is None:
+        longest = int(sizes[batch].max())
+    else:
+        longest = max(int(sizes[list(item)].sum()) for item in batch if isinstance(item, tuple))
+    width = width_of(longest, len(batch), widths, batching.tokens_multiple)
     return len(batch) * width, width
 
 
@@ -349,17 +348,12 @@ def _ordered(steps: Steps, work: Work, seed: int, epoch: int) -> Steps:
     return [steps[place] for place in order]
 
 
-def _report(sizes: Indices, chosen: Indices, steps: Steps, work: Work, multiple: int) -> PaddingReport:
-    drawn = np.fromiter(_drawn(steps), dtype=np.int64)
+def _report(sizes: Indices, chosen: Indices, drawn: Indices, work: Work, multiple: int) -> PaddingReport:
+    """drawn: every example of the epoch, as often as it is drawn."""
     planned = Waste(int(sizes[drawn].sum()), sum(positions for step in work for positions, _ in step))
-    rows = len(drawn) // max(1, sum(map(len, steps)))
+    rows = len(drawn) // max(1, sum(map(len, work)))
     lengths = sizes[chosen]
     return PaddingReport(fixed_waste(lengths, multiple), shuffled_waste(lengths, max(1, rows), multiple), planned)
-
-
-def _drawn(steps: Steps) -> Iterator[int]:
-    """Every example of the epoch, as often as it is drawn."""
-    return (index for step in steps for batch in step for index in examples_of(batch))
 
 
 def examples_of(batch: list[Item]) -> Iterator[int]:
@@ -397,13 +391,9 @@ def sorted_batches(
 
 def restore_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
     """Results of the examples, batch by batch, in the order of the data. Raises DataError if a batch's count differs."""
-    places = [index for batch in batches for index in batch]
-    values = [value for result in results for value in result]
     if [len(batch) for batch in batches] != [len(result) for result in results]:
-        raise DataError(
-            f"restore_order: {len(values)} results for {len(places)} examples. Pass one result per example."
-        )
-    ordered: list[Any] = [None] * len(values)
-    for place, value in zip(places, values, strict=True):
-        ordered[place] = value
-    return ordered
+        given, needed = (sum(map(len, each)) for each in (results, batches))
+        raise DataError(f"restore_order: {given} results for {needed} examples. Pass one result per example.")
+    places = (index for batch in batches for index in batch)
+    by_place = dict(zip(places, (value for result in results for value in result), strict=True))
+    return [by_place[place] for place in range(len(by_place))]

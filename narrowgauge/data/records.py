@@ -1,4 +1,4 @@
-"""Rows with named columns, read as streams and strictly: JSONL, CSV, TSV and Parquet.
+"""The rows of tables with the columns that a task needs.
 
     for record in records("train.jsonl", ["prompt", "completion"]):
         record.values["prompt"], record.origin          # origin: file:line, for error messages
@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from narrowgauge.data.sources import TABLES, files_of
-from narrowgauge.data.tables import DELIMITERS, checked_text, choose_column, csv_rows, parquet_rows, parse_object
-from narrowgauge.data.text import LIMIT_BYTES, lines, shown
+from narrowgauge.data.sources import files_of
+from narrowgauge.data.tables import TABLES, checked_text, choose_column, table_rows
+from narrowgauge.data.text import LIMIT_BYTES, shown
 from narrowgauge.errors import ConfigError, DataError
 
 
@@ -48,52 +47,14 @@ def records(
     """
     if not columns or len(set(columns)) != len(columns):
         raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.")
+
+    def choose(found: Sequence[str], texts: Sequence[str], where: str) -> list[str]:
+        return [choose_column(column, found, (), where) for column in columns]
+
     for path in files_of(os.fspath(source)):
-        suffix = path.suffix.lower()
-        if suffix not in TABLES:
+        if path.suffix.lower() not in TABLES:
             raise DataError(
                 f"{shown(path)}: no table, so it has no columns. Pass files that end in {', '.join(sorted(TABLES))}."
             )
-        if header is not None and suffix not in DELIMITERS:
-            raise ConfigError(f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.")
-        yield from _rows(path, suffix, list(columns), header, limit_bytes)
-
-
-def _rows(
-    path: Path, suffix: str, columns: list[str], header: Sequence[str] | None, limit_bytes: int
-) -> Iterator[Record]:
-    if suffix in DELIMITERS:
-        yield from _csv(path, columns, header, limit_bytes)
-    elif suffix == ".parquet":
-        for where, values in parquet_rows(path, columns=columns):
+        for where, values in table_rows(path, choose, limit_bytes=limit_bytes, header=header):
             yield Record(values, where)
-    else:
-        yield from _jsonl(path, columns, limit_bytes)
-
-
-def _jsonl(path: Path, columns: list[str], limit_bytes: int) -> Iterator[Record]:
-    for number, line in lines(path, limit_bytes=limit_bytes):
-        if line.isspace():
-            continue
-        where = f"{shown(path)}:{number}"
-        row = parse_object(line.rstrip("\r\n"), where)
-        for column in columns:
-            if column not in row:
-                choose_column(column, list(row), (), where)
-        yield Record({column: row[column] for column in columns}, where)
-
-
-def _csv(path: Path, columns: list[str], header: Sequence[str] | None, limit_bytes: int) -> Iterator[Record]:
-    places, seen = None, header is None
-    if header is not None:
-        places = [header.index(choose_column(column, header, (), shown(path))) for column in columns]
-    for where, row in csv_rows(path, limit_bytes=limit_bytes, header=header):
-        if places is None:
-            places = [row.index(choose_column(column, row, (), where)) for column in columns]
-            continue
-        if not seen and row == list(header or ()):
-            raise DataError(
-                f"{where}: the first row repeats the names given for the columns: the file has a header row. Leave them out."
-            )
-        seen = True
-        yield Record(dict(zip(columns, (row[place] for place in places), strict=True)), where)

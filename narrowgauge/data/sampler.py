@@ -49,21 +49,22 @@ class LengthBatchSampler(Sampler[list[Any]]):
         self._before = done[:-1] if self._first else done
         among: list[int] | None = None
         for batching, steps in self._before:
-            among = self._left(epoch, batching, steps, among)
-        self.plan: Plan = plan(self.lengths, self.batching, epoch, among=among)
-        if self._first > len(self.plan):
-            raise CheckpointError(_beyond(self._first, len(self.plan)))
+            left = np.zeros(len(self.lengths), dtype=bool)
+            left[slice(None) if among is None else among] = True
+            for step in self._planned(batching, among, steps).steps[:steps]:
+                left[[index for batch in step for index in examples_of(batch)]] = False
+            among = np.flatnonzero(left).tolist()
+        self.plan: Plan = self._planned(self.batching, among, self._first)
 
-    def _left(self, epoch: int, batching: Batching, steps: int, among: list[int] | None) -> list[int]:
-        """Examples that the first `steps` steps of a plan leave to do."""
-        chosen = plan(self.lengths, batching, epoch, among=among)
-        if steps > len(chosen):
-            raise CheckpointError(_beyond(steps, len(chosen)))
-        left = np.zeros(len(self.lengths), dtype=bool)
-        left[slice(None) if among is None else among] = True
-        for step in chosen.steps[:steps]:
-            left[[index for batch in step for index in examples_of(batch)]] = False
-        return np.flatnonzero(left).tolist()
+    def _planned(self, batching: Batching, among: list[int] | None, done: int) -> Plan:
+        """Of this epoch, with at least the `done` steps of the state."""
+        found = plan(self.lengths, batching, self.epoch, among=among)
+        if done > len(found):
+            raise CheckpointError(
+                f"LengthBatchSampler: the state is at step {done} of an epoch of {len(found)} steps. Pass the state that was "
+                "saved with these data."
+            )
+        return found
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -119,8 +120,10 @@ class LengthBatchSampler(Sampler[list[Any]]):
             epoch, lengths = int(state["epoch"]), state["lengths"]
             segments = [(Batching(**settings), int(steps)) for settings, steps in state["segments"]]
             done = sum(steps for _, steps in segments)
-            if done != state["step"] or epoch < 0:
-                raise ValueError(f"step {state['step']} of epoch {epoch}, but segments of {done}")
+            if done != state["step"] or epoch < 0 or any(steps < 0 for _, steps in segments):
+                raise ValueError(
+                    f"step {state['step']} of epoch {epoch}, but segments of {[each[1] for each in segments]}"
+                )
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(
                 f"LengthBatchSampler: not a state of this sampler: {error}. Pass what state_dict returned."
@@ -130,15 +133,4 @@ class LengthBatchSampler(Sampler[list[Any]]):
                 f"LengthBatchSampler: the state belongs to other data than these {len(self.lengths)} examples: their lengths "
                 "differ. Resume with the data, tokenizer and limits of the saved run."
             )
-        if any(steps < 0 for _, steps in segments):
-            raise CheckpointError(
-                "LengthBatchSampler: the state counts steps below zero. Pass what state_dict returned."
-            )
         self._start(epoch, [segment for segment in segments if segment[1]])
-
-
-def _beyond(step: int, steps: int) -> str:
-    return (
-        f"LengthBatchSampler: the state is at step {step} of an epoch of {steps} steps. Pass the state that was saved with "
-        "these data."
-    )

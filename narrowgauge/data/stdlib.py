@@ -25,9 +25,13 @@ REMEDY = "Pass a file, a folder or a glob instead of stdlib."
 def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
     """One document per source file, decoded as the file declares (PEP 263). Origin: stdlib/ and the path inside it."""
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    files = sorted(_sources(folder), key=lambda path: path.relative_to(folder).parts)
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        files.extend(Path(parent, name) for name in names if name.endswith(".py"))
     if not files:
         raise DataError(f"{NAME}: no Python sources in {shown(folder)}, the standard library's folder. {REMEDY}")
+    files.sort(key=lambda path: path.relative_to(folder).parts)
     for path in files:
         origin = f"{NAME}/{path.relative_to(folder).as_posix()}"
         try:
@@ -35,9 +39,3 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
                 yield Document(file.read(), origin)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             raise DataError(f"{origin}: cannot be read: {error}. {REMEDY}") from error
-
-
-def _sources(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]
-        yield from (Path(parent, name) for name in names if name.endswith(".py"))

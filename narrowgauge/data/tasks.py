@@ -12,6 +12,7 @@ as prompt, in chats too, and a note counts such examples: at inference the promp
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from narrowgauge.data.cache import token_dtype
-from narrowgauge.data.chat import answers, chat_template, check_messages
+from narrowgauge.data.cache import Values, token_dtype
+from narrowgauge.data.chat import Span, answers, chat_template, check_messages
 from narrowgauge.data.encoder import Encoder, Text
-from narrowgauge.data.example_cache import Values
 from narrowgauge.data.records import Record
 from narrowgauge.data.tokenizer import end_of_text
 from narrowgauge.errors import ConfigError, DataError, closest
@@ -45,13 +45,19 @@ UNFINISHED = (
 )
 
 
+class _CausalLM:
+    kind: ClassVar[Kind] = "causal-lm"
+
+    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(_CausalLM):
     """Columns with the prompt and what is to follow it. The prompt may be empty."""
 
     prompt: str = "prompt"
     completion: str = "completion"
-    kind: ClassVar[Kind] = "causal-lm"
 
     @property
     def columns(self) -> list[str]:
@@ -60,9 +66,6 @@ class Completion:
     def options(self, encoder: Encoder) -> dict[str, Any]:
         return {"end_of_text": end_of_text(encoder.tokenizer)}
 
-    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
-
     def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> list[Encoded]:
         prompts = [row.text(self.prompt) for row in rows]
         texts = [prompt + row.text(self.completion) for prompt, row in zip(prompts, rows, strict=True)]
@@ -70,24 +73,21 @@ class Completion:
         found = []
         for row, prompt, (ids, places) in zip(rows, prompts, encoder.spans(texts, special=True), strict=True):
             encoder.check_start(ids, row.origin)
-            border = len(prompt)
-            targets = places[:, 0] >= border
-            notes[STRADDLING] += bool(((places[:, 0] < border) & (places[:, 1] > border)).any())
+            targets, straddles = _learnt(places, [(len(prompt), sys.maxsize)])
+            notes[STRADDLING] += straddles
             if not len(ids) or ids[-1] != end:
-                ids, targets = np.append(ids, end), np.append(targets, bool(row.values[self.completion]))
-            else:
-                targets[-1] = bool(row.values[self.completion])
+                ids, targets = np.append(ids, end), np.append(targets, False)
+            targets[-1] = bool(row.values[self.completion])
             found.append({"input_ids": ids, "targets": targets})
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class Chat(_CausalLM):
     """A column with a list of messages, each a role and a content."""
 
     messages: str = "messages"
     train_on: Literal["answers", "last"] = "answers"
-    kind: ClassVar[Kind] = "causal-lm"
 
     def __post_init__(self) -> None:
         if self.train_on not in ("answers", "last"):
@@ -101,9 +101,6 @@ class Chat:
         special = {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()}
         return {"template": chat_template(encoder.tokenizer), "train_on": self.train_on, "special": special}
 
-    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
-
     def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> list[Encoded]:
         chats = [check_messages(row.values[self.messages], row.origin) for row in rows]
         rendered = [
@@ -115,15 +112,24 @@ class Chat:
         encoded = encoder.spans([text for text, _ in rendered], special=False)
         for row, (_, spans), (ids, places) in zip(rows, rendered, encoded, strict=True):
             encoder.check_start(ids, row.origin)
-            starts, targets = places[:, 0], np.zeros(len(ids), bool)
-            for first, last in spans:
-                targets |= (starts >= first) & (starts < last)
-            borders = [first for first, _ in spans]
-            notes[STRADDLING_CHAT] += any(((starts < border) & (places[:, 1] > border)).any() for border in borders)
+            targets, straddles = _learnt(places, spans)
+            notes[STRADDLING_CHAT] += straddles
             if end is not None and end not in ids[targets]:
                 notes[UNFINISHED.replace("{token}", str(encoder.tokenizer.eos_token))] += 1
             found.append({"input_ids": ids, "targets": targets})
         return found
+
+
+def _learnt(places: Values, spans: Sequence[Span]) -> tuple[Values, bool]:
+    """(which tokens begin in one of the `spans` of characters, whether one lies across the beginning of a span).
+
+    places  [tokens, 2] first and behind-last character of each
+    """
+    targets, straddles = np.zeros(len(places), bool), False
+    for first, last in spans:
+        targets |= (places[:, 0] >= first) & (places[:, 0] < last)
+        straddles |= bool(((places[:, 0] < first) & (places[:, 1] > first)).any())
+    return targets, straddles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,13 @@ import heapq
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from narrowgauge.data.cache import new_folder
 from narrowgauge.data.pieces import pieces
-from narrowgauge.data.storage import flush, locked, publish, storage, sweep, temporary
 from narrowgauge.data.text import reason, shown
 from narrowgauge.errors import ConfigError, DataError
 
@@ -69,11 +68,9 @@ def train_bpe(
     notes = []
     if (used_bytes := sum(len(text.encode()) for text in sample)) < total_bytes:
         notes.append(f"The tokenizer was trained on a sample of {used_bytes} of {total_bytes} bytes.")
-    if path.exists() and not _sealed(path):
-        notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
-        with storage(path):
-            _remove(path)
-    if not path.exists():
+    if not _sealed(path):
+        if path.exists():
+            notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
         _save(_train(sample, vocab_size), path)
     tokenizer = load(path)
     if len(tokenizer) < vocab_size:
@@ -122,34 +119,9 @@ def _save(backend: tokenizers.Tokenizer, path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-    draft = temporary(path)
-    try:
-        with storage(path.parent):
-            draft.mkdir(parents=True)
-            sweep(path.parent)
-        with storage(path.parent), locked(draft, needed=False):
-            _write(tokenizer, draft)
-            (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
-            for file in draft.iterdir():
-                flush(file)
-            flush(draft)
-            try:
-                publish(draft, path)
-            except OSError:
-                if not path.exists():
-                    raise  # else another process was faster, and its tokenizer is the same
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    """Takes the folder away at once, so that no process sees half of it. Another one may have been faster."""
-    doomed = temporary(path)
-    try:
-        os.rename(path, doomed)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(doomed)
+    with new_folder(path, _sealed) as draft:
+        _write(tokenizer, draft)
+        (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
 
 
 def _write(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -211,14 +183,20 @@ def _knows_text(tokenizer: Any) -> bool:
     return any(entry.strip("▁Ġ \t\n") for entry in own)
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerFast) -> tokenizers.Tokenizer:
-    """A copy of what turns text into ids, without the truncation, padding and dropout that tokenizer.json may ask for."""
+def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = True) -> tokenizers.Tokenizer:
+    """A copy of what turns text into ids, without the truncation, padding and dropout that tokenizer.json may ask for.
+
+    trim_offsets  False: the span of a token holds its leading space, which some post-processors trim away
+    """
     from tokenizers import Tokenizer
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state |= {"truncation": None, "padding": None}
     if "dropout" in state["model"]:
         state["model"]["dropout"] = None
+    if not trim_offsets:
+        raw = json.dumps(state["post_processor"]).replace('"trim_offsets": true', '"trim_offsets": false')
+        state["post_processor"] = json.loads(raw)
     return Tokenizer.from_str(json.dumps(state))
 
 

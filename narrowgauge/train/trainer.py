@@ -189,7 +189,7 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         show.say(
             f"{self.config.recipe}{format_text.elsewhere(self.config.layers_recipe)} ({self.config.precision}) on "
-            f"{device_words(self.device)}: {parameters:,} parameters, {self.task.words()}"
+            f"{device_words(self.device)}: {parameters:,} parameters, {self.task.summary()}"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
         for line in (
@@ -267,8 +267,8 @@ class Trainer:
         Raises NumericsError before anything changes.
         """
         config, number = self.config, self.step + 1
-        drawn = self.feed.draw(self.step)
-        micro_batches = drawn.batches
+        step_batch = self.feed.draw(self.step)
+        micro_batches = step_batch.batches
         targets = count_targets(micro_batches, number)
         lr = learning_rate(
             number, steps=config.steps, warmup_steps=config.warmup_steps,
@@ -279,7 +279,13 @@ class Trainer:
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         self._update()
         self.step = number
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets, **drawn.facts}, drawn.inputs
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": targets,
+            **step_batch.facts,
+        }, step_batch.inputs
 
     def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
         """The gradient of a step, clipped; [2] on the device: its loss, and the norm before clipping."""

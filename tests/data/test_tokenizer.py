@@ -126,11 +126,12 @@ def test_a_changed_cache_is_made_again_and_says_so(tmp_path, damage):
 @pytest.mark.parametrize("state", ["absent", "changed"])
 def test_processes_that_train_the_same_tokenizer_at_once(texts, tmp_path, monkeypatch, state):
     """Another one finishes while this one has its draft ready: between its last look and its rename."""
-    from narrowgauge.data import tokenizer as module
+    from narrowgauge.data import cache as module
+    from narrowgauge.data.tokenizer import SEAL
 
     made = train_bpe(texts, 300, tmp_path)
     if state == "changed":
-        (made.folder / module.SEAL).write_text("{}", encoding="utf-8")
+        (made.folder / SEAL).write_text("{}", encoding="utf-8")
     else:
         shutil.rmtree(made.folder)
     publish = module.publish
