@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.data.split import SIDES
-from narrowgauge.data.storage import Draft, flush, publish, sweep, temporary
 from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
+from narrowgauge.storage import Draft, flush, publish, sweep, temporary
 
 FORMAT = 1  # counts up when the files change their meaning; part of the key
 

@@ -24,10 +24,10 @@ from narrowgauge.data.cache import TokenStream, TokenWriter
 from narrowgauge.data.pieces import PIECE_CHARS, pieces
 from narrowgauge.data.sources import documents
 from narrowgauge.data.split import FEW_DOCUMENTS, SIDES, TRAIN, VALIDATION, Split, check_fraction, validates
-from narrowgauge.data.storage import storage
 from narrowgauge.data.text import Document, shown
 from narrowgauge.data.tokenizer import end_of_text, fingerprint, plain_backend
 from narrowgauge.errors import DataError, StorageError
+from narrowgauge.storage import storage
 
 if TYPE_CHECKING:
     import tokenizers

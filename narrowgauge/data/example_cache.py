@@ -19,8 +19,8 @@ import numpy as np
 
 from narrowgauge.data.cache import Damaged, read_index, retract, write_index
 from narrowgauge.data.order import Indices
-from narrowgauge.data.storage import Draft, sweep
 from narrowgauge.data.text import shown
+from narrowgauge.storage import Draft, sweep
 
 LENGTH = np.dtype("<u4")
 Values = np.ndarray[Any, np.dtype[Any]]

@@ -29,10 +29,10 @@ from narrowgauge.data.example_cache import ExampleWriter, Ragged, Values, open_e
 from narrowgauge.data.order import Indices
 from narrowgauge.data.records import Record, records
 from narrowgauge.data.sources import files_of
-from narrowgauge.data.storage import storage
 from narrowgauge.data.tasks import Classification, Encoded, Kind, Notes, Seq2Seq, Task
 from narrowgauge.data.text import shown
 from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.storage import storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

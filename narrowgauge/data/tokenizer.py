@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from narrowgauge.data.pieces import pieces
-from narrowgauge.data.storage import flush, locked, publish, storage, sweep, temporary
 from narrowgauge.data.text import reason, shown
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.storage import flush, locked, publish, storage, sweep, temporary
 
 if TYPE_CHECKING:
     import tokenizers

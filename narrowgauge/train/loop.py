@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
+from narrowgauge import storage
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import run_metadata, storage, tasks
+from narrowgauge.train import run_metadata, tasks
 from narrowgauge.train.config import warnings
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import console
@@ -125,9 +126,9 @@ def _train_and_log(
                 folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
-            code = stop.exit_code if reason != "finished" else 0
-            log.write("done", trainer.step, reason=reason, exit_code=code)
             if reason == "finished":
                 export(trainer, folder.final)
+            code = stop.exit_code if reason != "finished" else 0
+            log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")
     return code

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from narrowgauge.data import cache
 from narrowgauge.data.cache import Damaged, TokenWriter, open_entry, write
-from narrowgauge.data.storage import Draft, storage, sweep
 from narrowgauge.errors import StorageError
+from narrowgauge.storage import Draft, storage, sweep
 
 KEY = "0" * 32
 
@@ -170,7 +170,7 @@ def test_a_draft_is_locked_until_it_has_its_place(tmp_path, monkeypatch):
         sweep(tmp_path)
         rename(source, target)
 
-    monkeypatch.setattr("narrowgauge.data.storage.os.rename", beside)
+    monkeypatch.setattr("narrowgauge.storage.os.rename", beside)
     draft = Draft(tmp_path / f"tokens-{KEY}.validation.bin")
     draft.publish()
     assert draft.path.exists()

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.data import fingerprint, load, train_bpe
-from narrowgauge.data.storage import locked, temporary
 from narrowgauge.data.tokenizer import END_OF_TEXT, _sample, end_of_text, plain_backend
 from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.storage import locked, temporary
 
 TEXTS = ["the scale of a tile\n" * 30, "the amax of a tile\n" * 20, "größe 数 🙂"]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, StorageError
-from narrowgauge.train import storage
 from narrowgauge.train.checkpoint import manifest, store
 from tests.processes import PYTHON, ROOT, as_nobody
 from tests.train.test_checkpoint import resign, saved
@@ -228,7 +228,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path):
     program = (
         f"mount -t tmpfs -o size=4m none {tmp_path} && exec {PYTHON} -c '\n"
         "import os, sys, torch\nfrom pathlib import Path\n"
-        "from narrowgauge.errors import StorageError\nfrom narrowgauge.train import checkpoint, storage\n"
+        "from narrowgauge import storage\nfrom narrowgauge.errors import StorageError\nfrom narrowgauge.train import checkpoint\n"
         f"folder = Path({str(tmp_path)!r})\n"
         'checkpoint.save(folder, 1, {"weights": {"a": torch.zeros(1000)}}, {})\n'
         "storage.require_space = lambda *_: None\n"

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from narrowgauge import storage
 from narrowgauge.errors import StorageError
-from narrowgauge.train import storage
 
 
 def test_a_replaced_file_is_old_or_new(tmp_path, monkeypatch):
