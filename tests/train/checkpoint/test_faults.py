@@ -138,7 +138,8 @@ def test_a_forged_manifest_opens_nothing_outside_the_folder(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "changes",
     [{"step": "1"}, {"step": None}, {"groups": 3}, {"groups": ["../x"]}, {"ties": []}, {"files": {}}, {"files": None},
-     {"ties": {"weights": {"a": "absent"}}}, {"ties": {"other": {}}}, {"format": 0}, {"step": -1}, {"step": True}, {"format": "1"}, {"kind": "x"}, {"step": 2}],
+     {"step": -1}, {"step": True},
+     {"ties": {"weights": {"a": "absent"}}}, {"ties": {"other": {}}}, {"format": 0}, {"format": "1"}, {"kind": "x"}, {"step": 2}],
     ids=repr,
 )  # fmt: skip
 def test_a_forged_manifest_is_a_checkpoint_error(tmp_path, changes):
