@@ -20,12 +20,13 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from narrowgauge.errors import StorageError
 
 PROBE_BYTES = 2**20
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # What `temporary` makes of a cache's files, and of the folder of a tokenizer.
 ABANDONED = re.compile(r"\.((tokens|examples)-[0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{16})\..*tmp")
 ABANDONED_AFTER_S = 60  # without a write; a maker locks its draft within milliseconds
@@ -38,22 +39,13 @@ def refusals(doing: str, path: Path, instead: str = "choose another --output") -
         yield
     except OSError as error:
         place = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
-        raise StorageError(
-            f"cannot {doing} {path}: {error.strerror or error}{place}. Free or unlock the disk, or {instead}."
-        ) from error
+        step = "Free some space" if error.errno in FULL else "Check that it can be written"
+        raise StorageError(f"cannot {doing} {path}: {error.strerror or error}{place}. {step}, or {instead}.") from error
 
 
-@contextmanager
-def storage(folder: Path) -> Iterator[None]:
-    """Turns an OSError below the cache `folder` into a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        step = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Check that it can be written"
-        place = os.fsencode(folder).decode("utf-8", "backslashreplace")
-        raise StorageError(
-            f"{place}: the cache cannot be used: {error.strerror or error}. {step}, or pass another cache folder."
-        ) from error
+def storage(folder: Path) -> AbstractContextManager[None]:
+    """`refusals` for what is done below the cache `folder`."""
+    return refusals("use the cache", folder, "pass another cache folder")
 
 
 def require_space(folder: Path, needed_bytes: float, what: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils import logging as progress
 
 from narrowgauge import storage
+from narrowgauge.errors import CheckpointError
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.trainer import Trainer
 
@@ -20,9 +21,14 @@ def export(trainer: Trainer, folder: Path) -> None:
     The weights are the best ones where the run chooses them by a metric, else those of the last step.
     """
     draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
-    weights = trainer.best.weights()
-    if weights is None:
-        weights, _ = state.split_scaling(trainer.model.state_dict())
+    own, _ = state.split_scaling(trainer.model.state_dict())
+    best = trainer.best.weights()
+    weights = own if best is None else best
+    if {name: weight.shape for name, weight in weights.items()} != {name: weight.shape for name, weight in own.items()}:
+        raise CheckpointError(
+            f"{trainer.best.path(trainer.best.step)}: its {len(weights)} weights are not the {len(own)} of this model. "
+            "Restore it; or remove it and resume, to export the last weights."
+        )
     with storage.refusals("write the trained model to", folder):
         storage.remove(draft)
         try:

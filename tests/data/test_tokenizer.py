@@ -149,7 +149,7 @@ def test_training_refuses_what_cannot_work(tmp_path):
     with pytest.raises(DataError, match="no text to train a tokenizer on"):
         train_bpe([], 300, tmp_path)
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(StorageError, match="cache cannot be used"):
+    with pytest.raises(StorageError, match="cannot use the cache"):
         train_bpe(TEXTS, 270, tmp_path / "file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 

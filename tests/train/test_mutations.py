@@ -276,3 +276,13 @@ def test_weights_that_are_not_finite_are_passed_over_for_an_older_checkpoint(cop
     assert resumed(replace(config, output=copied.output), task).step == 2
     said = capsys.readouterr().err
     assert "WARNING: passed over the damaged checkpoint" in said and "holds 2 values that are not finite" in said
+
+
+def test_the_best_weights_of_another_model_are_not_exported(copied):
+    folder = Path(copied.output, "best")
+    best = store.load(next(folder.iterdir()))
+    store.save(folder, best.step, {"weights": {"other": torch.ones(3)}}, best.facts)
+    with pytest.raises(
+        NarrowgaugeError, match=rf"step-0000000{best.step}: its 1 weights are not the \d+ of this model"
+    ):
+        loop.run(replace(copied, steps=3))

@@ -72,7 +72,7 @@ class Best:
 
     def weights(self) -> dict[str, Tensor] | None:
         """The best ones, from the disk; None if there are none."""
-        return store.load(self.path(self.step)).tensors["weights"] if self.step else None
+        return store.load(self.path(self.step)).tensors.get("weights", {}) if self.step else None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"

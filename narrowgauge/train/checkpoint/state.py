@@ -80,6 +80,8 @@ def unusable(where: str) -> Iterator[None]:
     """Turns what reading a damaged state raises into a CheckpointError that names it."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError, and not the checkpoint's fault
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, NarrowgaugeError) as error:
         words = f"{type(error).__name__} {error}" if isinstance(error, KeyError | AttributeError) else str(error)
         raise CheckpointError(

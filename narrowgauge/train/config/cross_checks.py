@@ -29,7 +29,7 @@ BELONGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def between(config: TrainConfig) -> Iterator[Problem]:
+def cross_checks(config: TrainConfig) -> Iterator[Problem]:
     """Every rule that is broken."""
     for key, because in _without_effect(config):
         value, reason = shown(getattr(config, key)), shown(getattr(config, because))

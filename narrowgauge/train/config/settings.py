@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.config.cross_checks import BEST, TASKS, between
+from narrowgauge.train.config.cross_checks import BEST, TASKS, cross_checks
 from narrowgauge.train.config.field_checks import (
     COUNT,
     COUNT_OR_ZERO,
@@ -141,7 +141,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         problems = [problem for each in fields(self) if (problem := refuse(each, getattr(self, each.name)))]
-        problems = problems or list(between(self))
+        problems = problems or list(cross_checks(self))
         if problems:
             raise InvalidSettings(problems)
 
