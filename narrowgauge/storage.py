@@ -72,7 +72,7 @@ def probe(folder: Path) -> None:
 
 def flush(path: Path) -> None:
     """Waits until the content of a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -80,10 +80,11 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Syncs all files and folders below `folder`, and `folder` itself."""
+    """Syncs all files and folders below `folder`, and `folder` itself; of links the name alone."""
     for place, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            flush(Path(place, name))
+        for path in (Path(place, name) for name in files):
+            if not path.is_symlink():
+                flush(path)
         flush(Path(place))
 
 
