@@ -1,4 +1,4 @@
-"""The command line. One file per verb, imported when the verb is called; this front is the standard library alone.
+"""The command line. One file per verb, with a function of its name; imported when called: this front is the standard library alone.
 
 `narrowgauge --help` thus answers without importing cyclopts, rich or torch (figures: docs/dependencies.md).
 What a verb does with a NarrowgaugeError, Ctrl-C or a closed pipe is decided here, once. Exit codes: narrowgauge/errors.py.
@@ -65,7 +65,9 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         near = closest(verb, VERBS, limit=1)
         raise ConfigError(f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}")
-    return int(importlib.import_module(f"narrowgauge.cli.{verb}").main(rest))
+    from narrowgauge.cli import flags
+
+    return flags.run(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
 
 
 def _help() -> str:

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.data.storage import flush, locked, publish, storage, sweep, temporary
 from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
+from narrowgauge.storage import flush, locked, publish, storage, sweep, temporary
 
 FORMAT = 2  # counts up when the files change their meaning; part of the key
 INDEX = "index.json"

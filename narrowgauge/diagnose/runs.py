@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.diagnose.forms import refuse
+from narrowgauge.diagnose.recorded_forms import EVENTS, RUN
 from narrowgauge.errors import ConfigError
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -79,18 +81,35 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     any other line is not an event.
     """
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
+    reached = 0
     for number, line in enumerate(_lines(path), start=1):
         try:
-            event = decode(line)
-            step = event["step"]
-            if event["event"] == "resume":
-                events = {key: each for key, each in events.items() if each["step"] <= step}
-        except (ValueError, KeyError, TypeError) as error:
+            event = _event(line, reached)
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: is not an event of a run: {error}. Remove the line.") from None
-        key = (event["event"], step, event.get("module"), event.get("role"), event.get("switch"))
+        kind, step = event["event"], event["step"]
+        if kind == "resume":
+            events = {key: each for key, each in events.items() if each["step"] <= step}
+            reached = step - 1
+        elif kind == "step":
+            reached = step
+        key = (kind, step, event.get("module"), event.get("role"), event.get("switch"))
         events.pop(key, None)  # so that the last of its kind also stands last
         events[key] = event
     return list(events.values())
+
+
+def _event(line: bytes, reached: int) -> dict[str, Any]:
+    """The event on a line, after those of step `reached`. ValueError if a value in it is impossible."""
+    event = decode(line)
+    kind = event.get("event")
+    if kind not in EVENTS:
+        raise ValueError(f"event = {kind!r} is not one of {', '.join(EVENTS)}")
+    if words := refuse(event, EVENTS[kind]):
+        raise ValueError(words)
+    if kind == "step" and event["step"] <= reached:
+        raise ValueError(f"step = {event['step']} comes after step {reached}, and only a resumption goes back")
+    return event
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -108,12 +127,16 @@ def _lines(path: Path) -> list[bytes]:
 def read_run(path: Path) -> dict[str, Any]:
     """The contents of a run.json. ConfigError if there is none, or it is damaged."""
     try:
-        return decode(path.read_bytes())
+        run = decode(path.read_bytes())
+        if not (words := refuse(run, RUN)):
+            return run
     except OSError as error:
-        words = f"cannot be read: {error.strerror}. Name a folder that narrowgauge train wrote."
-    except (ValueError, TypeError) as error:
-        words = (
-            f"is damaged: {error}. Put a copy of it in its place; or remove it and continue the run with --resume, which writes it "
-            'anew, but for its beginning, and chooses again where recipe "auto" chose.'
-        )
-    raise ConfigError(f"{path}: {words}")
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}. Name a folder that narrowgauge train wrote."
+        ) from None
+    except (ValueError, TypeError, RecursionError) as error:
+        words = str(error)
+    raise ConfigError(
+        f"{path}: is damaged: {words}. Put a copy of it in its place; or remove it and continue the run with --resume, which writes it "
+        'anew, but for its beginning, and chooses again where recipe "auto" chose.'
+    )

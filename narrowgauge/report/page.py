@@ -13,15 +13,15 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
-import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import storage
 from narrowgauge.diagnose import compare, format_text
 from narrowgauge.diagnose.compare import Comparison
-from narrowgauge.errors import ConfigError, StorageError
+from narrowgauge.errors import ConfigError
 from narrowgauge.report.run_data import Recorded, last_done, read
 
 try:
@@ -39,16 +39,8 @@ def write(run_folder: Path) -> Path:
     """
     text = render(read(Path(run_folder)))
     path = Path(run_folder) / "report.html"
-    partial = path.with_suffix(".html.partial")
-    try:
-        partial.write_bytes(
-            text.encode("utf-8", errors="replace")
-        )  # a lone surrogate in a sample must not cost the page
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        step = "Free space or make the folder writable."
-        raise StorageError(f"report: cannot write {path}: {error.strerror}. {step}") from error
+    # A lone surrogate in a sample must not cost the page.
+    storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from narrowgauge import storage
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import run_metadata, storage, tasks
+from narrowgauge.train import run_metadata, tasks
+from narrowgauge.train.build_caches import use_own_caches
 from narrowgauge.train.config import warnings
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import console
@@ -30,6 +33,9 @@ def run(config: TrainConfig) -> int:
     device = chosen_device(config.device)  # before anything is read or written
     if config.compile:
         refuse_without_compiler(device)
+    if config.compile or device.type == "cuda":
+        for note in use_own_caches(os.environ):
+            print(f"Note: {note}", file=sys.stderr, flush=True)
     if config.threads:
         torch.set_num_threads(config.threads)
     if device.type == "cpu":
@@ -125,9 +131,9 @@ def _train_and_log(
                 folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
-            code = stop.exit_code if reason != "finished" else 0
-            log.write("done", trainer.step, reason=reason, exit_code=code)
             if reason == "finished":
                 export(trainer, folder.final)
+            code = stop.exit_code if reason != "finished" else 0
+            log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")
     return code

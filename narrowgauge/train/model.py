@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -37,10 +36,9 @@ from narrowgauge.optim.precision import Precision
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
 from narrowgauge.train.checkpoint.state import seed_all
+from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
-
-# What transformers raises for a folder or name that it cannot make a model of.
-UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
+from narrowgauge.train.model_files import refuse_foreign_code
 
 
 def build(
@@ -171,13 +169,14 @@ def own_configuration(config: TrainConfig, kind: Kind) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(where, trust_remote_code=False, **kind.options)
-    except UNUSABLE as error:
+    except Exception as error:  # of a damaged folder transformers raises whatever it stumbles over
         raise _cannot_load(where, kind, error) from error
 
 
 def pretrained(config: TrainConfig, kind: Kind) -> Any:
     """The model that the configuration names, in float32. Raises ConfigError if it is none of this kind, or not whole."""
     where, sizes = config.model, own_configuration(config, kind)
+    refuse_foreign_code(where, sizes)
     try:
         if config.from_scratch:
             return kind.auto.from_config(sizes, trust_remote_code=False).to(torch.float32)
@@ -190,7 +189,7 @@ def pretrained(config: TrainConfig, kind: Kind) -> Any:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except UNUSABLE as error:
+    except Exception as error:
         raise _cannot_load(where, kind, error) from error
     fresh = sorted(name for name in found["missing_keys"] if kind.new and _is_of_the_head(model, name))
     if fresh:
@@ -202,6 +201,12 @@ def pretrained(config: TrainConfig, kind: Kind) -> Any:
             + f" and {len(missing) - 1} more" * (len(missing) > 1)
             + f" of {type(model).__name__}, which would start at random. Pass a whole model, or --from-scratch."
         )
+    for name, weight in model.state_dict().items():
+        if count := nonfinite(weight):
+            raise ConfigError(
+                f"model = {where!r}: weight {name!r} holds {count} values that are not finite, of {weight.numel()}. "
+                "Pass a model whose weights are whole."
+            )
     return model
 
 

@@ -26,13 +26,15 @@ from narrowgauge.conversion import advance, nonfinite_amax
 from narrowgauge.cuda_graphs import GraphedStep
 from narrowgauge.diagnose import format_text
 from narrowgauge.diagnose.blame import first_nonfinite
+from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.fuse import fusions
 from narrowgauge.optim import precision
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
-from narrowgauge.train.checkpoint import state, store
+from narrowgauge.train.checkpoint import state, state_checks, store
 from narrowgauge.train.checkpoint.best import Best
+from narrowgauge.train.checkpoint.manifest import FACTS
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.device import (
@@ -135,6 +137,10 @@ class Trainer:
                 f"steps = {self.config.steps}: the run is at step {found.step} already, in {found.path}. "
                 f"Resume with --steps {found.step} or more."
             )
+        if problems := list(state_checks.impossible_facts(found.facts)):
+            raise CheckpointError(
+                f"{found.path / FACTS}: {'; '.join(problems)}. Restore the checkpoint, or remove it to go on from an older one."
+            )
         for key, own in self._numbers().items():
             if found.facts.get(key, own) != own:  # checkpoints of before have no optimizer, states and master
                 raise CheckpointError(
@@ -150,15 +156,22 @@ class Trainer:
         self._refuse_moved_switches(found)
         self.schedule.take_up(self.model, found.step)
         state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
-        self.feed.restore(found.facts.get("position", {}))
+        with state.unusable(f"{found.path / FACTS}: position"):
+            self.feed.restore(found.facts.get("position", {}))
         if lost := self.best.restore(found.facts.get("best")):
             print(f"WARNING: {lost}", file=sys.stderr, flush=True)
         self.step = self.saved_step = found.step
         self.trained_s = found.facts["trained_s"]
         self.skipped_steps = found.facts["skipped_steps"]
         self.resumed_from = str(found.path)
-        names = [path.name for path, _ in skipped]
-        self.log.write("resume", self.step, path=str(found.path.relative_to(self.folder.path)), skipped=names)
+        place = str(found.path.relative_to(self.folder.path))
+        self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped])
+        self._log_saved(place)
+
+    def _log_saved(self, path: str) -> None:
+        """Logs the checkpoint at `path` if a kill came between saving and logging it."""
+        if not any(event["event"] == "checkpoint" and event["path"] == path for event in read_metrics(self.log.path)):
+            self.log.write("checkpoint", self.step, path=path)
 
     def _refuse_moved_switches(self, found: store.Checkpoint) -> None:
         """A share of other --steps is another step: it may not change what has happened already."""
@@ -395,6 +408,7 @@ class Trainer:
             "position": self.feed.state(),
             "best": self.best.facts(),
         }
+        self.log.sync()  # a run that goes on from here has the lines of the steps before
         path = store.save(self.folder.checkpoints, self.step, tensors, facts)
         self.saved_step = self.step
         store.prune(self.folder.checkpoints, self.config.keep)

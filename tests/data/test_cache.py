@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from narrowgauge.data import cache
 from narrowgauge.data.cache import Damaged, cached, open_entry
-from narrowgauge.data.storage import Draft, locked, storage, sweep, temporary
 from narrowgauge.errors import StorageError
+from narrowgauge.storage import Draft, locked, storage, sweep, temporary
 
 NAME = f"tokens-{'0' * 32}"
 SIDES = {"train": [1, 2, 3, 4], "validation": [5, 6]}
@@ -217,7 +217,7 @@ def test_a_draft_is_locked_until_it_has_its_place(tmp_path, monkeypatch):
         sweep(tmp_path)
         rename(source, target)
 
-    monkeypatch.setattr("narrowgauge.data.storage.os.rename", beside)
+    monkeypatch.setattr("narrowgauge.storage.os.rename", beside)
     make(tmp_path, SIDES)
     draft = Draft(tmp_path / f"{NAME}.validation.bin")
     draft.publish()

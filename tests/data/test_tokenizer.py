@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.data import fingerprint, load, train_bpe
-from narrowgauge.data.storage import locked, temporary
 from narrowgauge.data.tokenizer import END_OF_TEXT, _sample, end_of_text, plain_backend
 from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.storage import locked, temporary
 
 TEXTS = ["the scale of a tile\n" * 30, "the amax of a tile\n" * 20, "größe 数 🙂"]
 
@@ -152,7 +152,7 @@ def test_training_refuses_what_cannot_work(tmp_path):
     with pytest.raises(DataError, match="no text to train a tokenizer on"):
         train_bpe([], 300, tmp_path)
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(StorageError, match="cache cannot be used"):
+    with pytest.raises(StorageError, match="cannot use the cache"):
         train_bpe(TEXTS, 270, tmp_path / "file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 

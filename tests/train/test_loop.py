@@ -595,7 +595,7 @@ def test_an_export_that_fails_leaves_the_older_one(make, monkeypatch):
     with pytest.raises(StorageError):
         loop.run(replace(config, steps=3, resume=True))
     assert weights.read_bytes() == before
-    assert not [path.name for path in weights.parent.parent.iterdir() if path.name.startswith(".final")]
+    assert not [path.name for path in weights.parent.parent.iterdir() if path.name.startswith(".")]
 
 
 def test_a_disk_that_is_full_at_the_report(make, monkeypatch):

@@ -159,7 +159,7 @@ def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(make):
     before = stored.read_text("utf-8")
     with pytest.raises(ConfigError, match="Resume with --steps 2 or more"):
         loop.run(replace(config, steps=1, resume=True))
-    with pytest.raises(StorageError, match="the cache cannot be used"):
+    with pytest.raises(StorageError, match="cannot use the cache"):
         loop.run(replace(config, cache="/dev/null/cache", resume=True))
     assert stored.read_text("utf-8") == before
     assert loop.run(replace(config, eval_every=1, resume=True)) == 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from narrowgauge import storage
 from narrowgauge.errors import BusyError, ConfigError, StorageError
-from narrowgauge.train import storage
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run

@@ -47,8 +47,9 @@ class Best:
         return True
 
     def facts(self) -> dict[str, Any] | None:
-        """For a checkpoint; None before the first evaluation."""
-        return {"step": self.step, "value": self.value, "loss": self.loss} if self.step else None
+        """For a checkpoint, as JSON: a loss that is not finite is None. None before the first evaluation."""
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {"step": self.step, "value": self.value, "loss": loss} if self.step else None
 
     def restore(self, facts: Mapping[str, Any] | None) -> str:
         """Takes up what a checkpoint says. Returns why its best weights are lost, or ''."""
@@ -60,7 +61,8 @@ class Best:
             return (
                 f"the best weights, of step {facts['step']}, are lost: {error} The best of the steps to come is kept."
             )
-        self.step, self.value, self.loss = facts["step"], facts["value"], facts.get("loss", math.nan)
+        self.step, self.value = facts["step"], facts["value"]
+        self.loss = math.nan if facts.get("loss") is None else facts["loss"]
         return ""
 
     def clear(self) -> None:
@@ -70,7 +72,7 @@ class Best:
 
     def weights(self) -> dict[str, Tensor] | None:
         """The best ones, from the disk; None if there are none."""
-        return store.load(self.path(self.step)).tensors["weights"] if self.step else None
+        return store.load(self.path(self.step)).tensors.get("weights", {}) if self.step else None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, StorageError
-from narrowgauge.train import storage
 from narrowgauge.train.checkpoint import manifest, store
 from tests.processes import PYTHON, ROOT, as_nobody
 from tests.train.checkpoint.test_store import resign, saved
@@ -138,6 +138,7 @@ def test_a_forged_manifest_opens_nothing_outside_the_folder(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "changes",
     [{"step": "1"}, {"step": None}, {"groups": 3}, {"groups": ["../x"]}, {"ties": []}, {"files": {}}, {"files": None},
+     {"step": -1}, {"step": True},
      {"ties": {"weights": {"a": "absent"}}}, {"ties": {"other": {}}}, {"format": 0}, {"format": "1"}, {"kind": "x"}, {"step": 2}],
     ids=repr,
 )  # fmt: skip
@@ -228,7 +229,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path):
     program = (
         f"mount -t tmpfs -o size=4m none {tmp_path} && exec {PYTHON} -c '\n"
         "import os, sys, torch\nfrom pathlib import Path\n"
-        "from narrowgauge.errors import StorageError\nfrom narrowgauge.train import checkpoint, storage\n"
+        "from narrowgauge import storage\nfrom narrowgauge.errors import StorageError\nfrom narrowgauge.train import checkpoint\n"
         f"folder = Path({str(tmp_path)!r})\n"
         'checkpoint.save(folder, 1, {"weights": {"a": torch.zeros(1000)}}, {})\n'
         "storage.require_space = lambda *_: None\n"
