@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+
+from narrowgauge.ops.cpp.build import cache_folder
 
 # The same examples on every run and machine; the time of one example says nothing on shared cores.
 hypothesis.settings.register_profile("narrowgauge", derandomize=True, deadline=None)
@@ -24,6 +27,17 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("narrowgauge")
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    gc.disable()  # until all modules are imported: what they make stays
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests count as old for good, so that the collections that tests ask for see what tests made."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nothing frees it, and bindings complain of leaks when the process ends
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_binaries() -> Iterator[None]:
+    """What Triton compiles is kept from run to run, in a folder of the user's own. Triton's keys name source, options, GPU and version."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache_folder() / "tests" / "triton"))
+        yield
 
 
 @pytest.fixture(autouse=True)
