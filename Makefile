@@ -27,7 +27,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-slow test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining sanitize estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train test test-slow test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -104,6 +104,9 @@ same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must b
 
 convergence: $(INSTALLED) ## the loss curves of the recipes beside BF16
 	$(BIN)/python -m benchmarks.convergence $(ARGS)
+
+mutations: $(INSTALLED) ## would the tests notice? fifty seeded one-line faults, one at a time; takes an hour
+	$(BIN)/python -m benchmarks.mutations $(ARGS)
 
 sanitize: $(INSTALLED) ## every kernel under compute-sanitizer, on a GPU
 	$(BIN)/python -m tests.sanitized $(ARGS)
