@@ -229,11 +229,10 @@ def stages(root: Path, file: str) -> Iterator[tuple[str, list[str]]]:
         text = (root / test).read_text(encoding="utf-8")
         return any(re.search(rf"\b{re.escape(name)}\b", text) for name in parents)
 
+    words = {*parts[:-1], *parts[-1].split("_")}
     near = [test for test in tests if mirrors(test)]
     yield "mirror", near
-    users = [
-        test for test in tests if test not in near and (imports(test) or Path(test).parts[1:-1] == parts[:-1] != ())
-    ]
+    users = [test for test in tests if test not in near and (imports(test) or words & set(Path(test).parts[1:-1]))]
     yield "importers", users
     yield "all", [test for test in tests if test not in near and test not in users]
 
