@@ -11,8 +11,6 @@ import hypothesis
 import pytest
 import torch
 
-from narrowgauge.ops.cpp.build import cache_folder
-
 # The same examples on every run and machine; the time of one example says nothing on shared cores.
 hypothesis.settings.register_profile("narrowgauge", derandomize=True, deadline=None)
 
@@ -41,20 +39,15 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: item.get_closest_marker("long") is None
+    )  # begun last, one process would wait for it alone
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kept_binaries() -> Iterator[None]:
-    """What Triton compiles is kept from run to run, in a folder of the user's own. Triton's keys name source, options, GPU and version."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(cache_folder() / "tests" / "triton"))
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Runs the kernels under Triton's interpreter and says which results differ from the reference; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.interpreted quick      tests/ops/triton/cases.py says what is printed
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted      tests/ops/triton/cases.py says what is printed
 
 The interpreter computes with numpy. Faithful there: integer arithmetic, float32 sums, products and divisions. Not faithful: its casts
 to 8-bit floats and its fma, which rounds the product (3.9). So elements are rounded in integer arithmetic here and quotients divided
@@ -10,7 +10,6 @@ and, on a GPU, in tests/ops/test_quantize_triton.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -44,7 +43,7 @@ from narrowgauge.ops.triton.launch import launch
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same
-from tests.ops.triton.cases import Case, tell
+from tests.ops.triton.cases import Case
 
 KEY, TURNED_KEY = Key(123456789, 4000000000), Key(2**32 - 1, 9)
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E3M0, E2M1, INT8, INT4, INT4X2)
@@ -319,7 +318,3 @@ def _at_the_edges() -> Iterator[Case]:
 
 def _as_scales(amax: Tensor, cast: Cast) -> Tensor:
     return amax if cast.tile[0] == WHOLE else amax.expand(9, 1).contiguous()
-
-
-if __name__ == "__main__":
-    tell(cases(), is_quick, *sys.argv[1:])

@@ -1,6 +1,6 @@
 """Runs the kernels of `ops.norm_act` under Triton's interpreter and says what differs from the definition; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.interpreted_produced quick      tests/ops/triton/cases.py says what is printed
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted_produced      tests/ops/triton/cases.py says what is printed
 
 Before the cast: each value within 8 units of float32's rounding of the largest one of its row (sums of 200 terms, in another order),
 and one unit of its dtype. After it: the codes and scales are to the bit those that `quantize` gives of the values that were stored.
@@ -8,7 +8,6 @@ and one unit of its dtype. After it: the codes and scales are to the bit those t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +22,7 @@ from narrowgauge.ops.triton.cast_constants import settings
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E8M0_CEIL, POW2
 from tests.compare import assert_same
-from tests.ops.triton.cases import Case, tell
+from tests.ops.triton.cases import Case
 
 TENSOR, ROW = Cast(format=E4M3), Cast(format=INT8, tile=(1, WHOLE))
 VECTOR, MX = Cast(format=E4M3, tile=(1, 128), scale=POW2), Cast(format=E5M2, tile=(1, 32), scale=E8M0_CEIL)
@@ -122,6 +121,7 @@ def is_quick(name: str) -> bool:
 
 
 def cases() -> Iterator[Case]:
+    triton_launch.PARTS = 16  # each of them is a program to interpret; less than there are pieces, so they are shared
     orders = {
         "delayed": (TENSOR, True, 3.0), "delayed, first step": (TENSOR, True, 0.0), "delayed, plain": (TENSOR, False, 3.0),
         "current": (TENSOR, True, None), "current, plain": (TENSOR, False, None), "row": (ROW, False, None),
@@ -170,8 +170,3 @@ def _fresh(orders: list[Order | None]) -> list[Order | None]:
         each and Order(each.cast, None if each.live is None else each.live.clone(), True, each.turned)
         for each in orders
     ]
-
-
-if __name__ == "__main__":
-    triton_launch.PARTS = 16  # each of them is a program to interpret; less than there are pieces, so they are shared
-    tell(cases(), is_quick, *sys.argv[1:])

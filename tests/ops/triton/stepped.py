@@ -1,6 +1,6 @@
 """Runs the optimizer's kernel under Triton's interpreter and says which results differ from the definition; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.stepped quick      tests/ops/triton/cases.py says what is printed
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick stepped      tests/ops/triton/cases.py says what is printed
 
 Everything in the kernel is float32 and whole numbers, in which the interpreter is faithful, so all bits are compared: weights, masters,
 codes and scales, after two steps of a matrix with ragged tiles of odd length, one with whole rows, and a vector; and that the
@@ -9,7 +9,6 @@ margins of their memory are as they were.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.step import Kept, Task, allocate
 from narrowgauge.optim.triton import kernel, launch
 from tests.compare import assert_same
-from tests.ops.triton.cases import Case, tell
+from tests.ops.triton.cases import Case
 
 BUILD: dict[str, Callable[..., Any]] = {
     "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
@@ -252,6 +251,7 @@ KINDS = (
     "broken",
 )  # what a case begins with
 SLOW = (
+    "graphed",
     "adamw 8bit fp32 float16",
     "adamw 8bit fp16-scaled float16",
     "adamw fp8-lm None",
@@ -309,7 +309,3 @@ def find_the_broken_kernel() -> None:
     finally:
         kernel.noise_bits = whole
     assert worst == float("inf") and reason is not None and reason.startswith("its weight of tensor 0 is wrong"), reason
-
-
-if __name__ == "__main__":
-    tell(cases(), is_quick, *sys.argv[1:])
