@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -27,9 +28,23 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("narrowgauge")
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    gc.disable()  # until all modules are imported: what they make stays
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests count as old for good, so that the collections that tests ask for see what tests made."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nothing frees it, and bindings complain of leaks when the process ends
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: item.get_closest_marker("long") is None
+    )  # begun last, one process would wait for it alone
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")

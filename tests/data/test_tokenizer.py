@@ -56,6 +56,7 @@ def test_other_text_or_size_is_another_folder(tmp_path, texts, vocab_size):
     assert train_bpe(texts, vocab_size, tmp_path).folder != train_bpe(TEXTS, 270, tmp_path).folder
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_does_not_change_the_merges():
     code = (
         "import hashlib, sys; from narrowgauge.data.tokenizer import _train\n"

@@ -309,6 +309,14 @@ def test_a_reader_that_never_comes_shows():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own use of autograd.Function
 def test_compiled_code_passes_it_by_without_a_break():
+    layer = built("llama", "fp8-current").model.layers[0]
+    part, x = nn.Sequential(layer.post_attention_layernorm, layer.mlp), torch.randn(2, 12, 64)
+    assert_same(torch.compile(part, backend="eager", fullgraph=True)(x), part(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_compiled_code_of_a_whole_model_passes_it_by_without_a_break():
     model = built("llama", "fp8-current")
     compiled = torch.compile(model.model, backend="eager", fullgraph=True)
     assert_same(compiled(input_ids=IDS)[0], model.model(input_ids=IDS)[0])

@@ -143,6 +143,7 @@ for rule in RULES:
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
     """Every rule, state and master, through safetensors and JSON."""
     for stage in ("save", "load"):

@@ -26,6 +26,7 @@ from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from tests.compare import assert_same
 from tests.processes import PYTHON, ROOT
+from tests.selection import quick
 from tests.train import tiny
 
 
@@ -124,7 +125,9 @@ def test_the_chosen_tensors_are_logged(full):
     assert seen == {(step, module, role) for step in (3, 6) for module in modules for role in ("x", "w", "gy")}
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8"])
+@pytest.mark.parametrize(
+    "recipe", quick(["fp8-delayed", "fp8-block"], ["fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8"])
+)
 def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, recipe):
     """The weight, which the test sees too: every number of its event, with scales spread by the test's own loop."""
     from narrowgauge.diagnose.statistics import tensor_statistics
@@ -153,7 +156,8 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
 
 
 @pytest.mark.parametrize(
-    ("recipe", "precision"), [("fp8-delayed", "amp-bf16"), ("mxfp8", "bf16-o3"), ("int4-hq-lss", "amp-bf16")]
+    ("recipe", "precision"),
+    quick(["fp8-delayed"], [("fp8-delayed", "amp-bf16"), ("mxfp8", "bf16-o3"), ("int4-hq-lss", "amp-bf16")]),
 )
 def test_looking_changes_nothing(make, recipe, precision):
     """Evaluation, samples, statistics and checkpoints at every step, or none of them: the same run, bit for bit."""
@@ -333,6 +337,7 @@ def test_compile_without_a_compiler(make, monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
     import subprocess
 
@@ -461,7 +466,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("where", "bad", "words"), CASES, ids=lambda value: getattr(value, "__name__", str(value)[:8]))
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", quick(["fp8-delayed"], ["fp8-delayed", "mxfp8"]))
 def test_a_step_that_is_not_finite_ends_the_run(make, installed, recipe, where, bad, words):
     config = make(recipe=recipe, checkpoint_every=1, micro_batches=1)
     models = []

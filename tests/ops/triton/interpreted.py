@@ -1,6 +1,6 @@
 """Runs the kernels under Triton's interpreter and says which results differ from the reference; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.interpreted      one JSON object: name of the case -> "" or what differs
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted      tests/ops/triton/cases.py says what is printed
 
 The interpreter computes with numpy. Faithful there: integer arithmetic, float32 sums, products and divisions. Not faithful: its casts
 to 8-bit floats and its fma, which rounds the product (3.9). So elements are rounded in integer arithmetic here and quotients divided
@@ -10,8 +10,6 @@ and, on a GPU, in tests/ops/test_quantize_triton.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -45,6 +43,7 @@ from narrowgauge.ops.triton.launch import launch
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same
+from tests.ops.triton.cases import Case
 
 KEY, TURNED_KEY = Key(123456789, 4000000000), Key(2**32 - 1, 9)
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E3M0, E2M1, INT8, INT4, INT4X2)
@@ -237,7 +236,30 @@ def compare_noise() -> None:
     assert_same(out, KEY.uniform((3000,)))
 
 
-def cases() -> Iterator[tuple[str, object]]:
+# By what a case begins with.
+KINDS = (
+    "noise", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
+    "int4 tensor", "int4x2 tensor", "both ", "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
+    "given amax ", "one column ", "long rows ", "delayed, ", "rotated ",
+    "proof ", "broken ", "layers ",
+)  # fmt: skip
+# A second of the interpreter and more: whole proofs of a kernel, and matrices of several programs along both axes.
+SLOW_KINDS = ("proof e", "long rows int4", "layers int4")
+SEVERAL_PROGRAMS = (
+    "both e4m3 tensor fp32",
+    "both e5m2 row fp32 stochastic",
+    "both e4m3 128x128 pow2",
+    "both e4m3 1x128 pow2",
+)
+
+
+def is_quick(name: str) -> bool:
+    if name.startswith("both ") and name.endswith("(130, 260)"):
+        return name.startswith(SEVERAL_PROGRAMS)
+    return name.startswith("proof e4m3 1x128") or not name.startswith(SLOW_KINDS)
+
+
+def cases() -> Iterator[Case]:
     yield "noise", compare_noise
     for format in ELEMENTS:
         for rule in (FP32, POW2, E8M0_FLOOR):
@@ -268,7 +290,7 @@ def cases() -> Iterator[tuple[str, object]]:
     yield from _at_the_edges()
 
 
-def _at_the_edges() -> Iterator[tuple[str, object]]:
+def _at_the_edges() -> Iterator[Case]:
     for cast in (Cast(format=E4M3), Cast(format=INT8), Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL), TILED[-3]):
         for name, value in (("nan", float("nan")), ("infinity", float("inf")), ("huge", 3e38), ("tiny", 1e-44)):
 
@@ -296,20 +318,3 @@ def _at_the_edges() -> Iterator[tuple[str, object]]:
 
 def _as_scales(amax: Tensor, cast: Cast) -> Tensor:
     return amax if cast.tile[0] == WHOLE else amax.expand(9, 1).contiguous()
-
-
-def main(beginning: str = "") -> None:
-    torch.manual_seed(0)
-    found = {}
-    for name, case in cases():
-        if name.startswith(beginning):
-            try:
-                case()  # type: ignore[operator]
-                found[name] = ""
-            except Exception as error:  # told to the test that started this process
-                found[name] = f"{type(error).__name__}: {error}"
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

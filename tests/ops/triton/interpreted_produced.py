@@ -1,6 +1,6 @@
 """Runs the kernels of `ops.norm_act` under Triton's interpreter and says what differs from the definition; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.interpreted_produced      one JSON object: name of the case -> "" or what differs
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted_produced      tests/ops/triton/cases.py says what is printed
 
 Before the cast: each value within 8 units of float32's rounding of the largest one of its row (sums of 200 terms, in another order),
 and one unit of its dtype. After it: the codes and scales are to the bit those that `quantize` gives of the values that were stored.
@@ -8,22 +8,21 @@ and one unit of its dtype. After it: the codes and scales are to the bit those t
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2, INT8
-from narrowgauge.ops.norm_act import definition, triton_launch
-from narrowgauge.ops.norm_act.spec import KINDS, Kind, Made, Order
+from narrowgauge.ops.norm_act import definition, spec, triton_launch
+from narrowgauge.ops.norm_act.spec import Kind, Made, Order
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import observe
 from narrowgauge.ops.triton.cast_constants import settings
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E8M0_CEIL, POW2
 from tests.compare import assert_same
+from tests.ops.triton.cases import Case
 
 TENSOR, ROW = Cast(format=E4M3), Cast(format=INT8, tile=(1, WHOLE))
 VECTOR, MX = Cast(format=E4M3, tile=(1, 128), scale=POW2), Cast(format=E5M2, tile=(1, 32), scale=E8M0_CEIL)
@@ -109,13 +108,26 @@ def compare_gradients(kind: Kind, orders: list[Order | None], shape: tuple[int, 
         near(got_sum, wanted_sum, "gradient of a weight", 1.0, sums=64.0)
 
 
-def cases() -> Iterator[tuple[str, object]]:
+KINDS = tuple(f"{of}{kind} " for of in ("", "gradient of ") for kind in spec.KINDS)  # what a case begins with
+WIDE = ("plain (", "mx (", "first step (")
+
+
+def is_quick(name: str) -> bool:
+    """Every function and cast of one shape and dtype: wide rows of float16 for some, more rows of float32 for the others."""
+    if name.endswith(" within"):
+        return True
+    forward_in_wide_rows = not name.startswith("gradient") and any(part in name for part in WIDE)
+    return name.endswith("(5, 1030)" if forward_in_wide_rows else "(37, 131)")
+
+
+def cases() -> Iterator[Case]:
+    triton_launch.PARTS = 16  # each of them is a program to interpret; less than there are pieces, so they are shared
     orders = {
         "delayed": (TENSOR, True, 3.0), "delayed, first step": (TENSOR, True, 0.0), "delayed, plain": (TENSOR, False, 3.0),
         "current": (TENSOR, True, None), "current, plain": (TENSOR, False, None), "row": (ROW, False, None),
         "vector": (VECTOR, False, None), "mx": (MX, False, None),
     }  # fmt: skip
-    for name in KINDS:
+    for name in spec.KINDS:
         kind = kind_of(name)
         for title, (cast, turned, in_use) in orders.items():
             for shape, dtype in (((37, 131), torch.float32), ((5, 1030), torch.float16)):
@@ -136,7 +148,7 @@ def cases() -> Iterator[tuple[str, object]]:
         yield from _gradients(kind)
 
 
-def _gradients(kind: Kind) -> Iterator[tuple[str, object]]:
+def _gradients(kind: Kind) -> Iterator[Case]:
     count = 2 if kind.name == "swiglu" else 1
     choices: dict[str, list[Order | None]] = {"none": [None] * count}
     if not kind.is_norm:
@@ -158,20 +170,3 @@ def _fresh(orders: list[Order | None]) -> list[Order | None]:
         each and Order(each.cast, None if each.live is None else each.live.clone(), True, each.turned)
         for each in orders
     ]
-
-
-def main() -> None:
-    triton_launch.PARTS = 16  # each of them is a program to interpret; less than there are pieces, so they are shared
-    torch.manual_seed(0)
-    found = {}
-    for name, case in cases():
-        try:
-            case()  # type: ignore[operator]
-            found[name] = ""
-        except Exception as error:  # told to the test that started this process
-            found[name] = f"{type(error).__name__}: {error}"
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Runs the optimizer's kernel under Triton's interpreter and says which results differ from the definition; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.stepped      a JSON object for each case: its name, and "" or what differs
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick stepped      tests/ops/triton/cases.py says what is printed
 
 Everything in the kernel is float32 and whole numbers, in which the interpreter is faithful, so all bits are compared: weights, masters,
 codes and scales, after two steps of a matrix with ragged tiles of odd length, one with whole rows, and a vector; and that the
@@ -9,8 +9,6 @@ margins of their memory are as they were.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +25,7 @@ from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.step import Kept, Task, allocate
 from narrowgauge.optim.triton import kernel, launch
 from tests.compare import assert_same
+from tests.ops.triton.cases import Case
 
 BUILD: dict[str, Callable[..., Any]] = {
     "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
@@ -240,7 +239,33 @@ POISONS = (
 )
 
 
-def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+KINDS = (
+    "adamw ",
+    "lion ",
+    "sgd ",
+    "poison ",
+    "groups",
+    "replayed",
+    "graphed",
+    "proof ",
+    "broken",
+)  # what a case begins with
+SLOW = (
+    "graphed",
+    "adamw 8bit fp32 float16",
+    "adamw 8bit fp16-scaled float16",
+    "adamw fp8-lm None",
+    "poison nan fp",
+    "poison nan 4bit",
+)
+
+
+def is_quick(name: str) -> bool:
+    """Every rule, state, master and dtype occurs; those left out are more pairs of them."""
+    return not name.startswith(SLOW)
+
+
+def cases() -> Iterator[Case]:
     for rule, states, master, dtype in STEPS:
         name = f"{rule} {states} {master} {str(dtype).removeprefix('torch.')}"
         yield name, lambda call=(rule, states, master, dtype): compare(*call)
@@ -284,19 +309,3 @@ def find_the_broken_kernel() -> None:
     finally:
         kernel.noise_bits = whole
     assert worst == float("inf") and reason is not None and reason.startswith("its weight of tensor 0 is wrong"), reason
-
-
-def tell(cases: Iterator[tuple[str, Callable[[], None]]], beginning: str = "") -> None:
-    """Runs the cases whose names begin so, and prints of each what differs."""
-    for name, case in cases:
-        if name.startswith(beginning):
-            try:
-                case()
-                words = ""
-            except Exception as error:  # told to the test that started this process
-                words = f"{type(error).__name__}: {error}"
-            print(json.dumps({"case": name, "words": words}), flush=True)
-
-
-if __name__ == "__main__":
-    tell(cases(), *sys.argv[1:])

@@ -1,11 +1,9 @@
-"""The kernels of `ops.norm_act`: values near the definition's (bounded), codes those of the values (exact), compiled without spills.
+"""The kernels of `ops.norm_act` compiled without spills (exact). What they compute: tests/ops/triton/interpreted_produced.py.
 
-The whole matrix of functions, casts and GPUs is marked slow; the quick cases are one per kernel and way of finding a scale.
+The whole matrix of functions, casts and GPUs is marked slow; the quick cases are one per kernel.
 """
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from narrowgauge.ops.norm_act.spec import KINDS, Kind, Order
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import POW2
 from tests.ops.triton.compiling import TARGETS, Compiled, compiled
-from tests.processes import PYTHON, run_ok
 
 from narrowgauge.ops.triton import has_conversions  # isort: skip
 from narrowgauge.ops.norm_act import triton_launch  # isort: skip
@@ -32,10 +29,11 @@ CASTS = {
 DELAYED = ("tensor", "e5m2")
 # function, cast, whether of the gradient, sm
 QUICK = [
-    ("rms-norm", "tensor", False, 90), ("rms-norm", "row", False, 89), ("layer-norm", "vector", False, 100),
-    ("swiglu", "tensor", False, 90), ("swiglu", "e5m2", True, 90), ("gelu", "e5m2", True, 90),
-    ("gelu", "int8-row", False, 80), ("layer-norm", "tensor", True, 90),
-]  # fmt: skip
+    ("rms-norm", "tensor", False, 90),
+    ("gelu", "vector", False, 90),
+    ("swiglu", "e5m2", True, 90),
+    ("layer-norm", "tensor", True, 90),
+]
 MATRIX = [
     (kind, cast, of_gradient, sm)
     for sm in TARGETS
@@ -98,21 +96,3 @@ def test_kernels_compile_without_spills(name, cast, of_gradient, sm):
 @pytest.mark.parametrize(("name", "cast", "of_gradient", "sm"), MATRIX)
 def test_all_kernels_compile_without_spills(name, cast, of_gradient, sm):
     check(name, cast, of_gradient, sm)
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    """Name of a case -> what differs. One process, for the interpreter is chosen when a kernel is defined."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        done = run_ok([PYTHON, "-W", "ignore", "-m", "tests.ops.triton.interpreted_produced"], timeout_s=280)
-        return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *(f"gradient of {kind}" for kind in KINDS)])
-def test_kernels_compute_the_definition_and_cast_what_they_computed(found, kind):
-    cases = {name: words for name, words in found.items() if name.startswith(f"{kind} ")}
-    assert cases
-    different = {name: words for name, words in cases.items() if words}
-    assert not different, "\n".join(f"{name}: {words}" for name, words in different.items())

@@ -257,7 +257,7 @@ def configurations(draw) -> TrainConfig:
     return TrainConfig(**drawn)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(configurations())
 def test_what_is_dumped_is_what_is_parsed(config):
     text = toml.dump(config)
