@@ -21,14 +21,14 @@ from narrowgauge.optim import masters, rules
 from narrowgauge.optim.moments import SmallFloat
 from narrowgauge.optim.update import Kept, Task
 
-SOURCES = ("kernel.cpp", "kernel_floats.h", "kernel_avx2.h")
+SOURCES = ("kernel.cpp", "kernel_floats.h", "kernel_vectors.h")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Moment(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("expansion", ctypes.c_void_p),
-        ("kind", ctypes.c_int32), ("is_signed", ctypes.c_int32), ("lowest", ctypes.c_int32), ("highest", ctypes.c_int32),
+        ("kind", ctypes.c_int32), ("lowest", ctypes.c_int32), ("highest", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ class _Constants(ctypes.Structure):
     _fields_ = (
         ("decay", ctypes.c_float), ("beta1", ctypes.c_float), ("rest1", ctypes.c_float), ("beta2", ctypes.c_float),
         ("rest2", ctypes.c_float), ("eps", ctypes.c_float), ("step_size", ctypes.c_float), ("correction", ctypes.c_float),
-        ("rule", ctypes.c_int32), ("nesterov", ctypes.c_int32),
+        ("bound", ctypes.c_float), ("rule", ctypes.c_int32), ("nesterov", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
 
 def _constants(c: rules.Constants) -> _Constants:
     return _Constants(
-        c.decay, c.beta1, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, rules.KINDS[c.rule], c.nesterov
+        c.decay, c.beta1, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, c.bound, rules.KINDS[c.rule], c.nesterov
     )  # fmt: skip
 
 
@@ -103,10 +103,9 @@ def _standing(task: Task) -> _Job:
 
 def _moment(kept: Kept) -> _Moment:
     format = kept.format
-    signed = isinstance(format, SmallFloat) and format.signed
     lowest, highest = (format.expansions if isinstance(format, SmallFloat) else None) or (0, 0)
     return _Moment(
-        _pointer(kept.codes), _pointer(kept.scale), _pointer(kept.expansion), format.kind, signed, lowest, highest
+        _pointer(kept.codes), _pointer(kept.scale), _pointer(kept.expansion), format.kind, lowest, highest
     )  # fmt: skip
 
 

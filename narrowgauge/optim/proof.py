@@ -3,8 +3,8 @@
     5 rows of two tiles and 48 elements (53 where rows of the call are no multiple of 16), and 3 rows of one tile: several programs, a
     short tile, and two lines of the table
 
-Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, and from the second step on a
-NaN; then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
+Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, columns that stay the same (so
+that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay); then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
 square root or a quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
 
 Where the step leaves the weight's cast as well, its largest magnitude and codes are compared after every step, of 35 (48) rows and of 9
@@ -155,8 +155,9 @@ def _gradient(task: Task, step: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(SEED + 10 * step + task.number)
     shape = task.weight.shape
     g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
-    g[1], g[2, :4] = 0.0, 1e-39
+    g[1], g[2, :4], g[:, 40:60] = 0.0, 1e-39, 1e-3
     if step > 1:
+        g[:, 60:80] = 0.0
         g[0, 7] = float("nan")
     return g.to(dtype)
 

@@ -196,8 +196,8 @@ class Batch:
         """What this step brings, an even number of whole numbers: the next sheet is aligned too."""
         c = self.tasks[0].constants
         assert c is not None
-        numbers = (c.decay, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, c.beta1)
-        head = [self.tasks[0].step_key, *struct.unpack("<8i", struct.pack("<8f", *numbers))]
+        numbers = (c.decay, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, c.beta1, c.bound)
+        head = [self.tasks[0].step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
         gradients = [_address(task.gradient) for task in self.tasks]
         return head + [0] * (HEAD - len(head)) + gradients + [0] * (len(gradients) % 2)
 

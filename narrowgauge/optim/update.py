@@ -118,10 +118,10 @@ def _step_rows(task: Task, rows: slice) -> None:
     )
     m, v = (_decode(kept, rows, columns, tiles, task.tile, w) for kept in (task.first, task.second))
     gradient = cut(task.gradient.view(task.weight.shape)).to(torch.float32)
-    w, m, v = rules.update(w, gradient, m, v, task.constants)
+    w, m, v, decays = rules.update(w, gradient, m, v, task.constants, holds=task.second.format.has_scale)
     bits = noise.bits(task.noise_key, index)
-    for kept, x in ((task.first, m), (task.second, v)):
-        _encode(kept, x, bits, rows, columns)
+    _write(task.first, task.first.format.encode(m, bits, decays), rows, columns)
+    _write(task.second, task.second.format.encode(v, bits), rows, columns)
     weight, master, master_scale = masters.store(
         task.master_kind, w, task.weight.dtype, task.weight_noise_key, index
     )  # fmt: skip
@@ -152,10 +152,9 @@ def _decode(kept: Kept, rows: slice, columns: int, tiles: int, tile: int, like: 
     return x
 
 
-def _encode(kept: Kept, x: Tensor, bits: Tensor, rows: slice, columns: int) -> None:
+def _write(kept: Kept, found: Encoded, rows: slice, columns: int) -> None:
     if kept.codes is None:
         return
-    found = kept.format.encode(x, bits)
     codes = _bits_of(found.codes).flatten(1)[:, :columns]
     if kept.format.bits == 4:
         codes = torch.nn.functional.pad(codes, (0, columns % 2))
