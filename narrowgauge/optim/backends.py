@@ -22,8 +22,9 @@ from torch import Tensor
 from narrowgauge.errors import BackendError
 from narrowgauge.ops import verdicts
 from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts
-from narrowgauge.optim import native
+from narrowgauge.optim import native, rules
 from narrowgauge.optim.proof import Kind, compare
+from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.update import Task, step_in_torch
 from narrowgauge.triton import refuse as refuse_triton
 
@@ -32,17 +33,19 @@ from narrowgauge.triton import refuse as refuse_triton
 class Spec:
     """What a backend is chosen by.
 
+    rule      a kernel has to know it
     subclass  the parameter's class if that computes in its own way, as a DTensor does: kernels take addresses, which it may not have
     kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (proof.py)
     """
 
     device: Device
+    rule: Rule
     subclass: str = ""
     kind: Kind | None = None
 
 
 def _refuse_triton(spec: Spec) -> str | None:
-    reason = refuse_triton(spec.device.type, spec.device.capability) or _refuse_subclass(spec)
+    reason = refuse_triton(spec.device.type, spec.device.capability) or _refuse_task(spec)
     if reason is not None or spec.kind is None or spec.device.index is None:
         return reason
     kind = spec.kind
@@ -52,14 +55,16 @@ def _refuse_triton(spec: Spec) -> str | None:
     )  # fmt: skip
 
 
-def _refuse_subclass(spec: Spec) -> str | None:
-    return f"the parameter is a {spec.subclass}, whose memory may be elsewhere" if spec.subclass else None
+def _refuse_task(spec: Spec) -> str | None:
+    if spec.subclass:
+        return f"the parameter is a {spec.subclass}, whose memory may be elsewhere"
+    return rules.refuse(spec.rule) or None
 
 
 def _refuse_native(spec: Spec) -> str | None:
     if spec.device.type != "cpu":
         return f"computes on the CPU, the tensor is on {spec.device.type}"
-    return _refuse_subclass(spec) or native.refuse() or None
+    return _refuse_task(spec) or native.refuse() or None
 
 
 def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
@@ -111,11 +116,11 @@ def _spec(task: Task) -> Spec:
     device = task.weight.device
     facts, kind = device_facts(device.type, device.index), type(task.source)
     subclass = kind.__name__ if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ else ""
-    if facts.type != "cuda" or subclass:
-        return Spec(facts, subclass)
+    if facts.type != "cuda" or subclass or rules.refuse(task.rule):
+        return Spec(facts, task.rule, subclass)
     from narrowgauge.optim.triton_step import kind_of
 
-    return Spec(facts, subclass, kind_of(task))
+    return Spec(facts, task.rule, subclass, kind_of(task))
 
 
 def words(choice: Choice[Spec]) -> str:
@@ -134,20 +139,20 @@ def tell_once(reason: str) -> None:
     )
 
 
-def computed_by(task: Task | None, device: torch.device, backend: str) -> str:
+def computed_by(task: Task | None, device: torch.device, backend: str, rule: Rule) -> str:
     """Which backend steps a tensor, by its task if it has stepped; of plain torch, unless it was asked for, with the reason."""
     if task is not None and task.backend is not None:
         choice: Choice[Spec] = task.backend[1]
     else:
-        choice = _choice(Spec(device_facts(device.type, device.index)), backend)
+        choice = _choice(Spec(device_facts(device.type, device.index), rule), backend)
     why = words(choice) if backend == "auto" and choice.kernel.name == "torch" else ""
     return choice.kernel.name + (f" ({why})" if why else "")
 
 
-def refuse(backend: str, device: torch.device) -> str:
-    """Why this backend cannot compute on the device, or ''."""
+def refuse(backend: str, device: torch.device, rule: Rule) -> str:
+    """Why this backend cannot compute the rule on the device, or ''."""
     try:
-        _choice(Spec(device_facts(device.type, device.index)), backend)
+        _choice(Spec(device_facts(device.type, device.index), rule), backend)
     except BackendError as error:
         return str(error)
     return ""

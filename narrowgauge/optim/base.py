@@ -31,6 +31,7 @@ from narrowgauge.optim.casting import WeightCasts
 from narrowgauge.optim.groups import groups
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.replay import ReplayedStep
+from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.update import Kept, Task, allocate
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
@@ -41,16 +42,16 @@ _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
-    """Base of AdamW, Lion and SGD. Subclasses name their rule and moments."""
+    """Base of AdamW, Lion and SGD. Subclasses name the rule of groups that name none."""
 
-    rule: ClassVar[rules.Name]
-    moment_names: ClassVar[tuple[str, ...]]
+    rule: ClassVar[Rule]
 
     def __init__(self, params: Any, defaults: dict[str, Any], backend: Backend = "auto") -> None:
         if backend not in ("auto", *backends.NAMES):
             names = ", ".join(map(repr, ("auto", *backends.NAMES)))
             raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
         self.backend: Backend = backend
+        self._rules: dict[str, Rule] = {}  # that groups brought
         self._forget_tasks()
         self.casting: WeightCasts | None = None
         self.steps_in_backward = False
@@ -84,7 +85,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"backend": self.backend}
+        return super().__getstate__() | {"backend": self.backend, "_rules": self._rules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -97,6 +98,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "rule" in param_group:
+            rule = param_group["rule"]
+            if isinstance(rule, Rule):
+                self._rules[rule.name] = rule
+                param_group["rule"] = rule.name  # a plain value, for state_dict
+            for option, value in self._rule_of(param_group).options.items():
+                param_group.setdefault(option, value)
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -106,12 +114,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if self._hook_group is not None:
             self._hook_group(len(self.param_groups) - 1)
 
+    def _rule_of(self, group: Mapping[str, Any]) -> Rule:
+        return rules.get(group["rule"], self._rules) if "rule" in group else self.rule
+
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        kind = type(self).__name__
-        options.check(kind, group, self.defaults)
+        kind, rule = type(self).__name__, self._rule_of(group)
+        options.check(kind, group, {"rule": None, **self.defaults, **rule.options})
         if self.backend != "auto":
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
-                if reason := backends.refuse(self.backend, device):
+                if reason := backends.refuse(self.backend, device, rule):
                     raise ConfigError(f'{kind}: backend = "{self.backend}" cannot be had here. {reason}')
         for parameter in group["params"]:
             if reason := _refuse(parameter, group["master"]):
@@ -172,11 +183,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         steps = [task.step for task in tasks]
         if counts:
             torch._foreach_add_(steps, 1.0)
-        found: dict[tuple[int, float], tuple[rules.Constants, int]] = {}
+        found: dict[tuple[int, float], tuple[Any, int]] = {}
         for (_, group, number), task, count in zip(chosen, tasks, torch.stack(steps).tolist(), strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
             if shared is None:
-                shared = rules.constants(self.rule, group, step), noise.step_key(group["seed"], step)
+                shared = self._rule_of(group).constants(group, step), noise.step_key(group["seed"], step)
                 found[id(group), count] = shared
             (task.constants, task.step_key), task.number = shared, number
         return tasks
@@ -207,7 +218,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def computed_by(self, parameter: Tensor) -> str:
         """The backend of a parameter's step, of plain torch with the reason: "triton", "torch (compute capability 7.5, needs 8.0)"."""
-        return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend)
+        group = next(group for group in self.param_groups if any(each is parameter for each in group["params"]))
+        return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend, self._rule_of(group))
 
     def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task:
         """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
@@ -249,7 +261,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         states = self._states(parameter, group)
         rows, columns = shape_of(parameter)
         kept = []
-        for name, format in self._formats(states):
+        rule = self._rule_of(group)
+        for name, format in _formats(rule, states):
             codes = state[name].view(rows, -1) if rows * columns else state[name].view(rows, columns)
             kept.append(
                 Kept(
@@ -261,14 +274,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         master = state.get("master", state.get("remainder"))
         weight = parameter.detach()
         return Task(
-            source=parameter, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.asked(group),
+            source=parameter, rule=rule, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.asked(group),
             weight=(weight if weight.is_contiguous() else weight.contiguous()).view(rows, columns),
             first=kept[0], second=kept[1], master_kind=None if wide else group["master"],
             master=None if master is None else master.view(rows, columns), master_scale=state.get("master_scale"),
         )  # fmt: skip
-
-    def _formats(self, states: States) -> list[tuple[str, Moment]]:
-        return list(zip(self.moment_names, (states.first, states.second), strict=False))
 
     def _states(self, parameter: Tensor, group: Mapping[str, Any]) -> States:
         return moments.STATES[kept_as(parameter, group)[0]]
@@ -278,7 +288,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         states = self._states(parameter, group)
         rows, columns = shape_of(parameter)
         state = {"step": torch.zeros((), dtype=torch.float32, device="meta" if device == "meta" else "cpu")}
-        for name, format in self._formats(states):
+        for name, format in _formats(self._rule_of(group), states):
             kept = allocate(format, rows, columns, states.tile, device)
             assert kept.codes is not None
             state[name] = kept.codes if format.bits == 4 else kept.codes.view(parameter.shape)
@@ -345,6 +355,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
                     f"{kind}: group {number} was saved with states='4bit' of an earlier version, whose codes stood for other numbers. "
                     "Start with a fresh state."
                 )
+            if saved.get("rule", self.rule.name) != self._rule_of(group).name:
+                raise CheckpointError(
+                    f"{kind}: group {number} was saved with the rule {saved.get('rule', self.rule.name)!r}, here it has "
+                    f"{self._rule_of(group).name!r}. Build it with the rule that was saved, or start with a fresh state."
+                )
             for option in ("states", "master"):
                 if option in saved and saved[option] != group[option]:
                     raise CheckpointError(
@@ -376,6 +391,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 f"{where}: the saved state has another form: {words}. Build the optimizer with the states, master and "
                 "parameters that were saved, or start with a fresh state."
             )
+
+
+def _formats(rule: Rule, states: States) -> list[tuple[str, Moment]]:
+    return list(zip(rule.moments, (states.first, states.second), strict=False))
 
 
 def _is_form(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:

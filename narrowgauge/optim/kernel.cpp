@@ -29,7 +29,7 @@ struct Moment {
 };
 
 struct Constants {
-  float decay, beta1, rest1, beta2, rest2, eps, step_size, correction, bound;
+  float decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, correction, bound;
   int32_t rule, nesterov;
 };
 
@@ -228,8 +228,8 @@ struct Linear4 : Format {
 
 template <bool HOLDS> struct AdamW {
   static void step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
-    m = m + c.rest1 * (g - m);
-    v = v * c.beta2 + c.rest2 * g * g;
+    m = m + c.one_minus_beta1 * (g - m);
+    v = v * c.beta2 + c.one_minus_beta2 * g * g;
     const F root = square_root(v);
     if (HOLDS) {
       const F limit = root * c.bound;
@@ -243,9 +243,9 @@ template <bool HOLDS> struct AdamW {
 
 struct Lion {
   static void step(const Constants& c, F& w, F g, F& m, F&, I&) {
-    const F direction = m + c.rest1 * (g - m);
+    const F direction = m + c.one_minus_beta1 * (g - m);
     w = w * c.decay + c.step_size * (direction > 0.f ? all(1.f) : (direction < 0.f ? all(-1.f) : direction));
-    m = m + c.rest2 * (g - m);
+    m = m + c.one_minus_beta2 * (g - m);
   }
 };
 

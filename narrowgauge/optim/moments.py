@@ -117,7 +117,7 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(Moment):
-    """Signed, a level of DYNAMIC_LEVELS and its sign, to the nearest, of two equally near the one closer to zero; where x only decays, the one below."""
+    """Signed, a level of DYNAMIC_LEVELS and its sign: the nearest, of two equally near the one toward zero; the one below if x decays."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         scale, x = _scaled_tiles(x, BF16_DROPS)

@@ -34,8 +34,8 @@ class _Moment(ctypes.Structure):
 
 class _Constants(ctypes.Structure):
     _fields_ = (
-        ("decay", ctypes.c_float), ("beta1", ctypes.c_float), ("rest1", ctypes.c_float), ("beta2", ctypes.c_float),
-        ("rest2", ctypes.c_float), ("eps", ctypes.c_float), ("step_size", ctypes.c_float), ("correction", ctypes.c_float),
+        ("decay", ctypes.c_float), ("beta1", ctypes.c_float), ("one_minus_beta1", ctypes.c_float), ("beta2", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float), ("eps", ctypes.c_float), ("step_size", ctypes.c_float), ("correction", ctypes.c_float),
         ("bound", ctypes.c_float), ("rule", ctypes.c_int32), ("nesterov", ctypes.c_int32),
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
     assert c is not None and gradient is not None
     constants = shared.get(id(c))
     if constants is None:
-        constants = shared[id(c)] = _constants(c)
+        constants = shared[id(c)] = _constants(c, rules.number(task.rule))
     job.gradient, job.gradient_dtype = gradient.data_ptr(), _DTYPES[gradient.dtype]
     job.noise, job.constants = task.noise_key, ctypes.addressof(constants)
     if task.master_kind is not None:
@@ -86,9 +86,10 @@ def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
     return job
 
 
-def _constants(c: rules.Constants) -> _Constants:
+def _constants(c: rules.Constants, rule: int) -> _Constants:
     return _Constants(
-        c.decay, c.beta1, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, c.bound, rules.KINDS[c.rule], c.nesterov
+        c.decay, c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.bound, rule,
+        c.nesterov,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@
     short tile, and two lines of the table
 
 Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, columns that stay the same (so
-that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay); then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
+that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay);
+then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
 square root or a quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
 
 Where the step leaves the weight's cast as well, its largest magnitude and codes are compared after every step, of 35 (48) rows and of 9
@@ -26,8 +27,9 @@ from narrowgauge.delayed import AmaxWindow
 from narrowgauge.ops import verdicts
 from narrowgauge.ops.quantize import stepped
 from narrowgauge.ops.quantize.stepped import Stepped
-from narrowgauge.optim import masters, noise, rules
+from narrowgauge.optim import masters, noise
 from narrowgauge.optim.moments import Moment
+from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.update import Task, allocate, step_in_torch
 from narrowgauge.recipe import Cast, Window
 
@@ -44,7 +46,7 @@ class Kind:
     cast           which the step leaves as well, or None; turns_aligned: whether that of w.T can be stored 16 bytes at a time
     """
 
-    rule: rules.Name
+    rule: Rule
     nesterov: bool
     first: Moment
     second: Moment
@@ -62,7 +64,7 @@ class Kind:
         c, gradient = task.constants, task.gradient
         assert c is not None and gradient is not None
         return cls(
-            c.rule, c.nesterov, task.first.format, task.second.format, task.weight.dtype, gradient.dtype, task.master_kind,
+            task.rule, c.nesterov, task.first.format, task.second.format, task.weight.dtype, gradient.dtype, task.master_kind,
             task.tile, aligned, None if task.stepped is None else task.stepped.cast, turns_aligned,
         )  # fmt: skip
 
@@ -72,7 +74,7 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
     expected, found = _tasks(kind, torch.device("cpu")), _tasks(kind, device)
     for step in range(1, STEPS + 1):
         for tasks in (expected, found):
-            constants = rules.constants(kind.rule, {**GROUP, "nesterov": kind.nesterov}, step)
+            constants = kind.rule.constants({**GROUP, "nesterov": kind.nesterov}, step)
             for task in tasks:
                 task.constants, task.step_key = constants, noise.step_key(SEED, step)
                 task.gradient = _gradient(task, step, kind.gradient).to(task.weight.device)
@@ -102,7 +104,7 @@ def _tasks(kind: Kind, device: torch.device) -> list[Task]:
         master, scale = _master(kind, weight)
         tasks.append(
             Task(
-                source=weight.to(device), state=(), tile=kind.tile, weight=weight.to(device),
+                rule=kind.rule, source=weight.to(device), state=(), tile=kind.tile, weight=weight.to(device),
                 first=allocate(kind.first, rows, columns, kind.tile, device),
                 second=allocate(kind.second, rows, columns, kind.tile, device),
                 master_kind=kind.master, master=None if master is None else master.to(device),

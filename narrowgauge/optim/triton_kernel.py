@@ -9,7 +9,7 @@ once and written once, and none is ever float32 in memory. Elements are counted 
     sheet   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
     tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
 
-The order of operations is that of `rules.update`, without contraction, with square roots and quotients correctly rounded.
+The order of operations is that of `rules`, without contraction, with square roots and quotients correctly rounded.
 
 Where a Linear will multiply by the weight in 8 bits (F.casts), the program that has the new weight in registers also leaves, beside it,
 its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.stepped`. `foresee` runs before. For
@@ -174,13 +174,13 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
 
 @triton.jit
 def _updated(w, g, m, v, sheet, F: tl.constexpr, SECOND: tl.constexpr):
-    """`rules.update`: (weight, first moment, second moment, where the first only decays)."""
-    decay, rest1, rest2 = _constant(sheet, 0), _constant(sheet, 1), _constant(sheet, 3)
+    """`rules`: (weight, first moment, second moment, where the first only decays)."""
+    decay, one_minus_beta1, one_minus_beta2 = _constant(sheet, 0), _constant(sheet, 1), _constant(sheet, 3)
     step_size = _constant(sheet, 5)
     decays = tl.abs(g) * 16.0 <= tl.abs(m)
     if F.rule == ADAMW:
-        m = m + (g - m) * rest1
-        v = v * _constant(sheet, 2) + g * rest2 * g
+        m = m + (g - m) * one_minus_beta1
+        v = v * _constant(sheet, 2) + g * one_minus_beta2 * g
         root = tl.sqrt_rn(v)
         if SECOND.kind != WIDE:
             limit = root * _constant(sheet, 8)
@@ -189,10 +189,10 @@ def _updated(w, g, m, v, sheet, F: tl.constexpr, SECOND: tl.constexpr):
             decays = decays | held
         w = w * decay + tl.div_rn(m * step_size, root * _constant(sheet, 6) + _constant(sheet, 4))
     elif F.rule == LION:
-        direction = m + (g - m) * rest1
+        direction = m + (g - m) * one_minus_beta1
         sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))
         w = w * decay + sign * step_size
-        m = m + (g - m) * rest2
+        m = m + (g - m) * one_minus_beta2
     else:
         beta1 = _constant(sheet, 7)
         change = g + w * decay

@@ -126,7 +126,7 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     crowded = casts == CODES and not kind.aligned
     elements = EXPANDING_ELEMENTS if first.expands or second.expands or crowded else ELEMENTS
     return Form(
-        rule=rules.KINDS[kind.rule], nesterov=kind.nesterov, first=first, second=second,
+        rule=rules.number(kind.rule), nesterov=kind.nesterov, first=first, second=second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
         tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned,
         width=4 if wide or kind.master == "fp32" else 8, casts=casts,
@@ -196,7 +196,17 @@ class Batch:
         """What this step brings, an even number of whole numbers: the next sheet is aligned too."""
         c = self.tasks[0].constants
         assert c is not None
-        numbers = (c.decay, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, c.beta1, c.bound)
+        numbers = (
+            c.decay,
+            c.one_minus_beta1,
+            c.beta2,
+            c.one_minus_beta2,
+            c.eps,
+            c.step_size,
+            c.correction,
+            c.beta1,
+            c.bound,
+        )
         head = [self.tasks[0].step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
         gradients = [_address(task.gradient) for task in self.tasks]
         return head + [0] * (HEAD - len(head)) + gradients + [0] * (len(gradients) % 2)

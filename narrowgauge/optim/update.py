@@ -1,6 +1,8 @@
 """One step of one parameter: the task that a backend is given, and the plain torch backend, which is the definition.
 
-    for a few rows at a time:  decode -> rules.update in float32 -> encode
+    for a few rows at a time:  decode -> the rule's update in float32 -> encode
+
+A rule that works on whole matrices gets all rows at once.
 
 The torch backend holds float32 copies of one chunk of rows only (CHUNK elements, which fit in a core's second-level cache).
 """
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize.stepped import Stepped
-from narrowgauge.optim import masters, moments, noise, rules
+from narrowgauge.optim import masters, moments, noise
 from narrowgauge.optim.moments import Encoded, Moment
+from narrowgauge.optim.rules import Rule
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
 
@@ -38,6 +41,7 @@ class Kept:
 class Task:
     """One parameter's step. Tensors are contiguous, on one device, and changed in place.
 
+    rule               see `rules`
     source, state      the parameter and its state's tensors, to see whether they are still the same
     step               the tensor among them that counts steps
     weight             [rows, columns]; a copy if the parameter is not contiguous
@@ -50,6 +54,7 @@ class Task:
     stepped            where a kernel that can leaves the cast of the new weight as well, or None
     """
 
+    rule: Rule
     source: Tensor
     state: tuple[Tensor, ...]
     tile: int
@@ -60,7 +65,7 @@ class Task:
     master: Tensor | None = None
     master_scale: Tensor | None = None
     gradient: Tensor | None = None
-    constants: rules.Constants | None = None
+    constants: Any = None
     step_key: int = 0
     number: int = 0
     native: Any = None
@@ -93,9 +98,12 @@ class Task:
 def step_in_torch(task: Task) -> None:
     """The task in chunks of rows, by torch's own operations. About 80 of them per chunk."""
     rows, columns = task.weight.shape
+    if task.rule.granularity == "matrix":
+        return _step_rows(task, slice(0, rows))
     per_chunk = max(1, CHUNK.get(task.weight.device.type, 1 << 20) // max(columns, 1))
     for first in range(0, rows, per_chunk):
         _step_rows(task, slice(first, min(first + per_chunk, rows)))
+    return None
 
 
 def _step_rows(task: Task, rows: slice) -> None:
@@ -118,7 +126,13 @@ def _step_rows(task: Task, rows: slice) -> None:
     )
     m, v = (_decode(kept, rows, columns, tiles, task.tile, w) for kept in (task.first, task.second))
     gradient = cut(task.gradient.view(task.weight.shape)).to(torch.float32)
-    w, m, v, decays = rules.update(w, gradient, m, v, task.constants, holds=task.second.format.has_scale)
+    holds = task.second.format.has_scale
+    if task.rule.granularity == "matrix":
+        w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
+        whole = task.rule.update(w, gradient, m, v, task.constants, holds)
+        w, m, v, decays = (_as_tiles(x, tiles, task.tile) for x in whole)
+    else:
+        w, m, v, decays = task.rule.update(w, gradient, m, v, task.constants, holds)
     bits = noise.bits(task.noise_key, index)
     _write(task.first, task.first.format.encode(m, bits, decays), rows, columns)
     _write(task.second, task.second.format.encode(v, bits), rows, columns)

@@ -20,8 +20,9 @@ Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def walk(build: Build, dead: int, before: int = 100, remains: float = 0.0) -> float:
-    """The furthest that a dead weight, one of two, goes in so many steps, after `before` steps with all gradients; `remains`: their share that is left.
+    """The furthest that a dead weight, one of two, goes in so many steps, after `before` steps with all gradients.
 
+    remains  the share of its gradient that is left
     Magnitudes spread over four decades in a row, so that first moments lie at all codes, the least among them.
     """
     weight = nn.Parameter(torch.zeros(ROWS, COLUMNS))
@@ -143,9 +144,9 @@ def test_an_exact_step_is_not_changed_by_being_held(betas):
     for step in range(1, 301):
         g = torch.randn(8, 64, generator=generator) * scale
         g[0], g[1], g[2] = scale[0], scale[1] * (betas[1] / betas[0]) ** step, float(step < 20)
-        constants = rules.constants("adamw", group, step)
-        free = rules.update(free[0], g, *free[1:], constants, holds=False)[:3]
-        held = rules.update(held[0], g, *held[1:], constants, holds=True)[:3]
+        constants = rules.ADAMW.constants(group, step)
+        free = rules.ADAMW.update(free[0], g, *free[1:], constants, False)[:3]
+        held = rules.ADAMW.update(held[0], g, *held[1:], constants, True)[:3]
     assert_same(held, free)
 
 

@@ -24,7 +24,7 @@ from narrowgauge.ops.quantize import proof as of_casts
 from narrowgauge.ops.quantize import stepped
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.quantize.stepped import Stepped
-from narrowgauge.optim import AdamW, Lion, moments, proof, triton_kernel
+from narrowgauge.optim import AdamW, Lion, moments, proof, rules, triton_kernel
 from narrowgauge.recipe import Cast, Window
 from narrowgauge.scaling import POW2
 from narrowgauge.triton import quantizing, turning
@@ -115,7 +115,7 @@ def prove(kind: proof.Kind) -> None:
 
 
 SMALL = proof.Kind(
-    "adamw", False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=True,
+    rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=True,
 )  # fmt: skip
 
 

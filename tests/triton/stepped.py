@@ -21,7 +21,7 @@ from torch import nn
 
 from narrowgauge.graphs import GraphedStep
 from narrowgauge.ops.registry import Choice, Kernel
-from narrowgauge.optim import SGD, AdamW, Lion, base, moments, proof, triton_kernel, triton_step
+from narrowgauge.optim import SGD, AdamW, Lion, base, moments, proof, rules, triton_kernel, triton_step
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.update import Kept, Task, allocate
@@ -258,10 +258,10 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 PROVEN = {
     "8bit": proof.Kind(
-        "adamw", False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
+        rules.ADAMW, False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
     ),
     "4bit": proof.Kind(
-        "adamw", False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
+        rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
     ),
 }  # fmt: skip
 
