@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, options, rules
 from narrowgauge.optim.casting import WeightCasts
@@ -32,6 +32,7 @@ from narrowgauge.optim.groups import groups
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.replay import ReplayedStep
 from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.state_dict import refuse_state
 from narrowgauge.optim.update import Kept, Task, allocate
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
@@ -314,9 +315,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
             state["master"].copy_(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form."""
-        self._refuse_other_form(state_dict)
+        """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none."""
         own = self.param_groups
+        refuse_state(
+            type(self).__name__,
+            state_dict,
+            own,
+            self.rule.name,
+            lambda each, group: self._new_state(each, group, "meta"),
+        )
         # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         places = {each: parameter for group, saved in zip(own, state_dict["param_groups"], strict=True)
@@ -329,68 +336,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor)
             }
         self._forget_tasks()
-
-    def _refuse_other_form(self, state_dict: Mapping[str, Any]) -> None:
-        kind = type(self).__name__
-        if not {"state", "param_groups"} <= set(state_dict):
-            raise CheckpointError(
-                f"{kind}: what was saved has {', '.join(map(repr, state_dict)) or 'nothing'}, and no 'state' and 'param_groups'. "
-                "Pass what state_dict() of an optimizer returned."
-            )
-        saved_groups = state_dict["param_groups"]
-        sizes = [[len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups)]
-        if sizes[0] != sizes[1]:
-            raise CheckpointError(
-                f"{kind}: the saved state has groups of {sizes[0]} parameters, this optimizer {sizes[1]}. "
-                "Build it with the groups that were saved."
-            )
-        if strangers := set(state_dict["state"]) - {place for group in saved_groups for place in group["params"]}:
-            raise CheckpointError(
-                f"{kind}: the saved state has tensors of parameter {next(iter(strangers))!r}, which none of its groups holds. "
-                "It is damaged: pass what state_dict() returned, with whole numbers as keys, or start with a fresh state."
-            )
-        for number, (saved, group) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
-            if saved.get("states") == "4bit" and saved.get("form", 1) != group["form"]:
-                raise CheckpointError(
-                    f"{kind}: group {number} was saved with states='4bit' of an earlier version, whose codes stood for other numbers. "
-                    "Start with a fresh state."
-                )
-            if saved.get("rule", self.rule.name) != self._rule_of(group).name:
-                raise CheckpointError(
-                    f"{kind}: group {number} was saved with the rule {saved.get('rule', self.rule.name)!r}, here it has "
-                    f"{self._rule_of(group).name!r}. Build it with the rule that was saved, or start with a fresh state."
-                )
-            for option in ("states", "master"):
-                if option in saved and saved[option] != group[option]:
-                    raise CheckpointError(
-                        f"{kind}: group {number} was saved with {option}={saved[option]!r}, this optimizer has "
-                        f"{option}={group[option]!r}. Build it with {option}={saved[option]!r}, or start with a fresh state."
-                    )
-            if saved.get("maximize"):
-                raise CheckpointError(
-                    f"{kind}: group {number} was saved with maximize=True, which {kind} does not know. Minimise the negated loss, "
-                    "with a fresh state."
-                )
-            for place, parameter in zip(saved["params"], group["params"], strict=True):
-                if place in state_dict["state"]:
-                    expected = self._new_state(parameter, group, "meta")
-                    self._refuse_other_tensors(f"{kind}: parameter {place}", state_dict["state"][place], expected)
-
-    def _refuse_other_tensors(self, where: str, saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-        forms = [
-            {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in each.items()
-             if isinstance(x, Tensor)}
-            for each in (saved, expected)
-        ]  # fmt: skip
-        if forms[0] != forms[1]:
-            different = [name for name in forms[0] | forms[1] if forms[0].get(name) != forms[1].get(name)]
-            words = "; ".join(
-                f"{n} is {forms[0].get(n, 'missing')}, here {forms[1].get(n, 'unknown')}" for n in different[:3]
-            )
-            raise CheckpointError(
-                f"{where}: the saved state has another form: {words}. Build the optimizer with the states, master and "
-                "parameters that were saved, or start with a fresh state."
-            )
 
 
 def _formats(rule: Rule, states: States) -> list[tuple[str, Moment]]:
