@@ -116,15 +116,15 @@ def crossing(found: dict[int, float]) -> float | None:
 
 def products(size: Size, rounds: int) -> list[dict[str, Any]]:
     """Rows of one bit-split product [tokens, width] x [width, width]."""
-    from narrowgauge.cpp import kernels
+    from narrowgauge.ops.cpp import int4
 
     tokens, width = size.batch * size.tokens, size.width
     a = torch.randint(-98, 99, (tokens, width), dtype=torch.int8)
     b = torch.randint(-7, 8, (width, width), dtype=torch.int8)
     af, bf, one = a.float(), b.float(), torch.ones(1, 1)
     cases: dict[str, Callable[[], object]] = {"fp32": lambda: torch.mm(af, bf.T)}
-    if not kernels.unavailable() and kernels.has_gemm():
-        cases["native-cpp"] = lambda: kernels.gemm(a, b, one, one, False, 98)
+    if not int4.unavailable() and int4.has_gemm():
+        cases["native-cpp"] = lambda: int4.gemm(a, b, one, one, False, 98)
     cases["torch._int_mm"] = lambda: torch._int_mm(a, b.T)
     timings = measure(cases, rounds=rounds, warmup=1)
     work = dict.fromkeys(timings, (2.0 * tokens * width * width, "op"))
@@ -227,14 +227,14 @@ def converted(plain: Any, size: Size, recipe: str) -> Callable[[], None]:
 
 def in_float(run: Callable[[], None]) -> Callable[[], None]:
     """The step as it would run where the 4-bit product refuses."""
-    from narrowgauge.cpp import kernels
+    from narrowgauge.ops.cpp import int4
 
     def without() -> None:
-        before, kernels.has_gemm = kernels.has_gemm, lambda: False
+        before, int4.has_gemm = int4.has_gemm, lambda: False
         try:
             run()
         finally:
-            kernels.has_gemm = before
+            int4.has_gemm = before
 
     return without
 

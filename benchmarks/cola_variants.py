@@ -214,7 +214,7 @@ class _Processor:
 
 
 def _settings(seed: int, job: Job, folder: Path) -> Any:
-    from narrowgauge.train.config import TrainConfig
+    from narrowgauge.train.config.settings import TrainConfig
 
     count = _write(Path(job.data) / "in_domain_train.tsv", folder / "train.jsonl", job.examples)
     _write(Path(job.data) / PARTS["in_domain"], folder / "validation.jsonl", 0)

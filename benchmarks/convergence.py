@@ -57,7 +57,7 @@ def train(
     data: str, recipe: str, seed: int, steps: int, output: Path, changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """One run, or the record of it if it is finished. changes: of SIZES; each set of them needs an output of its own."""
-    from narrowgauge.train.config import TrainConfig, resolved
+    from narrowgauge.train.config.settings import TrainConfig, resolved
     from narrowgauge.train.loop import run
 
     folder = output / Path(data).stem / f"{recipe}-seed{seed}"

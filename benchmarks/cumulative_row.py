@@ -226,7 +226,7 @@ def _trainer(
     if row.states:
         optimizer = ng.optim.AdamW(model, lr=task.learning_rate, weight_decay=0.0, states=row.states, seed=seed)  # type: ignore[arg-type]
     if row.in_backward:
-        from narrowgauge.optim.backward import in_backward
+        from narrowgauge.optim.step_in_backward import in_backward
 
         assert optimizer is not None
         in_backward(optimizer, accumulation=row.accumulation)

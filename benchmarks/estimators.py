@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 
 from benchmarks.harness import RESULTS, Spread, record
-from narrowgauge import sampling
+from narrowgauge.nn import leverage_score
 
 TOKENS, OUT, IN = 512, 128, 128
 SIGMAS = (0.5, 1.5, 2.5)
@@ -122,8 +122,8 @@ def sampled(quantizer: Quantizer, keep: float = 0.5) -> Estimator:
     """Leverage-score sampling, then the weights, then the quantizer: the library's order."""
 
     def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
-        sample = draw(sampling.leverage_scores(gy, other), keep, generator)
-        rows = sampling.weighted(gy, sample)
+        sample = draw(leverage_score.leverage_scores(gy, other), keep, generator)
+        rows = leverage_score.weighted(gy, sample)
         return quantizer(rows, uniform(rows, generator)).T @ other[sample.rows]
 
     return estimate
@@ -135,8 +135,8 @@ def sampled_parts(requantize: bool, keep: float = 0.5) -> Estimator:
     def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
         high, low, step = bit_split(gy, uniform(gy, generator))
         parts = torch.cat((RATIO * high, low))
-        sample = draw(sampling.leverage_scores(parts, other), keep, generator)
-        rows = sampling.weighted(parts, sample) * step
+        sample = draw(leverage_score.leverage_scores(parts, other), keep, generator)
+        rows = leverage_score.weighted(parts, sample) * step
         rows = integers(rows, uniform(rows, generator), 127) if requantize else rows
         return rows.T @ other[sample.rows % len(other)]
 
@@ -148,8 +148,8 @@ def sampled_sums(requantize: bool, keep: float = 0.5) -> Estimator:
 
     def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
         codes = split(gy, uniform(gy, generator))
-        sample = draw(sampling.leverage_scores(codes, other), keep, generator)
-        rows = sampling.weighted(codes, sample)
+        sample = draw(leverage_score.leverage_scores(codes, other), keep, generator)
+        rows = leverage_score.weighted(codes, sample)
         rows = integers(rows, uniform(rows, generator), 127) if requantize else rows
         return rows.T @ other[sample.rows]
 
@@ -159,8 +159,10 @@ def sampled_sums(requantize: bool, keep: float = 0.5) -> Estimator:
 def sampled_uniformly(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
     """Every row with probability 1/2, whatever it weighs."""
     p = torch.full((len(gy),), 0.5, dtype=torch.float64)
-    sample = sampling.systematic(p, sampling.budget(len(gy), 0.5), torch.rand(len(gy) + 1, generator=generator))
-    rows = sampling.weighted(gy, sample)
+    sample = leverage_score.systematic(
+        p, leverage_score.budget(len(gy), 0.5), torch.rand(len(gy) + 1, generator=generator)
+    )
+    rows = leverage_score.weighted(gy, sample)
     return split(rows, uniform(rows, generator)).T @ other[sample.rows]
 
 
@@ -168,17 +170,17 @@ def sampled_input(quantizer: Quantizer, *, weigh_first: bool, keep: float = 0.5)
     """The outer axis: estimates gy @ other.T, other [K, N], from the rows that |g_i| draws."""
 
     def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
-        sample = draw(sampling.leverage_scores(gy), keep, generator)
-        rows = sampling.weighted(gy, sample) if weigh_first else gy[sample.rows]
+        sample = draw(leverage_score.leverage_scores(gy), keep, generator)
+        rows = leverage_score.weighted(gy, sample) if weigh_first else gy[sample.rows]
         product = quantizer(rows, uniform(rows, generator)) @ other.T
-        return sampling.spread(product, sample, len(gy), weigh=not weigh_first)
+        return leverage_score.spread(product, sample, len(gy), weigh=not weigh_first)
 
     return estimate
 
 
-def draw(scores: Tensor, keep: float, generator: Generator) -> sampling.Sample:
+def draw(scores: Tensor, keep: float, generator: Generator) -> leverage_score.Sample:
     noise = torch.rand(len(scores) + 1, generator=generator)
-    return sampling.sample_rows(scores, sampling.budget(len(scores), keep), noise)
+    return leverage_score.sample_rows(scores, leverage_score.budget(len(scores), keep), noise)
 
 
 # Cost beside one INT4 product over all rows: the split ones read twice the rows unless they sample half.
@@ -232,14 +234,14 @@ def measure(estimator: Estimator, gy: Tensor, x: Tensor, replicates: int, seed: 
 
 def predicted(gy: Tensor, x: Tensor, keep: float = 0.5) -> float:
     """What sampling alone adds to the relative variance, by sampling.relative_variance."""
-    scores = sampling.leverage_scores(gy, x)
-    p = sampling.probabilities(scores, sampling.budget(len(gy), keep))
-    return float(sampling.relative_variance(p, scores, (gy.T @ x).square().sum()))
+    scores = leverage_score.leverage_scores(gy, x)
+    p = leverage_score.probabilities(scores, leverage_score.budget(len(gy), keep))
+    return float(leverage_score.relative_variance(p, scores, (gy.T @ x).square().sum()))
 
 
 def concentration(gy: Tensor) -> float:
     """The share of the row norms that the largest tenth of the rows holds."""
-    return float(sampling.row_concentration(sampling.row_norms(gy)))
+    return float(leverage_score.row_concentration(leverage_score.row_norms(gy)))
 
 
 def main() -> None:

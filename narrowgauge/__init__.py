@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from narrowgauge import formats, memory, optim, recipes
     from narrowgauge.conversion import advance, convert, suspended
     from narrowgauge.description import describe
-    from narrowgauge.ops import dequantize, mm, quantize
-    from narrowgauge.qlinear import QLinear, linear
+    from narrowgauge.nn.linear import QLinear, linear
+    from narrowgauge.ops.mm import mm
+    from narrowgauge.ops.quantize import dequantize, quantize
     from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast, Gemm, Recipe
     from narrowgauge.switching import switch
@@ -37,11 +38,11 @@ _HOMES = {
     "Gemm": "recipe",
     "Recipe": "recipe",
     "QTensor": "qtensor",
-    "quantize": "ops",
-    "dequantize": "ops",
-    "mm": "ops",
-    "linear": "qlinear",
-    "QLinear": "qlinear",
+    "quantize": "ops.quantize",
+    "dequantize": "ops.quantize",
+    "mm": "ops.mm",
+    "linear": "nn.linear",
+    "QLinear": "nn.linear",
     "convert": "conversion",
     "describe": "description",
     "suspended": "conversion",

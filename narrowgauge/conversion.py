@@ -10,12 +10,13 @@ end of a name, from a dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
 What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
 their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
 
-Blocks that the recipe itself leaves wide (`wide_blocks`, see blocks.py) become bf16, unless the pattern that decides about a layer
+Blocks that the recipe itself leaves wide (`wide_blocks`, see model_blocks.py) become bf16, unless the pattern that decides about a layer
 spells out its block's number ("layers.11.*", "layers.[0-9]*.*").
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -23,19 +24,19 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.auto import Decision
-from narrowgauge.auto.layers import decisions
-from narrowgauge.blocks import Block, blocks
-from narrowgauge.delayed import AmaxWindow, roll
+from narrowgauge.auto import Decision, decisions
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.fusing import fuse as fuse_producers
-from narrowgauge.fusing import unfuse
-from narrowgauge.learned import decide, warn_of_untrained
-from narrowgauge.ops.mm.native import ALIGNMENT
+from narrowgauge.fuse import fuse as fuse_producers
+from narrowgauge.fuse import unfuse
+from narrowgauge.model_blocks import Block, blocks
+from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.learned_step import decide, warn_of_untrained
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.mm.cublas import ALIGNMENT
+from narrowgauge.ops.quantize.amax_state import AmaxWindow, roll
 from narrowgauge.patterns import matches
-from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Recipe
-from narrowgauge.sharing import SharedInputs
+from narrowgauge.unconverted import read_weights, refuse_fast_path
 
 # Last part of a layer's name -> why it is kept in its own precision.
 KEPT: dict[str, str] = {
@@ -70,7 +71,7 @@ def convert(
             (narrowgauge/auto), for which the model must be on its device and in its dtype.
     tokens    (auto) rows of a forward pass: the sequences of a micro-batch times their length
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
-    choices   (auto) layer -> recipe as `auto.layers.chosen` gave them before; nothing is measured
+    choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
     fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fusing); stays until None
 
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
@@ -81,6 +82,7 @@ def convert(
         for _, quantized in _quantized(model):
             _restore(quantized)
         unfuse(model)
+        refuse_fast_path(model, _has_recipe)
         return model
     patterns: Mapping[str, str | Recipe | None] = recipe if isinstance(recipe, Mapping) else {"*": recipe}
     resolved = {
@@ -124,9 +126,34 @@ def convert(
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.share_inputs(shared)
+    refuse_fast_path(model, _has_recipe)
+    _warn_of_read_weights(model)
     if fuse:
         fuse_producers(model)
     return model
+
+
+def _has_recipe(layer: nn.Module) -> bool:
+    return isinstance(layer, QLinear) and layer.recipe is not None
+
+
+def is_read_by_owner(model: nn.Module, name: str) -> bool:
+    """Whether the module that holds a Linear multiplies by its weight without calling it, at least in some branch."""
+    owner, _, own = name.rpartition(".")
+    return own in read_weights(model.get_submodule(owner))
+
+
+def _warn_of_read_weights(model: nn.Module) -> None:
+    found = [name for name, layer in _quantized(model) if layer.recipe is not None and is_read_by_owner(model, name)]
+    if found:
+        kind = type(model.get_submodule(found[0].rpartition(".")[0])).__name__
+        warnings.warn(
+            f"convert: {kind}.forward multiplies by the weight of {found[0]!r} without calling it"
+            + f" (and so for {len(found) - 1} more layers)" * (len(found) > 1)
+            + ", where the recipe takes no effect. Give these layers None, or change that forward to call them; describe says which "
+            "they are.",
+            stacklevel=3,
+        )
 
 
 def _matching(model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Iterable[str]) -> dict[str, list[str]]:

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from narrowgauge import readings
-from narrowgauge.conversion import output_head, reason_to_keep
-from narrowgauge.fusing import Fusion, fusions
+from narrowgauge.addresses import holds_numbers
+from narrowgauge.conversion import is_read_by_owner, output_head, reason_to_keep
+from narrowgauge.fuse import Fusion, fusions
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.mm.native import ALIGNMENT
-from narrowgauge.ops.rotate import rotated_length
-from narrowgauge.qlinear import QLinear
+from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
 from narrowgauge.unconverted import other_weights
 
@@ -161,9 +162,9 @@ def _note(model: nn.Module, name: str, layer: QLinear) -> str:
     if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
         notes.append(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
     notes += _four_bit_notes(layer)
-    owner = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
-    if isinstance(owner, nn.TransformerEncoderLayer):
-        notes.append("PyTorch's fused encoder bypasses it in eval() without gradients")
+    if is_read_by_owner(model, name):
+        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        notes.append(f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect")
     return ", ".join(notes)
 
 
@@ -176,7 +177,7 @@ def _four_bit_notes(layer: QLinear) -> list[str]:
         notes.append(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation")
     if layer.steps is not None and layer.steps.is_cold:
         notes.append("steps from the data, learned later")
-    if layer.sampling is not None:
+    if layer.sampling is not None and holds_numbers(layer.sampling.variance):
         notes += [
             f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
             + (readings.variance_note(variance) if isfinite(variance) else " so far")

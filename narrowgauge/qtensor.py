@@ -23,9 +23,9 @@ from narrowgauge.tiles import scale_shape
 class QTensor:
     """See the module. Invariants are checked at construction.
 
-    data          codes of `cast.format`: [outer, inner] of its storage dtype, or [outer, ceil(inner / 2)] uint8 when two
-                  codes share a byte, or [outer, inner] float32 or bfloat16 holding the decoded values themselves
-                  ("expanded": what a GEMM without narrow units wants)
+    data          codes of `cast.format`: [outer, inner] of its storage dtype, or, of 4-bit formats, [outer, ceil(inner / 2)]
+                  uint8, two to a byte (those of integers may come one to a byte, int8), or [outer, inner] float32 or
+                  bfloat16 holding the decoded values themselves ("expanded": what a GEMM without narrow units wants)
     scale         float32 [ceil(outer / tile[0]), ceil(inner / tile[1])]
     cast          the Cast that made it
     inner         length of the contracted axis in elements
@@ -83,7 +83,7 @@ class QTensor:
 
     @property
     def is_packed(self) -> bool:
-        return self.cast.format.codes_per_byte > 1 and not self.is_expanded
+        return self.cast.format.codes_per_byte > 1 and self.data.dtype == torch.uint8
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal
 
-from narrowgauge.blocks import WideBlocks
 from narrowgauge.calibration import (
     CURRENT,
     Calibrate,
@@ -31,6 +30,7 @@ from narrowgauge.calibration import (
 )
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, Format, IntFormat
+from narrowgauge.model_blocks import WideBlocks
 from narrowgauge.scaling import FP32, ScaleRule
 from narrowgauge.tiles import WHOLE
 

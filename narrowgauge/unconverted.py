@@ -9,8 +9,13 @@ Left out: convolutions, recurrent layers and embeddings, which are other operati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -56,3 +61,48 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
 
 def _joined(name: str, own: str) -> str:
     return f"{name}.{own}" if name else own
+
+
+_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "einsum"}
+
+
+def read_weights(owner: nn.Module) -> frozenset[str]:
+    """Children of `owner` by whose weight its class's `forward` multiplies itself, as F.linear(x, self.child.weight) does.
+
+    By structure: it may also call the child, in another branch. Empty where there is no source.
+    """
+    return _read_weights(type(owner).forward)
+
+
+@cache
+def _read_weights(forward: Callable[..., Any]) -> frozenset[str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    operands: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            operands += [*node.args, *(each.value for each in node.keywords)] if name in _PRODUCTS else []
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            operands += [node.left, node.right]
+    found = (_READ.match(ast.unparse(operand)) for operand in operands)
+    return frozenset(match[1] for match in found if match)
+
+
+_READ = re.compile(r"self\.(\w+)\.weight\b")
+
+
+def refuse_fast_path(model: nn.Module, refuses: Callable[[nn.Module], bool]) -> None:
+    """nn.TransformerEncoderLayer in eval() without gradients reads its Linears' weights in one fused kernel, which knows no recipe.
+
+    Layers with a Linear that `refuses` compute by their modules, as in training; the others as torch decides. torch has no switch of
+    one layer for it but the number that says which activation the kernel would compute: 0, none that it knows.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            known = {"relu": 1, "gelu": 2, "ReLU": 1, "GELU": 2}
+            name = getattr(layer.activation, "__name__", type(layer.activation).__name__)
+            by_kernel = known.get(name, 0)
+            layer.activation_relu_or_gelu = 0 if any(map(refuses, (layer.linear1, layer.linear2))) else by_kernel

@@ -10,6 +10,9 @@ import hypothesis
 import pytest
 import torch
 
+from narrowgauge.ops import registry
+from narrowgauge.ops.registry import Device
+
 # The same examples on every run and machine; the time of one example says nothing on shared cores.
 hypothesis.settings.register_profile("narrowgauge", derandomize=True, deadline=None)
 
@@ -65,6 +68,17 @@ def globals_kept() -> Iterator[None]:
             changed.append(f"{name}: {before[name]} -> {read()}")
             write(before[name])
     assert not changed, "the test left torch's globals changed: " + "; ".join(changed)
+
+
+@pytest.fixture(params=[False, True], ids=["plain-cpu", "fast-cpu"])
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The test runs on a CPU without and on one with bfloat16 and VNNI instructions, whatever it runs on.
+
+    torch's portable bfloat16 GEMM stands in where the processor has none: it too sums in float32 and rounds once.
+    """
+    facts = Device("cpu", bf16_gemm=request.param, int8_gemm=request.param)
+    monkeypatch.setattr(registry, "cpu_facts", lambda: facts)
+    return facts
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge import recipes
-from narrowgauge.delayed import AmaxWindow
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.noise import draw
-from narrowgauge.ops.quantize.together import quantize_both, quantize_both_delayed, quantize_delayed
+from narrowgauge.ops.quantize.amax_state import AmaxWindow
+from narrowgauge.ops.quantize.pair import quantize_both, quantize_both_delayed, quantize_delayed
+from narrowgauge.ops.random import draw
 from narrowgauge.recipe import GEMMS, Cast, LearnedStep, Window
 from narrowgauge.tiles import WHOLE
 

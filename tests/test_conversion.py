@@ -10,7 +10,7 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.qlinear import QLinear
+from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
 from tests.compare import assert_same
 from tests.small_model import IDS, Model, recipe_names

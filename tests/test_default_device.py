@@ -13,7 +13,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge import formats, recipes
-from narrowgauge.ops import verdicts
+from narrowgauge.ops import selfcheck
 from narrowgauge.optim.moments import STATES
 from narrowgauge.recipe import Recipe
 from tests.compare import assert_same
@@ -79,10 +79,10 @@ def test_formats(name: str) -> None:
 
 def test_proofs_compute_their_truth_on_the_cpu() -> None:
     def compare(device: torch.device) -> tuple[float, str | None]:
-        return 0.0, verdicts.difference("number", torch.ones(3, device=device), torch.ones(3), device)
+        return 0.0, selfcheck.difference("number", torch.ones(3, device=device), torch.ones(3), device)
 
     with torch.device("meta"):
-        verdict = verdicts.examine("op", compare, CPU)
+        verdict = selfcheck.examine("op", compare, CPU)
     assert verdict.reason is None
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from statistics import NormalDist
 
 import ml_dtypes
@@ -29,6 +32,8 @@ from narrowgauge.formats import (
     INT4X2,
     INT8,
     NF4,
+    FloatFormat,
+    Format,
     TableFormat,
     digits,
 )  # fmt: skip
@@ -542,3 +547,43 @@ def test_bit_splitting_is_stochastic_rounding_of_the_whole():
     exact = (t * 64) == (t * 64).round()  # the grid's points, where float32 and float64 agree about the fraction
     assert exact.all()
     assert_same(INT4X2.encode(t.float(), noise.float()).double(), 14 * high + low)
+
+
+# --- a format of one's own ---------------------------------------------------------------------------------------------------------
+
+E3M4 = FloatFormat(
+    name="e3m4", bits=8, exponent=3, mantissa=4, max=15.5, storage=torch.uint8, has_nan=True, reserved=16
+)
+
+
+def test_codes_above_the_largest_are_no_numbers():
+    """As IEEE's E3M4 has them: 0x70 to 0x7f and their negatives; the numbers are those of ml_dtypes (exact)."""
+    values = E3M4.values()
+    assert values[:0x70].isfinite().all() and values[0x6F] == 15.5 and values[0x80:0xF0].isfinite().all()
+    assert values[0x70:0x80].isnan().all() and values[0xF0:].isnan().all()
+    theirs = torch.from_numpy(np.arange(0x70, dtype=np.uint8).view(ml_dtypes.float8_e3m4).astype(np.float32))
+    assert_same(values[:0x70], theirs)
+    x = torch.tensor([0.0, -0.0, 15.5, 17.0, -math.inf, math.nan, 0.2, 2.0**-6, 1e-9])
+    assert_same(E3M4.decode(E3M4.encode(x)), E3M4.round(x), any_nan=True)
+    assert int(E3M4.encode(x).max()) <= 0xFF and E3M4.decode(E3M4.encode(x))[3] == 15.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reserved": 0, "has_nan": False}, "max is 15.5, but its largest code, with 0 reserved above it, means 31"),
+        ({"max": 15.0}, "max is 15, but its largest code, with 16 reserved above it, means 15.5"),
+        ({"bits": 7}, "7 bits with exponent = 3, mantissa = 4"),
+        ({"reserved": 127}, "codes other than zero must be left"),
+        ({"reserved": 0, "max": 31}, "has_nan without a code for it"),
+    ],
+)
+def test_a_format_whose_codes_do_not_fit_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        replace(E3M4, **changes)
+
+
+def test_every_constant_is_in_the_registry():
+    """A new format is one constant in one file."""
+    constants = [value for value in vars(formats).values() if isinstance(value, Format)]
+    assert list(formats.ALL) == constants

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.qlinear import QLinear
+from narrowgauge.nn.linear import QLinear
 from tests.compare import assert_same, sqnr_db, z_limit, z_score
 
 T, K, N = 96, 64, 48
@@ -59,7 +59,7 @@ def expected(recipe, x, w, gy):
     chosen = ng.recipes.get(recipe)
     if recipe == "mxfp4":
         return gy.double() @ w.double(), gy.double().T @ x.double()
-    from narrowgauge.ops.rotate import draw_signs, rotate
+    from narrowgauge.ops.hadamard import draw_signs, rotate
 
     turn = chosen.grad_weight.rotate
     signs = draw_signs(turn, len(x), x.device)

@@ -10,7 +10,7 @@ import torch
 from narrowgauge import formats
 from narrowgauge.errors import ShapeError
 from narrowgauge.formats import E2M1, E4M3, E8M0, INT4, INT8, NF4
-from narrowgauge.ops import dequantize, quantize
+from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
 from narrowgauge.tiles import scale_shape
@@ -63,14 +63,24 @@ def test_a_global_scale_is_a_single_float32(bad):
         replace(quantized(TWO_LEVEL), global_scale=bad)
 
 
+def test_codes_of_four_bits_may_come_one_to_a_byte():
+    """As integer units read them: the same numbers and the same cast; and they can be turned (exact)."""
+    packed = quantize(torch.randn(5, 7), Cast(format=INT4))
+    loose = replace(packed, data=packed.cast.format.unpack(packed.data, 7))
+    assert not loose.is_packed and loose.shape == packed.shape
+    assert_same(dequantize(loose), dequantize(packed))
+    assert_same(dequantize(loose.transposed()), dequantize(packed).T.contiguous())
+    assert_same(loose.expanded(torch.float32).compact().data, packed.data)
+
+
 def test_refusals_name_what_was_given_and_what_was_expected():
     q = quantized(BLOCKS)
     with pytest.raises(
         ShapeError, match=r"scale \[3, 1\] does not fit 7 e4m3 elements.*expected 7 columns and scale \[3, 2\]"
     ):
         replace(q, scale=q.scale[:, :1])
-    with pytest.raises(ShapeError, match=r"int4 needs codes in torch.uint8, or values in float32 or bfloat16"):
-        replace(quantized(NIBBLES), data=torch.zeros(5, 4, dtype=torch.int8))
+    with pytest.raises(ShapeError, match=r"int4 needs codes in torch.int8, or values in float32 or bfloat16"):
+        replace(quantized(NIBBLES), data=torch.zeros(5, 4, dtype=torch.int16))
 
 
 @pytest.mark.parametrize("cast", [BLOCKS, NIBBLES, TWO_LEVEL], ids=str)

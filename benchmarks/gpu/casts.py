@@ -13,9 +13,9 @@ import narrowgauge as ng
 from benchmarks.gpu.bench import SETS, Bench, Build, rotating
 from narrowgauge import recipes
 from narrowgauge.formats import INT4
-from narrowgauge.ops.noise import draw
-from narrowgauge.ops.quantize.together import quantize_both, quantize_both_delayed, quantize_delayed
-from narrowgauge.ops.rotate.encoding import rotate_and_encode
+from narrowgauge.ops.hadamard.encoding import rotate_and_encode
+from narrowgauge.ops.quantize.pair import quantize_both, quantize_both_delayed, quantize_delayed
+from narrowgauge.ops.random import draw
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard
 

@@ -15,7 +15,7 @@ import narrowgauge as ng
 from benchmarks.gpu.alone import compared
 from benchmarks.gpu.bench import SETS, Bench
 from benchmarks.gpu.models import converted, small_llama
-from narrowgauge.graphs import WARMUP, GraphedStep
+from narrowgauge.cuda_graphs import WARMUP, GraphedStep
 
 LENGTH = 1024
 MICRO_BATCHES = {1: 8, 4: 2}  # how many -> sequences of each

@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.gpu.bench import SETS, Bench, rotating
 from narrowgauge.auto import decide, measure
-from narrowgauge.auto.store import Store
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
@@ -24,10 +23,10 @@ WIDTHS = (1024, 2048, 4096, 8192, 16384)
 def main(bench: Bench) -> None:
     slowest, where = 0.0, ""
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder) / "auto.json")
+        cache = Path(folder) / "auto.json"
         for m, n, k in shapes(bench):
             if bench.has_time(f"sweep {m} x {k} -> {n}"):
-                ratio = one(bench, store, m, n, k)
+                ratio = one(bench, cache, m, n, k)
                 slowest, where = max((slowest, where), (ratio, f"{m} tokens, {k} -> {n}"))
     if where:
         print(f"sweep: slowest shape {where}: {1 / slowest:.3f} x the speed of BF16")
@@ -44,18 +43,18 @@ def shapes(bench: Bench) -> list[tuple[int, int, int]]:
     return corners + [shape for shape in found if shape not in corners]
 
 
-def one(bench: Bench, store: Store, m: int, n: int, k: int) -> float:
+def one(bench: Bench, cache: Path, m: int, n: int, k: int) -> float:
     """Time of auto's layer as a multiple of BF16's; 0 if it could not be measured."""
-    problem = measure.Problem(tokens=m, inputs=k, outputs=n, dtype=torch.bfloat16)
+    workload = measure.LinearWorkload(tokens=m, inputs=k, outputs=n, dtype=torch.bfloat16)
     try:
-        decision = decide(problem, bench.device, store)
-        sets = [measure._inputs(problem, bench.device) for _ in range(SETS)]
+        decision = decide(workload, bench.device, cache)
+        sets = [measure._inputs(workload, bench.device) for _ in range(SETS)]
     except Exception as error:
         bench.fail("sweep", f"{m} x {k} -> {n}", error)
         return 0.0
 
     def build(name: str):
-        return lambda: rotating(measure.step(problem, name, sets, bench.device), range(SETS))
+        return lambda: rotating(measure.step(workload, name, sets, bench.device), range(SETS))
 
     flop = 6.0 * m * n * k
     facts = {"tokens": m, "inputs": k, "outputs": n, "chosen": decision.recipe, "how": decision.how, "mode": "eager"}

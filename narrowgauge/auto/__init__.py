@@ -7,7 +7,7 @@ Of those within 2 % of the fastest the most accurate is taken. One that this dev
 in bfloat16 as well and casts besides. Delayed scaling is none either: it has memory, which is to be asked for.
 
     measured         here and now, on a CUDA device (measure.py): half a second per candidate, more where code is compiled
-    measured before  the same device, versions and sizes are in the cache (store.py)
+    measured before  the same device, versions and sizes are in the cache
     predicted        the device has no memory left to measure with: a roofline (roofline.py)
     no choice        no candidate but bf16 runs on units of its own; nothing is measured, on a CPU for one
 
@@ -16,14 +16,19 @@ bf16 leaves a Linear on a GPU as it is. What was decided is `layer.decision`, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from narrowgauge import recipes
 from narrowgauge.auto import measure, roofline
-from narrowgauge.auto.store import Store
+from narrowgauge.auto.measure import LinearWorkload
+from narrowgauge.errors import ConfigError
+from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import plan
 
 CANDIDATES = ("bf16", "fp8-block", "fp8-row", "fp8-current")  # the most accurate first
@@ -49,69 +54,130 @@ class Decision:
         """ "auto, measured at 8,192 tokens: fp8-row 1.23 ms, bf16 1.90 ms; not fp8-block: Triton is not installed" """
         if self.how == "given":
             return "auto, as decided before"
-        words = f"auto, {self.how} at {self.tokens:,} tokens"
+        text = f"auto, {self.how} at {self.tokens:,} tokens"
         if self.seconds:
             fastest_first = sorted(self.seconds.items(), key=lambda item: item[1])
-            words += ": " + ", ".join(f"{name} {_duration(seconds)}" for name, seconds in fastest_first)
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.excluded.items():
-            reasons.setdefault(reason, []).append(name)
-        return "; ".join([words, *(f"not {', '.join(names)}: {reason}" for reason, names in reasons.items())])
-
-
-def preferred(seconds: dict[str, float]) -> str:
-    """The most accurate of the candidates within 2 % of the fastest."""
-    limit = min(seconds.values()) * (1 + TIE)
-    return next(name for name in CANDIDATES if seconds.get(name, limit * 2) <= limit)
-
-
-def decide(
-    problem: measure.Problem,
-    device: torch.device,
-    store: Store | None = None,
-    measured: Callable[..., tuple[dict[str, float], dict[str, str]]] = measure.measured,
-) -> Decision:
-    """The recipe for one Linear. Raises what the measurement of plain bf16 raises, but for want of memory.
-
-    store     where measurements are kept; None: the user's cache folder
-    measured  what measures: (problem, candidates, device) -> seconds, and reasons of those that failed
-    """
-    excluded = {name: reason for name in CANDIDATES[1:] if (reason := _refusal(name, device)) is not None}
-    names = [name for name in CANDIDATES if name not in excluded]
-    if names == ["bf16"]:
-        return Decision(recipe="bf16", tokens=problem.tokens, how="no choice", excluded=excluded)
-    store = Store.of_user() if store is None else store
-    key = measure.key(problem, names, device)
-    how, found = "measured before", store.get(key, names)
-    if found is None:
-        try:
-            how = "measured"
-            found, failed = measured(problem, names, device)
-            excluded |= failed
-            if not failed:
-                store.put(key, found)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            card = roofline.card(torch.cuda.get_device_name(device))
-            if card is None:
-                words = "no memory to measure with, and the rates of this GPU are not known"
-                return Decision(recipe="bf16", tokens=problem.tokens, how=words, excluded=excluded)
-            how = "predicted (no memory to measure with)"
-            found = {
-                name: roofline.seconds(name, problem.tokens, problem.outputs, problem.inputs, card) for name in names
-            }
-    return Decision(recipe=preferred(found), tokens=problem.tokens, how=how, seconds=found, excluded=excluded)
-
-
-def _refusal(name: str, device: torch.device) -> str | None:
-    """Why the device would emulate a product of the recipe, or None."""
-    for gemm in recipes.get(name).gemms().values():
-        choice = plan(gemm, device).choice
-        if choice.kernel.name == "reference":
-            reasons = [reason for _, reason in choice.refusals if not reason.startswith("needs two")]
-            return "; ".join(dict.fromkeys(reasons)) or "emulated"
-    return None
+            text += ": " + ", ".join(f"{name} {_duration(seconds)}" for name, seconds in fastest_first)
+        for reason in dict.fromkeys(self.excluded.values()):
+            text += f"; not {', '.join(name for name, why in self.excluded.items() if why == reason)}: {reason}"
+        return text
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def preferred(seconds: Mapping[str, float]) -> str:
+    """The most accurate of the candidates within 2 % of the fastest."""
+    limit = min(seconds.values()) * (1 + TIE)
+    return next(name for name in CANDIDATES if name in seconds and seconds[name] <= limit)
+
+
+def decide(
+    workload: LinearWorkload,
+    device: torch.device,
+    cache: Path | None = None,
+    measured: Callable[..., tuple[dict[str, float], dict[str, str]]] = measure.measured,
+) -> Decision:
+    """The recipe for one Linear. Raises what the measurement of plain bf16 raises, but for want of memory.
+
+    cache     the file where measurements are kept; None: the one in the user's cache folder
+    measured  what measures: (workload, candidates, device) -> seconds, and reasons of those that failed
+    """
+    excluded = {name: reason for name in CANDIDATES[1:] if (reason := _why_emulated(name, device)) is not None}
+    names = [name for name in CANDIDATES if name not in excluded]
+    if names == ["bf16"]:
+        return Decision(recipe="bf16", tokens=workload.tokens, how="no choice", excluded=excluded)
+    cache = measure.user_cache() if cache is None else cache
+    key = measure.key(workload, names, device)
+    how, seconds = "measured before", measure.cached(cache).get(key)
+    if seconds is None or set(seconds) != set(names):
+        try:
+            how = "measured"
+            seconds, failed = measured(workload, names, device)
+            excluded |= failed
+            if not failed:  # what failed may work another time
+                measure.keep(cache, key, seconds)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            how, seconds = _predicted(workload, names, torch.cuda.get_device_name(device))
+    recipe = preferred(seconds) if seconds else "bf16"
+    return Decision(recipe=recipe, tokens=workload.tokens, how=how, seconds=seconds, excluded=excluded)
+
+
+def _predicted(workload: LinearWorkload, names: list[str], device_name: str) -> tuple[str, dict[str, float]]:
+    """How, and seconds of each candidate; none of a GPU whose rates are not known."""
+    card = roofline.card(device_name)
+    if card is None:
+        return "no memory to measure with, and the rates of this GPU are not known", {}
+    m, n, k = workload.tokens, workload.outputs, workload.inputs
+    return "predicted (no memory to measure with)", {name: roofline.seconds(name, m, n, k, card) for name in names}
+
+
+def _why_emulated(name: str, device: torch.device) -> str | None:
+    """Why the device would emulate a product of the recipe, or None."""
+    for gemm in recipes.get(name).gemms().values():
+        how = plan(gemm, device)
+        if how.expand is not None:
+            return "; ".join(how.choice.reasons) or "emulated"
+    return None
+
+
+# --- The Linears of a model ---
+
+
+def decisions(
+    layers: Mapping[str, nn.Linear], tokens: int | None, compiled: bool, choices: Mapping[str, str] | None
+) -> dict[str, Decision]:
+    """Layer -> its decision, measured once for layers of one shape.
+
+    tokens   rows of the matrices that a forward pass multiplies: sequences of a micro-batch times their length
+    choices  layer -> recipe, of `chosen` in an earlier run: nothing is measured. ConfigError if it is not for these layers.
+    """
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ConfigError(
+            f"convert: 'auto' chooses by the sizes of the products, and tokens is {tokens!r}. "
+            "Give tokens=, the sequences of a micro-batch times their length."
+        )
+    if choices is not None:
+        for name in layers:
+            if choices.get(name) not in CANDIDATES:
+                raise ConfigError(
+                    f"convert: the choice given for {name!r} is {choices.get(name)!r}; it must be one of {', '.join(CANDIDATES)}. "
+                    "Give the choices made for this model, or leave them out to choose anew."
+                )
+        return {name: Decision(recipe=choices[name], tokens=tokens, how="given") for name in layers}
+    made: dict[tuple[torch.device, LinearWorkload], Decision] = {}
+    found = {}
+    for name, layer in layers.items():
+        weight = layer.weight
+        workload = LinearWorkload(
+            tokens=tokens, inputs=layer.in_features, outputs=layer.out_features, dtype=weight.dtype,
+            biased=layer.bias is not None, trains=weight.requires_grad, compiled=compiled,
+        )  # fmt: skip
+        if (weight.device, workload) not in made:
+            made[weight.device, workload] = decide(workload, weight.device)
+        found[name] = made[weight.device, workload]
+    return found
+
+
+def chosen(model: nn.Module) -> dict[str, str]:
+    """Layer -> recipe, of the layers that `auto` decided about; what `convert(..., choices=...)` takes."""
+    return {name: decision.recipe for name, _, decision in _decided(model)}
+
+
+def summary(model: nn.Module) -> list[str]:
+    """A line for each shape and decision: "4096 -> 14336 (32 layers): fp8-row (auto, measured at ...)"."""
+    groups = Counter(
+        (f"{layer.in_features} -> {layer.out_features}", f"{decision.recipe} ({decision})")
+        for _, layer, decision in _decided(model)
+    )
+    return [f"{shape} ({n} layer{'s' if n > 1 else ''}): {what}" for (shape, what), n in groups.items()]
+
+
+def _decided(model: nn.Module) -> list[tuple[str, QLinear, Decision]]:
+    return [
+        (name, layer, layer.decision)
+        for name, layer in model.named_modules()
+        if isinstance(layer, QLinear) and isinstance(layer.decision, Decision)
+    ]

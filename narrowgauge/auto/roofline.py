@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 MATRIX_SHARE, BLOCK_SHARE, MEMORY_SHARE = 0.78, 0.66, 0.92
 LAUNCH_S = 2e-6
-BF16_BYTES, FP8_BYTES = 2, 1
+RESULT_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,12 @@ CARDS: dict[str, Card] = {  # part of the device's name -> card; the first that 
     "RTX 4090": Card(165.2e12, 330.3e12, 1.008e12),
 }
 
-
-@dataclass(frozen=True)
-class Passes:
-    """Bytes per element that the casts of a recipe move, and their kernels."""
-
-    activation: int  # of x, and of gy
-    weight: int
-    launches: int
-    share: float = MATRIX_SHARE
-
-
-PASSES: dict[str, Passes] = {
-    "fp8-current": Passes(activation=2 + 4, weight=2 + 4 + 2, launches=9),
-    "fp8-row": Passes(activation=2 * 5, weight=2 * 5, launches=12),
-    "fp8-block": Passes(activation=2 * 3, weight=3 + 2, launches=5, share=BLOCK_SHARE),
+# recipe -> bytes that its casts move per element of x and gy, the same of w, kernels of the casts, share of the rate that products reach
+CASTS: dict[str, tuple[int, int, int, float]] = {
+    "bf16": (0, 0, 0, MATRIX_SHARE),
+    "fp8-current": (2 + 4, 2 + 4 + 2, 9, MATRIX_SHARE),
+    "fp8-row": (2 * 5, 2 * 5, 12, MATRIX_SHARE),
+    "fp8-block": (2 * 3, 3 + 2, 5, BLOCK_SHARE),
 }
 
 
@@ -66,23 +57,13 @@ def card(device_name: str) -> Card | None:
 
 def seconds(recipe: str, m: int, n: int, k: int, rates: Card) -> float:
     """Forward and backward of a Linear from k to n features on m tokens, gradients of x and w included."""
+    activation, weight, launches, share = CASTS[recipe]
+    rate, operand_bytes = (rates.bf16, 2) if recipe == "bf16" else (rates.fp8, 1)
     bandwidth = rates.bandwidth * MEMORY_SHARE
-    if recipe == "bf16":
-        return _products(m, n, k, rates.bf16 * MATRIX_SHARE, BF16_BYTES, bandwidth) + 3 * LAUNCH_S
-    passes = PASSES[recipe]
-    cast = passes.activation * (m * k + m * n) + passes.weight * n * k
-    products = _products(m, n, k, rates.fp8 * passes.share, FP8_BYTES, bandwidth)
-    return products + cast / bandwidth + (3 + passes.launches) * LAUNCH_S
-
-
-def _products(m: int, n: int, k: int, rate: float, operand_bytes: int, bandwidth: float) -> float:
     sizes = ((m, n, k), (m, k, n), (n, k, m))  # (rows, columns, contracted) of output, grad_input, grad_weight
-    return sum(
-        max(2 * m * n * k / rate, (operand_bytes * (a * c + b * c) + BF16_BYTES * a * b) / bandwidth)
+    products = sum(
+        max(2 * m * n * k / (rate * share), (operand_bytes * (a * c + b * c) + RESULT_BYTES * a * b) / bandwidth)
         for a, b, c in sizes
     )
-
-
-def ceiling(share: float, speedup: float) -> float:
-    """Whole-step speed-up when `share` of the step becomes `speedup` times faster: 1 / (1 - f + f / s)."""
-    return 1 / (1 - share + share / speedup)
+    casts = (activation * (m * k + m * n) + weight * n * k) / bandwidth
+    return products + casts + (3 + launches) * LAUNCH_S

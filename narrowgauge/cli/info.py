@@ -11,7 +11,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def info() -> int:
     """Say what this machine computes natively, and what is emulated."""
-    from narrowgauge.diagnose import hardware
+    from narrowgauge.diagnose import machine
 
-    print(hardware.info())
+    print(machine.info())
     return 0

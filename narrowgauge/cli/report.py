@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from narrowgauge.cli import flags
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,7 +19,7 @@ def report(run: Path = Path(TrainConfig.output), /) -> int:
     run
         Folder of the run.
     """
-    from narrowgauge.diagnose import report as page
+    from narrowgauge.report import page
 
     print(page.write(run))
     return 0

@@ -15,9 +15,10 @@ from cyclopts import Group, Parameter, Token
 
 from narrowgauge.cli import flags
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import config_file, run_folder, switches
-from narrowgauge.train.config import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
-from narrowgauge.train.config_file import Settings
+from narrowgauge.train import run_folder
+from narrowgauge.train.config import switch_syntax, toml
+from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
+from narrowgauge.train.config.toml import Settings
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 
@@ -39,17 +40,17 @@ def configuration(given: dict[str, Any]) -> TrainConfig:
     keys = {each.name: key_of(each) for each in fields(TrainConfig)}
     values = {keys[name]: value for name, value in given.items()}
     from_flags = Settings(values, {key: flag(key) for key in values})
-    config = resolved(config_file.build(_from_file(path, values), from_flags))
+    config = resolved(toml.build(_from_file(path, values), from_flags))
     stored = run_folder.RunFolder(Path(config.output)).config
     if config.resume and stored.exists():
-        run_folder.refuse_other_run(config_file.load(stored), config)
+        run_folder.refuse_other_run(toml.load(stored), config)
     return config
 
 
 def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
     """The settings of CONFIG; without one, those of the run to resume, which may have been moved since."""
     if path:
-        return config_file.read(Path(path))
+        return toml.read(Path(path))
     output = str(flags_given.get("output") or TrainConfig.output)
     stored = run_folder.RunFolder(Path(output)).config
     if not flags_given.get("resume"):
@@ -61,7 +62,7 @@ def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
                 "the CONFIG of a new run."
             )
         return Settings()
-    settings = config_file.read(stored)
+    settings = toml.read(stored)
     return Settings({**settings.values, "output": output}, settings.origins)
 
 
@@ -69,7 +70,7 @@ def _refuse_unknown_recipes(config: TrainConfig) -> None:
     """Imports torch, by way of the recipes."""
     from narrowgauge import recipes
 
-    switched = [entry.recipe for entry in switches.parse(config.switch)]
+    switched = [entry.recipe for entry in switch_syntax.parse(config.switch)]
     own = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO}
     compared = {config.compare} if config.compare else set()
     for name in (own | compared) - {NO_RECIPE} | set(switched):

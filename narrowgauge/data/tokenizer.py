@@ -172,7 +172,7 @@ def _sealed(path: Path) -> bool:
 def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     """The tokenizer of a local folder or of a model on the Hub. Never runs code that comes with a model.
 
-    Raises DataError if there is none, if it cannot be read, or if it is not a fast tokenizer.
+    Raises DataError if there is none, if it cannot be read, if it is not a fast tokenizer, or if it has no vocabulary.
     """
     from transformers import AutoTokenizer
 
@@ -196,7 +196,19 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
             f"{shown(name)}: {type(tokenizer).__name__} is a slow tokenizer, without tokenizer.json. "
             "Pass a model with a fast tokenizer, or train one on the data."
         )
+    if not _knows_text(tokenizer):
+        raise DataError(
+            f"{shown(name)}: no tokenizer is there. transformers makes a {type(tokenizer).__name__} without a vocabulary of the model's "
+            "configuration, in which all text is unknown. Name the model's tokenizer with --tokenizer, or copy its files into the folder."
+        )
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _knows_text(tokenizer: Any) -> bool:
+    """Whether the vocabulary has an entry besides special tokens and marks of space."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    own = set(tokenizer.get_vocab()) - added - set(tokenizer.all_special_tokens)
+    return any(entry.strip("▁Ġ \t\n") for entry in own)
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerFast) -> tokenizers.Tokenizer:

@@ -7,20 +7,25 @@ came before it was finite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.qlinear import Observer, QLinear
+from narrowgauge.nn.linear import Observer, QLinear
+from narrowgauge.optim.clipping import gradient_norm
 from narrowgauge.qtensor import QTensor
 
 WORDS = {"x": "the input x", "w": "the weight w", "gy": "the gradient gy of its output"}
 
 
-def first_nonfinite(model: nn.Module, compute: Callable[[], None]) -> str:
-    """Runs `compute` (a forward and backward pass of `model`) and says in a clause where a non-finite number appeared first."""
+def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float = math.nan) -> str:
+    """Runs `compute` (a forward and backward pass of `model`) and says in a clause where a non-finite number appeared first.
+
+    loss  of the step: where it is finite, and all gradients are, it is their norm that is not
+    """
     for name, parameter in model.named_parameters():
         if not parameter.detach().isfinite().all():
             return f"the parameter {name!r} itself was not finite before the step"
@@ -46,7 +51,31 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None]) -> str:
             handle.remove()
         for _, layer in quantized:
             layer.observer = None
-    return found[0] if found else "no module showed it when the step was repeated, so it arose in the loss itself"
+    if found:
+        return found[0]
+    return (
+        _norm_words(model) if math.isfinite(loss) else "the loss itself: no module showed it when the step was repeated"
+    )
+
+
+def _norm_words(model: nn.Module) -> str:
+    """Of finite gradients: their norm, and the largest of them."""
+    gradients = {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None and each.grad.numel()
+    }
+    if not gradients:
+        return "no module, and without a gradient, when the step was repeated"
+    sizes = dict(
+        zip(gradients, torch.stack(torch._foreach_norm([*gradients.values()], math.inf)).tolist(), strict=True)
+    )
+    name = max(sizes, key=sizes.__getitem__)
+    finite = gradient_norm([*gradients.values()]).isfinite()
+    why = (
+        "and when the step was repeated it was finite"
+        if finite
+        else "which is beyond float32 though each of them is finite"
+    )
+    return f"the norm of the gradients, {why}: the largest, {sizes[name]:.4g}, is of the parameter {name!r}"
 
 
 def _operand_watch(name: str, found: list[str]) -> Observer:

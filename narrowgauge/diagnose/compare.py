@@ -29,11 +29,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.diagnose.words import PERCENT, count, decimals, loss_value, plural, signed
+from narrowgauge.diagnose.format_text import PERCENT, count, decimals, loss_value, plural, signed
 
 MINIMUM_BLOCKS = 4
 MINIMUM_VALUES = 16  # blocks of 1, 2 and 4; below, no band is given
-NORMAL_QUANTILE = 1.959964  # two-sided 95 %
+NORMAL_QUANTILE = statistics.NormalDist().inv_cdf(0.975)  # two-sided 95 %
 
 Event = dict[str, Any]
 
@@ -86,11 +86,9 @@ class Comparison:
     window: int  # steps in the moving window, and at most in `tail`
     curve: list[tuple[int, Estimate]]  # the difference of the training losses along the run
     tail: Estimate | None  # the same over the last `window` common steps
-    tail_losses: Pair | None  # mean training losses over the tail
     validation: Pair | None  # at the last step where both were evaluated
     tokens_per_s: Pair | None
     peak_bytes: Pair | None
-    elapsed_s: Pair | None  # training time up to the last common step
     run_nonfinite: int | None  # first step whose loss is not finite
     reference_nonfinite: int | None
 
@@ -128,33 +126,35 @@ class Comparison:
         if tail is None:
             return f"{run} and {reference} have no step with a finite loss in common, so nothing can be compared."
         if self.unpaired:
-            where = f"At {count(self.unpaired)} of {plural(len(self.steps), 'common step')}"
-            why = "did not see the same number of tokens, so their training losses cannot be compared batch by batch."
-            return f"{where} {run} and {reference} {why}"
+            return (
+                f"At {count(self.unpaired)} of {plural(len(self.steps), 'common step')} {run} and {reference} did not see the "
+                "same number of tokens, so their training losses cannot be compared batch by batch."
+            )
         if self.identical:
-            where = f"all {count(len(self.steps))} common steps" if len(self.steps) > 1 else "the only common step"
-            return f"The training losses of {run} and {reference} are identical at {where}."
+            return f"The training losses of {run} and {reference} are identical at {plural(len(self.steps), 'common step')}."
         places = decimals(tail.half_width or tail.mean)
-        over = f"Over the last {count(tail.count)} common steps" if tail.count > 1 else "At the only common step"
+        over = f"Over the last {plural(tail.count, 'common step')}"
         gap = f"they differ by {signed(tail.mean, places)} nats per token on average"
         if tail.half_width is None:
             return (
                 f"{over}, too few to tell a difference from noise, the training losses of {run} and {reference}: {gap}."
             )
         band = f"95{PERCENT} band from {signed(tail.low, places)} to {signed(tail.high, places)}"
-        losses = f"the training loss of {run}", f"that of {reference}"
         if self.training_finding == "noise":
-            return f"{over} {losses[0]} cannot be told from {losses[1]}: {gap}, which is within the noise ({band})."
-        found = f"{over} {losses[0]} is {self.training_finding} than {losses[1]}"
-        return f"{found}: {gap}, more than step-to-step noise explains ({band})."
+            compared, meaning = "cannot be told from", "which is within the noise"
+        else:
+            compared, meaning = f"is {self.training_finding} than", "more than step-to-step noise explains"
+        return f"{over} the training loss of {run} {compared} that of {reference}: {gap}, {meaning} ({band})."
 
     def _about_validation(self) -> str:
-        if self.validation is None:
+        pair = self.validation
+        if pair is None:
             return ""
-        losses = self.validation
-        values = f"{loss_value(losses.run)} against {loss_value(losses.reference)}"
-        said = f"At step {count(losses.step)} the validation loss is {values}"
-        return f"{said} ({relative(losses)})." if losses.ratio else f"{said}."
+        said = f"At step {count(pair.step)} the validation loss is {loss_value(pair.run)} against {loss_value(pair.reference)}"
+        if not pair.ratio:
+            return f"{said}."
+        nats = signed(pair.difference, decimals(pair.difference))
+        return f"{said} ({nats} nats, {signed(100 * pair.difference / pair.reference, 2)}{PERCENT})."
 
     def _about_limits(self) -> str:
         said = "This is one pair of runs with one seed: how much another seed would change is not known from it."
@@ -170,7 +170,6 @@ def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, ref
     differences = [ours[step]["loss"] - theirs[step]["loss"] for step in steps]
     radius = window_radius(len(steps))
     window = 2 * radius + 1
-    tail = steps[-window:]
     last = max(ours.keys() & theirs.keys(), default=0)
     return Comparison(
         run_name=run_name,
@@ -181,11 +180,9 @@ def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, ref
         window=window,
         curve=moving(steps, differences, radius),
         tail=estimate(differences[-window:]) if steps else None,
-        tail_losses=pair(mean_loss(ours, tail), mean_loss(theirs, tail), last),
         validation=paired_validation(run, reference),
         tokens_per_s=pair(tokens_per_s(run), tokens_per_s(reference), last),
         peak_bytes=pair(peak_bytes(run), peak_bytes(reference), last),
-        elapsed_s=pair(ours.get(last, {}).get("elapsed_s"), theirs.get(last, {}).get("elapsed_s"), last),
         run_nonfinite=first_nonfinite(run),
         reference_nonfinite=first_nonfinite(reference),
     )
@@ -206,10 +203,10 @@ def line_height(values: Sequence[float], place: int, radius: int) -> float:
     """The least-squares line through the finite values within `radius` of `place`, read at `place`, itself finite."""
     first = max(place - radius, 0)
     near = [(i, value) for i, value in enumerate(values[first : place + radius + 1], first) if math.isfinite(value)]
-    centre, mean = (statistics.fmean(column) for column in zip(*near, strict=True))
-    spread_out = math.fsum((i - centre) ** 2 for i, _ in near)
-    slope = math.fsum((i - centre) * (value - mean) for i, value in near) / spread_out if spread_out else 0.0
-    return mean + slope * (place - centre)
+    if len(near) == 1:
+        return near[0][1]
+    slope, intercept = statistics.linear_regression(*zip(*near, strict=True))
+    return slope * place + intercept
 
 
 def spread(total: int, points: int) -> list[int]:
@@ -225,7 +222,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     length = 1
     while len(values) >= MINIMUM_VALUES and len(values) // length >= MINIMUM_BLOCKS:
         means = block_means(values, length)
-        widths.append(student_quantile(len(means) - 1) * math.sqrt(variance(means) / len(means)))
+        widths.append(student_quantile(len(means) - 1) * math.sqrt(statistics.variance(means) / len(means)))
         length *= 2
     return Estimate(mean=statistics.fmean(values), half_width=max(widths, default=None), count=len(values))
 
@@ -234,12 +231,6 @@ def block_means(values: Sequence[float], length: int) -> list[float]:
     """Means of consecutive blocks; what does not fill a block is left out at the beginning, the older end."""
     first = len(values) % length
     return [math.fsum(values[i : i + length]) / length for i in range(first, len(values), length)]
-
-
-def variance(values: Sequence[float]) -> float:
-    """The unbiased sample variance."""
-    mean = statistics.fmean(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def student_quantile(freedom: int) -> float:
@@ -294,10 +285,6 @@ def peak_bytes(events: Sequence[Event]) -> float | None:
     return max((event.get("peak_bytes") or 0 for event in step_events(events).values()), default=0) or None
 
 
-def mean_loss(by_step: dict[int, Event], steps: Sequence[int]) -> float | None:
-    return statistics.fmean(by_step[step]["loss"] for step in steps) if steps else None
-
-
 def pair(run: float | None, reference: float | None, step: int) -> Pair | None:
     return None if run is None or reference is None else Pair(run=run, reference=reference, step=step)
 
@@ -307,9 +294,3 @@ def paired_validation(run: Sequence[Event], reference: Sequence[Event]) -> Pair 
     ours, theirs = dict(evaluations(run)), dict(evaluations(reference))
     step = max(ours.keys() & theirs.keys(), default=0)
     return pair(ours.get(step), theirs.get(step), step)
-
-
-def relative(losses: Pair) -> str:
-    """'+0.0123 nats, +0.8 %'."""
-    percent = 100 * losses.difference / losses.reference
-    return f"{signed(losses.difference, decimals(losses.difference))} nats, {signed(percent, 2)}{PERCENT}"

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from narrowgauge.blocks import outermost
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.model_blocks import outermost
 from narrowgauge.patterns import matches
 
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.autograd_rules import first_order_only
 from narrowgauge.errors import ConfigError, DataError, ShapeError
-from narrowgauge.first_order import first_order_only
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.traced import handed_out
 

@@ -1,6 +1,4 @@
-"""The functions that carry the library: quantize, dequantize, mm, rotate. A folder per op: contract, definition, kernels."""
+"""The operations that carry the library: quantize, mm, hadamard, norm_act, rotary. A folder per op: contract, definition, kernels.
 
-from narrowgauge.ops.mm import mm
-from narrowgauge.ops.quantize import dequantize, quantize
-
-__all__ = ["dequantize", "mm", "quantize"]
+Nothing is imported from here: a function of the same name would hide its folder.
+"""

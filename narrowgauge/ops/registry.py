@@ -4,18 +4,21 @@
     reference    the definition in plain torch; never refuses
 
 The first kernel that does not refuse is taken. The reasons of the others are kept, for `describe` and `narrowgauge info`. A
-kernel that the caller names is taken or raises BackendError; it is never replaced by another.
+kernel that the caller names is taken or raises BackendError; it is never replaced by another. Tensors whose memory is elsewhere
+(`addresses.wrapper`) are refused here, for every kernel that does not say that it computes by torch's operators alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
+from narrowgauge.addresses import wrapper
 from narrowgauge.errors import BackendError, closest
 
 Spec = TypeVar("Spec")
@@ -27,8 +30,9 @@ class Device:
 
     bf16_gemm, int8_gemm  (CPU) whether the processor has instructions for it; without them such a GEMM is slower than float32
     cuda                  the CUDA version that torch was built for, (0, 0) off CUDA
-    index                 which one it is, of devices that are here and on which a kernel must prove itself (ops/mm/proof.py);
+    index                 which one it is, of devices that are here and on which a kernel must prove itself (ops/mm/selfcheck.py);
                           None: kernels are taken by their word
+    wrapper               what hides the memory of the tensors there (`addresses.wrapper`), or ""
     """
 
     type: str
@@ -37,6 +41,7 @@ class Device:
     int8_gemm: bool = True
     cuda: tuple[int, int] = (0, 0)
     index: int | None = None
+    wrapper: str = ""
 
 
 def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,9 +59,29 @@ def device_facts(device_type: str, index: int | None) -> Device:
     if device_type == "cuda" and torch.version.hip is None:
         return _cuda_facts(torch.cuda.current_device() if index is None else index)
     if device_type == "cpu":
-        bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())
+        return cpu_facts()
     return Device(device_type)
+
+
+def device_of(x: Tensor, *others: Tensor | None) -> Device:
+    """The Device of x, for a call with x and the others."""
+    return facts_of(x.device, wrapper(x, *others))
+
+
+def facts_of(device: torch.device, hidden_by: str) -> Device:
+    """The Device behind a torch.device, of tensors that are hidden by a wrapper or, with "", plain."""
+    if not hidden_by:
+        return device_facts(device.type, device.index)
+    if device.type == "cuda" and not torch.cuda.is_available():  # fake tensors may name devices that are not here
+        return Device("cuda", wrapper=hidden_by)
+    return replace(device_facts(device.type, device.index), wrapper=hidden_by)
+
+
+@cache
+def cpu_facts() -> Device:
+    """The CPU that runs this process, as oneDNN uses it (ONEDNN_MAX_CPU_ISA may hold it back)."""
+    bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())
 
 
 @cache
@@ -68,11 +93,15 @@ def _cuda_facts(index: int) -> Device:
 
 @dataclass(frozen=True)
 class Kernel(Generic[Spec]):
-    """One way to compute an op. refuse(spec) is None when it can, else the reason as a clause."""
+    """One way to compute an op. refuse(spec) is None when it can, else the reason as a clause.
+
+    by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
+    """
 
     name: str
     refuse: Callable[[Spec], str | None]
     run: Callable[..., Any]
+    by_torch: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,16 +111,21 @@ class Choice(Generic[Spec]):
     kernel: Kernel[Spec]
     refusals: tuple[tuple[str, str], ...]
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why kernels refused that are made for such operands, each reason once; those made for others are left out."""
+        return list(dict.fromkeys(reason for _, reason in self.refusals if not reason.startswith("needs two")))
+
 
 class Registry(Generic[Spec]):
-    """The kernels of one op, fastest first."""
+    """The kernels of one op, fastest first. A spec is a Device or has one as `device`."""
 
     def __init__(self, op: str) -> None:
         self.op = op
         self.kernels: list[Kernel[Spec]] = []
 
     def register(self, kernel: Kernel[Spec]) -> None:
-        self.kernels.append(kernel)
+        self.kernels.append(kernel if kernel.by_torch else _of_plain_tensors(kernel))
 
     def choose(self, spec: Spec, forced: str | None = None) -> Choice[Spec]:
         """The first kernel that does not refuse, or the one called `forced`. Raises BackendError if that one refuses."""
@@ -110,3 +144,15 @@ class Registry(Generic[Spec]):
                 others = [other.name for other in self.kernels if other.refuse(spec) is None]
                 raise BackendError(f"{self.op}: {forced} refused: {reason}. Available here: {', '.join(others)}.")
         raise AssertionError(f"{self.op}: the reference refused {spec}")
+
+
+def _of_plain_tensors(kernel: Kernel[Spec]) -> Kernel[Spec]:
+    """The kernel, refused as well where the memory of a tensor is elsewhere."""
+
+    def refuse(spec: Spec) -> str | None:
+        device = spec if isinstance(spec, Device) else getattr(spec, "device", None)
+        if device is not None and device.wrapper:
+            return f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
+        return kernel.refuse(spec)
+
+    return replace(kernel, refuse=refuse)

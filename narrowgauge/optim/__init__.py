@@ -1,12 +1,12 @@
 """Optimizers with narrow states and 16-bit weights, and the ladder of precisions that a training step can stand on."""
 
-from narrowgauge.optim.backward import in_backward
 from narrowgauge.optim.checks import refuse_silent_failures, silent_failures
-from narrowgauge.optim.groups import groups
 from narrowgauge.optim.masters import round_to_bfloat16
 from narrowgauge.optim.optimizers import SGD, AdamW, Lion
+from narrowgauge.optim.param_groups import groups
 from narrowgauge.optim.precision import PRECISIONS, Precision
 from narrowgauge.optim.size import state_bytes
+from narrowgauge.optim.step_in_backward import in_backward
 
 __all__ = [
     "PRECISIONS",

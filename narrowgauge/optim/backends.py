@@ -1,7 +1,7 @@
 """Who computes an optimizer's step: the first of these that does not refuse a tensor.
 
     triton    NVIDIA GPUs: one launch for many tensors, states decoded and encoded in registers (triton_step.py)
-    native    CPUs: kernel.cpp, compiled once per machine (native.py)
+    native    CPUs: step.cpp, compiled once per machine (cpp/binding.py)
     torch     everywhere: plain torch in chunks, several times slower; the definition (update.py)
 
 All compute the same bits. Which one it is, and why not a faster one, is what `computed_by` and `state_bytes` of an optimizer tell; a
@@ -17,60 +17,52 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from narrowgauge.errors import BackendError
-from narrowgauge.ops import verdicts
-from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts
-from narrowgauge.optim import native, rules
-from narrowgauge.optim.proof import Kind, compare
+from narrowgauge.ops import selfcheck
+from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts, device_of
+from narrowgauge.ops.triton import refuse as refuse_triton
+from narrowgauge.optim import rules
+from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.rules import Rule
-from narrowgauge.optim.update import Task, step_in_torch
-from narrowgauge.triton import refuse as refuse_triton
+from narrowgauge.optim.selfcheck import Kind, compare
+from narrowgauge.optim.step import Task, step_in_torch
 
 
 @dataclass(frozen=True)
 class Spec:
     """What a backend is chosen by.
 
-    rule      a kernel has to know it
-    subclass  the parameter's class if that computes in its own way, as a DTensor does: kernels take addresses, which it may not have
-    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (proof.py)
+    rule  a kernel has to know it
+    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (selfcheck.py)
     """
 
     device: Device
     rule: Rule
-    subclass: str = ""
     kind: Kind | None = None
 
 
 def _refuse_triton(spec: Spec) -> str | None:
-    reason = refuse_triton(spec.device.type, spec.device.capability) or _refuse_task(spec)
+    reason = refuse_triton(spec.device.type, spec.device.capability) or rules.refuse(spec.rule) or None
     if reason is not None or spec.kind is None or spec.device.index is None:
         return reason
     kind = spec.kind
-    return verdicts.once(
+    return selfcheck.once(
         "optim", "triton", kind, spec.device.type, spec.device.index,
         lambda device: compare(lambda tasks: _step_by_triton(tasks, {}), kind, device),
     )  # fmt: skip
 
 
-def _refuse_task(spec: Spec) -> str | None:
-    if spec.subclass:
-        return f"the parameter is a {spec.subclass}, whose memory may be elsewhere"
-    return rules.refuse(spec.rule) or None
-
-
 def _refuse_native(spec: Spec) -> str | None:
     if spec.device.type != "cpu":
         return f"computes on the CPU, the tensor is on {spec.device.type}"
-    return _refuse_task(spec) or native.refuse() or None
+    return rules.refuse(spec.rule) or binding.refuse() or None
 
 
 def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
-    from narrowgauge.optim import triton_step
+    from narrowgauge.optim.triton import launch
 
-    triton_step.step(tasks, kept)
+    launch.step(tasks, kept)
 
 
 def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
@@ -80,8 +72,8 @@ def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
 
 KERNELS: Registry[Spec] = Registry("optim")
 KERNELS.register(Kernel("triton", _refuse_triton, _step_by_triton))
-KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: native.step(tasks)))
-KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch))
+KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: binding.step(tasks)))
+KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=True))
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
@@ -113,20 +105,18 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
 
 
 def _spec(task: Task) -> Spec:
-    device = task.weight.device
-    facts, kind = device_facts(device.type, device.index), type(task.source)
-    subclass = kind.__name__ if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ else ""
-    if facts.type != "cuda" or subclass or rules.refuse(task.rule):
-        return Spec(facts, task.rule, subclass)
-    from narrowgauge.optim.triton_step import kind_of
+    device = device_of(task.source, task.gradient, *task.state)
+    if device.type != "cuda" or device.wrapper or rules.refuse(task.rule):
+        return Spec(device, task.rule)
+    from narrowgauge.optim.triton.launch import kind_of
 
-    return Spec(facts, task.rule, subclass, kind_of(task))
+    return Spec(device, task.rule, kind_of(task))
 
 
 def words(choice: Choice[Spec]) -> str:
     """Why the choice is not a faster one, without the backends that are for other devices; '' if it is the device's own."""
     others = ("needs a CUDA device", "computes on the CPU")
-    return "; ".join(why for _, why in choice.refusals if not why.startswith(others))
+    return "; ".join(dict.fromkeys(why for _, why in choice.refusals if not why.startswith(others)))
 
 
 @cache

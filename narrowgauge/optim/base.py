@@ -24,16 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, options, rules
-from narrowgauge.optim.casting import WeightCasts
-from narrowgauge.optim.groups import groups
+from narrowgauge.optim.cuda_graph import ReplayedStep
 from narrowgauge.optim.moments import Moment, States
-from narrowgauge.optim.replay import ReplayedStep
+from narrowgauge.optim.param_groups import groups
+from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.state_dict import refuse_state
-from narrowgauge.optim.update import Kept, Task, allocate
+from narrowgauge.optim.step import Kept, Task, allocate
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -162,7 +163,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         by_backend: dict[str, tuple[Any, list[Task]]] = {}
         for (parameter, _, _), task in zip(chosen, tasks, strict=True):
             task.gradient = _usable(parameter.grad)
-            if task.weight.data_ptr() != task.address:  # a copy, of a parameter that is not contiguous
+            if identity(task.weight) != task.address:  # a copy, of a parameter that is not contiguous
                 strided.append((parameter, task.weight))
                 task.weight.copy_(parameter.reshape(task.weight.shape))
             kernel = self._kernel(task)
@@ -185,7 +186,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if counts:
             torch._foreach_add_(steps, 1.0)
         found: dict[tuple[int, float], tuple[Any, int]] = {}
-        for (_, group, number), task, count in zip(chosen, tasks, torch.stack(steps).tolist(), strict=True):
+        for (_, group, number), task, count in zip(chosen, tasks, _counts(steps), strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
             if shared is None:
                 shared = self._rule_of(group).constants(group, step), noise.step_key(group["seed"], step)
@@ -200,7 +201,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _kernel(self, task: Task) -> Kernel[backends.Spec]:
         """The backend that computes the task; chosen anew when gradients come in another type, or at another alignment."""
         assert task.gradient is not None
-        key = task.gradient.dtype, task.gradient.data_ptr() % 16 == 0
+        key = task.gradient.dtype, identity(task.gradient) % 16 == 0, type(task.gradient)
         if task.backend is None or task.backend[0] != key:
             task.backend = key, backends.choose(task, self.backend)
         kernel: Kernel[backends.Spec] = task.backend[1].kernel
@@ -210,7 +211,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """From now on the step also casts the weights of the model's QLinears, where it can; None: of no model any more.
 
         No number changes: the next forward pass finds the cast that it would have made. What is returned, and stays as `casting`, says
-        for each layer what the step leaves, or why nothing; print it. See `casting.py`.
+        for each layer what the step leaves, or why nothing; print it. See `precast_weights.py`.
         """
         if self.casting is not None:
             self.casting.release()
@@ -340,6 +341,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
 def _formats(rule: Rule, states: States) -> list[tuple[str, Moment]]:
     return list(zip(rule.moments, (states.first, states.second), strict=False))
+
+
+def _counts(steps: list[Tensor]) -> list[float]:
+    """The numbers in the counters. Fake ones hold none: they stand at the first step, which has the shapes of every other."""
+    return torch.stack(steps).tolist() if all(map(holds_numbers, steps)) else [1.0] * len(steps)
 
 
 def _is_form(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:

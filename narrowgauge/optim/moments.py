@@ -1,4 +1,4 @@
-"""How a moment is kept: codes and one scale per tile of a row; here the definition, which kernel.cpp repeats bit for bit.
+"""How a moment is kept: codes and one scale per tile of a row; here the definition, which step.cpp repeats bit for bit.
 
 A parameter is read as [rows, columns] with rows = its first axis. Tiles lie along the columns within a row, so cutting the
 first axis into shards never cuts a tile; the last tile of a row may be short. x ~= value(code) * scale, scale a bfloat16:
@@ -35,12 +35,12 @@ fp16: second moments and masters of FP8-LM (arXiv 2310.18313), with a scale per 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import cached
 from narrowgauge.optim.noise import uniform
 
 EXPONENT = 0x7F800000
@@ -65,7 +65,7 @@ class Encoded:
 class Moment:
     """One way to keep a moment.
 
-    kind   its number in kernel.cpp
+    kind   its number in step.cpp
     dtype  of the codes; two 4-bit codes lie in a byte, the first in the low half
     """
 
@@ -109,7 +109,7 @@ class Squared(Moment):
         return code * code.abs() * (_spread(state.scale) * _float32(1 / self.most**2))
 
 
-@cache
+@cached
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     """float32, sent to a device once."""
     return torch.tensor(values, dtype=torch.float32, device=device)
@@ -243,7 +243,7 @@ class Linear(Moment):
         return torch.where(scale == 2.0**-94, 0.0, value)
 
 
-@cache
+@cached
 def expansion_tables() -> tuple[Tensor, Tensor, Tensor]:
     """float32 constants of y^(1/k) for E4M3 of 2^8 y, one row for each log2 k of -2 ... 2:
 

@@ -22,7 +22,7 @@ class AdamW(NarrowOptimizer):
     embeddings  "fp32": parameters whose name is that of an embedding keep float32 states (their rows are rarely seen, and
                 then move far); "same" treats them as any other. Names are known from a model or named parameters only.
     seed        of all stochastic rounding
-    backend     "triton": one kernel for many tensors, on NVIDIA GPUs; "native": kernel.cpp, on the CPU; "torch": plain torch in
+    backend     "triton": one kernel for many tensors, on NVIDIA GPUs; "native": step.cpp, on the CPU; "torch": plain torch in
                 chunks; all compute the same numbers. "auto": the first of them that can, and a warning where that is torch
     """
 

@@ -40,7 +40,7 @@ SLACK, MOST = 1 + 2.0**-8, 2.0**120  # of a bound: roundings of m and v; what fl
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What the rules of BUILT_IN multiply by; kernel.cpp and the Triton kernel take the same numbers.
+    """What the rules of BUILT_IN multiply by; step.cpp and the Triton kernel take the same numbers.
 
     decay          1 - lr wd; the coupled weight decay in SGD
     step_size      negative

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import CheckpointError
 
 Groups = list[dict[str, Any]]
@@ -96,7 +97,7 @@ def _refuse_other_tensors(where: str, saved: Mapping[str, Any], expected: Mappin
 def _refuse_no_numbers(where: str, saved: Mapping[str, Any]) -> None:
     """Of floats all are looked at; whole numbers are codes, whose scales are among the floats."""
     for name, x in saved.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not holds_numbers(x):
             continue
         wide = x.to(torch.bfloat16) if x.element_size() == 1 else x
         count = x.numel() - int(wide.isfinite().sum())

@@ -10,7 +10,8 @@ from pathlib import Path
 from torch import Tensor
 from transformers.utils import logging as progress
 
-from narrowgauge.train import state, storage
+from narrowgauge.train import storage
+from narrowgauge.train.checkpoint import state
 from narrowgauge.train.trainer import Trainer
 
 

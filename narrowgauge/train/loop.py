@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.diagnose import report
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
-from narrowgauge.train import advice, facts, storage, tasks
-from narrowgauge.train.config import TrainConfig, resolved
+from narrowgauge.report import page
+from narrowgauge.train import run_metadata, storage, tasks
+from narrowgauge.train.config import warnings
+from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import console
+from narrowgauge.train.device import chosen_device, keep_freed_memory, refuse_without_compiler
 from narrowgauge.train.export import export
-from narrowgauge.train.machine import chosen_device, keep_freed_memory, refuse_without_compiler
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
@@ -79,7 +80,7 @@ def _write_report(folder: RunFolder) -> None:
     """Of a run and the reference in it. A run that failed before it began has nothing to tell."""
     if folder.run.exists():
         with storage.refusals("write the report to", folder.path):
-            print(f"Report: {report.write(folder.path)}", file=sys.stderr, flush=True)
+            print(f"Report: {page.write(folder.path)}", file=sys.stderr, flush=True)
 
 
 def prepare(config: TrainConfig) -> tuple[TrainConfig, Task]:
@@ -87,7 +88,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Task]:
     task = tasks.prepare(config)
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
-    for note in (*task.notes, *advice.notes(config)):
+    for note in (*task.notes, *warnings.notes(config)):
         print(f"Note: {note}", file=sys.stderr, flush=True)
     return config, task
 
@@ -114,16 +115,16 @@ def _train_and_log(
         trainer = Trainer.start(config, folder, task, log)
         folder.write_config(asked)
         with console(config.steps, config.log_every, trainer.step) as show:
-            known = facts.facts(trainer)
+            known = run_metadata.facts(trainer)
             folder.write_run(known)
             trainer.announce(show, previews)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
                 log.write("done", trainer.step, reason="nonfinite", exit_code=NumericsError.exit_code)
-                folder.write_run(known | facts.of_layers(trainer))
+                folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
-            folder.write_run(known | facts.of_layers(trainer))
+            folder.write_run(known | run_metadata.of_layers(trainer))
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             if reason == "finished":

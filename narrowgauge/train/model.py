@@ -30,14 +30,14 @@ from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert
 from narrowgauge.description import describe
 from narrowgauge.errors import ConfigError, DataError
-from narrowgauge.fusing import fuse
+from narrowgauge.fuse import fuse
+from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim.precision import Precision
-from narrowgauge.qlinear import QLinear
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
-from narrowgauge.train.config import NO_RECIPE, TrainConfig
-from narrowgauge.train.state import seed_all
+from narrowgauge.train.checkpoint.state import seed_all
+from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
 
 # What transformers raises for a folder or name that it cannot make a model of.
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)

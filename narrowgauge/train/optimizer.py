@@ -10,7 +10,7 @@ from torch import nn
 from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures, state_bytes
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.size import StateBytes
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 

@@ -19,9 +19,10 @@ from typing import IO, Any, Self
 
 from narrowgauge.diagnose.runs import encode, read_run
 from narrowgauge.errors import BusyError, ConfigError
-from narrowgauge.train import config_file, storage
-from narrowgauge.train.config import TrainConfig, key_of, shown
-from narrowgauge.train.manifest import STEP
+from narrowgauge.train import storage
+from narrowgauge.train.checkpoint.manifest import STEP
+from narrowgauge.train.config import toml
+from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 
 # What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
 MAY_CHANGE = frozenset(
@@ -64,15 +65,15 @@ class RunFolder:
         return folder
 
     def _prepare(self, resume: bool) -> None:
-        from narrowgauge.train import checkpoint  # imports torch, which naming paths does not need
+        from narrowgauge.train.checkpoint import store  # imports torch, which naming paths does not need
 
         if self.has_run() and not resume:
             raise ConfigError(
                 f"output = '{self.path}': holds a run already. Continue it with --resume, or choose another --output."
             )
         storage.probe(self.path)
-        checkpoint.recover(self.checkpoints)
-        checkpoint.recover(self.best)
+        store.recover(self.checkpoints)
+        store.recover(self.best)
 
     def has_run(self) -> bool:
         """Whether something was trained here. A configuration alone, of a start that failed, does not count."""
@@ -85,10 +86,10 @@ class RunFolder:
         return self.path / f"compare-{recipe}"
 
     def write_config(self, config: TrainConfig) -> None:
-        storage.replace_file(self.config, config_file.dump(config))
+        storage.replace_file(self.config, toml.dump(config))
 
     def read_config(self) -> TrainConfig:
-        return config_file.load(self.config)
+        return toml.load(self.config)
 
     def write_run(self, facts: Mapping[str, Any]) -> None:
         storage.replace_file(self.run, encode(facts, indent=1) + "\n")

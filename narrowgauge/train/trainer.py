@@ -21,22 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.auto.layers import chosen, summary
+from narrowgauge.auto import chosen, summary
 from narrowgauge.conversion import advance, nonfinite_amax
-from narrowgauge.diagnose import words
+from narrowgauge.cuda_graphs import GraphedStep
+from narrowgauge.diagnose import format_text
 from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
-from narrowgauge.fusing import fusions
-from narrowgauge.graphs import GraphedStep
+from narrowgauge.fuse import fusions
 from narrowgauge.optim import precision
-from narrowgauge.train import checkpoint, graphed, state
+from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
-from narrowgauge.train.best import Best
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.checkpoint import state, store
+from narrowgauge.train.checkpoint.best import Best
+from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
-from narrowgauge.train.economy import economize
-from narrowgauge.train.launching import Launching
-from narrowgauge.train.machine import (
+from narrowgauge.train.device import (
     chosen_device,
     device_words,
     emulated_on_gpu,
@@ -44,15 +43,18 @@ from narrowgauge.train.machine import (
     stepped_in_torch,
     unused_gpu,
 )
+from narrowgauge.train.hooks import cuda_graph
+from narrowgauge.train.hooks.gpu_idle import Launching
+from narrowgauge.train.hooks.tensor_stats import watched
+from narrowgauge.train.loss import Batch, Objective, count_targets, learning_rate, summed_loss
+from narrowgauge.train.memory_options import economize
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build
-from narrowgauge.train.objective import Batch, Objective, count_targets, learning_rate, summed_loss
 from narrowgauge.train.optimizer import build_optimizer, cast_in_step, words_of_casts
+from narrowgauge.train.recipe_schedule import Schedule
 from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.schedule import Schedule
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.tasks.task import Feed, Scorer, Task, describe_metrics
-from narrowgauge.train.tensors import watched
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
 
@@ -114,14 +116,14 @@ class Trainer:
         )
         trainer._resume()
         trainer.generators = state.generators()
-        trainer.graphs = graphed.graphed_step(
+        trainer.graphs = cuda_graph.graphed_step(
             config, model, trainer.optimizer, trainer.scaler, device, trainer._backward_of_graph
         )
         trainer.no_casts = cast_in_step(config, trainer.optimizer, model)
         return trainer
 
     def _resume(self) -> None:
-        found, skipped = checkpoint.newest_valid(self.folder.checkpoints)
+        found, skipped = store.newest_valid(self.folder.checkpoints)
         for path, why in skipped:
             print(f"WARNING: passed over the damaged checkpoint {path}: {why}", file=sys.stderr, flush=True)
         if found is None:
@@ -158,7 +160,7 @@ class Trainer:
         names = [path.name for path, _ in skipped]
         self.log.write("resume", self.step, path=str(found.path.relative_to(self.folder.path)), skipped=names)
 
-    def _refuse_moved_switches(self, found: checkpoint.Checkpoint) -> None:
+    def _refuse_moved_switches(self, found: store.Checkpoint) -> None:
         """A share of other --steps is another step: it may not change what has happened already."""
         own, stored = self._happened(found.step), found.facts.get("switched", [])
         if own != stored:
@@ -186,7 +188,7 @@ class Trainer:
         """What the run is, before its first step. previews: and an example of its data."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         show.say(
-            f"{self.config.recipe}{words.elsewhere(self.config.layers_recipe)} ({self.config.precision}) on "
+            f"{self.config.recipe}{format_text.elsewhere(self.config.layers_recipe)} ({self.config.precision}) on "
             f"{device_words(self.device)}: {parameters:,} parameters, {self.task.words()}"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
@@ -272,7 +274,7 @@ class Trainer:
             number, steps=config.steps, warmup_steps=config.warmup_steps,
             peak=config.learning_rate, lowest=config.min_learning_rate,
         )  # fmt: skip
-        graphed.set_learning_rate(self.optimizer, lr)
+        cuda_graph.set_learning_rate(self.optimizer, lr)
         loss, grad_norm = read(self._gradient(micro_batches, targets))  # the step's only synchronisation
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         self._update()
@@ -283,14 +285,14 @@ class Trainer:
         """The gradient of a step, clipped; [2] on the device: its loss, and the norm before clipping."""
         if self.graphs is not None:
             for batch in micro_batches:
-                graphed.accumulate(self.graphs, batch, targets, graphed.classes_of(self.objective))
+                cuda_graph.accumulate(self.graphs, batch, targets, cuda_graph.classes_of(self.objective))
             return self.graphs.readings()
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
             loss_sum += self._backward(self.objective, batch, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        norm = clip_gradients(self.model.parameters(), self.config.clip or None)
         return torch.stack((loss_sum, norm.to(loss_sum.dtype)))
 
     def _update(self) -> None:
@@ -334,7 +336,7 @@ class Trainer:
                 whole = partial(summed_loss, self.model, options=self.task.options)  # and uncompiled: all hooks run
                 self._backward(whole, batch, targets)
 
-        where = first_nonfinite(self.model, repeat)
+        where = first_nonfinite(self.model, repeat, loss)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
@@ -387,9 +389,9 @@ class Trainer:
             "position": self.feed.state(),
             "best": self.best.facts(),
         }
-        path = checkpoint.save(self.folder.checkpoints, self.step, tensors, facts)
+        path = store.save(self.folder.checkpoints, self.step, tensors, facts)
         self.saved_step = self.step
-        checkpoint.prune(self.folder.checkpoints, self.config.keep)
+        store.prune(self.folder.checkpoints, self.config.keep)
         self.best.clear()
         save_s = time.monotonic() - started_at_s
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)

@@ -12,9 +12,9 @@ import pytest
 
 from narrowgauge import cli
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
-from narrowgauge.train import config_file
-from narrowgauge.train.between import BELONGS, TASKS
-from narrowgauge.train.config import TABLE, OneOf, TrainConfig, by_key, key_of, resolved
+from narrowgauge.train.config import toml
+from narrowgauge.train.config.cross_checks import BELONGS, TASKS
+from narrowgauge.train.config.settings import TABLE, OneOf, TrainConfig, by_key, key_of, resolved
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import ROOT
 
@@ -356,10 +356,10 @@ def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
     assert cli.main(["train", "--resume", "--output", str(tmp_path), "--layers", "3"]) == 2
     assert "cannot resume with layers = 3, but the run has 2" in capsys.readouterr().err
     file = tmp_path / "other.toml"
-    file.write_text(config_file.dump(TrainConfig(layers=2, seed=1)))
+    file.write_text(toml.dump(TrainConfig(layers=2, seed=1)))
     assert cli.main(["train", str(file), "--resume", "--output", str(tmp_path)]) == 2
     assert "seed = 1, but the run has 0" in capsys.readouterr().err
-    file.write_text(config_file.dump(TrainConfig(layers=2, seed=1, resume=True, output=str(tmp_path))))
+    file.write_text(toml.dump(TrainConfig(layers=2, seed=1, resume=True, output=str(tmp_path))))
     assert cli.main(["train", str(file)]) == 2
     assert "seed = 1, but the run has 0" in capsys.readouterr().err
     assert loop == []
@@ -367,7 +367,7 @@ def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
 
 def test_resume_of_a_run_that_never_began_begins_it(loop, tmp_path):
     file = tmp_path / "own.toml"
-    file.write_text(config_file.dump(TrainConfig()))
+    file.write_text(toml.dump(TrainConfig()))
     assert cli.main(["train", str(file), "--resume", "--output", str(tmp_path / "new")]) == 0
     assert loop[0].resume
 
@@ -398,15 +398,15 @@ def test_recipes_lists_all_or_explains_one(capsys):
 
 def test_report_prints_the_path_of_the_page(monkeypatch, capsys):
     page = SimpleNamespace(write=lambda folder: folder / "report.html")
-    monkeypatch.setitem(sys.modules, "narrowgauge.diagnose.report", page)
-    monkeypatch.setattr("narrowgauge.diagnose.report", page, raising=False)
+    monkeypatch.setitem(sys.modules, "narrowgauge.report.page", page)
+    monkeypatch.setattr("narrowgauge.report.page", page, raising=False)
     assert cli.main(["report", "runs/a"]) == 0
     assert cli.main(["report"]) == 0
     assert capsys.readouterr().out == f"{Path('runs/a/report.html')}\n{Path('runs/latest/report.html')}\n"
 
 
 def test_info_prints_what_the_hardware_page_says(monkeypatch, capsys):
-    monkeypatch.setattr("narrowgauge.diagnose.hardware", SimpleNamespace(info=lambda: "cpu: exact"), raising=False)
+    monkeypatch.setattr("narrowgauge.diagnose.machine", SimpleNamespace(info=lambda: "cpu: exact"), raising=False)
     assert cli.main(["info"]) == 0
     assert capsys.readouterr().out == "cpu: exact\n"
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -204,6 +206,22 @@ def test_load_refuses_a_slow_tokenizer(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}', encoding="utf-8")
     with pytest.raises(DataError, match="CanineTokenizer is a slow tokenizer"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["BertConfig", "GPT2Config", "T5Config", "LlamaConfig"])
+def test_load_refuses_the_empty_tokenizer_of_a_model_without_one(tmp_path, name):
+    """Of a folder with config.json alone transformers makes a tokenizer to which all text is unknown."""
+    getattr(transformers, name)().save_pretrained(tmp_path)
+    with pytest.raises(
+        DataError, match=r"no tokenizer is there\. transformers makes a .* --tokenizer|no usable tokenizer"
+    ):
+        load(tmp_path)
+
+
+def test_a_tokenizer_of_a_few_characters_is_one(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "字": 1}, unk_token="<unk>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    assert load(tmp_path)("字")["input_ids"] == [1]
 
 
 def test_load_never_runs_code_that_comes_with_a_model(tmp_path):

@@ -10,7 +10,8 @@ import torch
 from torch import Generator, Tensor
 
 from benchmarks import estimators
-from narrowgauge import formats, sampling
+from narrowgauge import formats
+from narrowgauge.nn import leverage_score
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import E8M0_CEIL, FP32, POW2
@@ -135,9 +136,9 @@ def test_sampling_with_wrong_weights_is_rejected():
     """Independent of the quantizer: weights left out, and the weight of all rows taken for each."""
     gy, x = operands(0.5)
     exact = gy.T.double() @ x.double()
-    scores = sampling.leverage_scores(gy, x)
+    scores = leverage_score.leverage_scores(gy, x)
 
-    def drawn(generator: Generator) -> sampling.Sample:
+    def drawn(generator: Generator) -> leverage_score.Sample:
         return estimators.draw(scores, 0.5, generator)
 
     def unweighted(generator: Generator) -> Tensor:

@@ -230,7 +230,7 @@ def test_bad_requests_are_refused_in_words():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_it_compiles():
-    """Traced in one graph with its recomputation. What Inductor makes of such graphs is for tests/test_qlinear.py to say."""
+    """Traced in one graph with its recomputation. What Inductor makes of such graphs is for tests/nn/test_linear.py to say."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)])
     x = torch.randn(8, 16)
     model(x).square().sum().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory import checkpoint, compress_activations, find_blocks, offload, saved_bytes
+from narrowgauge.memory import checkpoint, compress_activations, find_blocks, offload, offloading, saved_bytes
+from narrowgauge.memory.blocks import set_saving
 from narrowgauge.recipe import Cast, Window
 from tests.compare import assert_same, assert_sqnr
 from tests.memory.models import batch, llama, step
@@ -191,6 +193,31 @@ def test_bad_requests_are_refused_in_words(gates):
     compress_activations(gates)
     with pytest.raises(ConfigError, match="under compress_activations already"):
         offload(gates)
+
+
+def test_offload_moves_each_activation_once_and_no_parameter(monkeypatch):
+    """Exact, with a stand-in for the copy: as torch's save_on_cpu it would move 1.4 times as much, parameters among it."""
+    moved = []
+
+    def to_host(tensor):
+        moved.append(tensor)  # which also keeps its address
+        return SimpleNamespace(back=tensor.clone)
+
+    monkeypatch.setattr(offloading, "to_host", to_host)
+    model, technique = llama(), offloading.Offload(smallest_bytes=1024)
+    inputs = {"input_ids": batch()["input_ids"], "use_cache": False}
+    model(**inputs).logits.square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    for block in find_blocks(model, None, "offload").values():
+        set_saving(block, technique)
+    model.zero_grad()
+    model(**inputs).logits.square().sum().backward()
+    assert_same([parameter.grad for parameter in model.parameters()], expected)
+    addresses = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in moved]
+    assert moved and len(set(addresses)) == len(addresses)
+    assert not {place for place, _, _ in addresses} & {parameter.data_ptr() for parameter in model.parameters()}
+    assert min(tensor.nbytes for tensor in moved) >= 1024
+    assert technique.moved_bytes == sum(tensor.nbytes for tensor in moved)
 
 
 @pytest.mark.gpu

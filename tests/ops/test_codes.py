@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge import compiled
-from narrowgauge.cpp import kernels as cpp
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import INT4, INT4X2, INT8
-from narrowgauge.ops import mm, noise, quantize
-from narrowgauge.ops.codes import decode, encode, pack_bits, unclipped, unpack_bits
-from narrowgauge.ops.noise import Key
-from narrowgauge.ops.rotate import draw_signs, rotate, rotated_length, unrotate
+from narrowgauge.ops import random
+from narrowgauge.ops.cpp import build
+from narrowgauge.ops.cpp import int4 as cpp
+from narrowgauge.ops.hadamard import draw_signs, rotate, rotated_length, unrotate
+from narrowgauge.ops.hadamard.codes import decode, encode, pack_bits, unclipped, unpack_bits
+from narrowgauge.ops.mm import mm
+from narrowgauge.ops.quantize import quantize
+from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from tests.compare import assert_same, sqnr_db
@@ -93,11 +95,11 @@ def test_butterflies_are_the_matrix(block, inner, signs, dtype):
 @needs_compiler
 def test_noise_is_the_definition_uniform_and_from_torchs_generator():
     """20 bins of 100,000 numbers: chi-square with 19 degrees exceeds 60 with probability 4e-6."""
-    assert_same(Key(5, 2**32 - 1).uniform((7, 33)), noise.reference(5, 2**32 - 1, (7, 33)))
+    assert_same(Key(5, 2**32 - 1).uniform((7, 33)), random.reference(5, 2**32 - 1, (7, 33)))
     torch.manual_seed(3)
-    first, second = noise.draw((4,), torch.device("cpu")), noise.draw((4,), torch.device("cpu"))
+    first, second = random.draw((4,), torch.device("cpu")), random.draw((4,), torch.device("cpu"))
     torch.manual_seed(3)
-    assert noise.draw((400, 400), torch.device("cpu")) == first != second
+    assert random.draw((400, 400), torch.device("cpu")) == first != second
     numbers = first.uniform((100_000,))
     assert numbers.min() >= 0 and numbers.max() < 1
     counts = torch.histc(numbers, 20, 0, 1)
@@ -117,7 +119,7 @@ def test_stochastic_rounding_is_the_reference(shape, dtype, tile, format, expand
     x = torch.randn(31, 6).T if shape == "transposed" else torch.randn(shape) * 3
     x, cast, key = x.to(dtype), Cast(format=format, tile=tile, rounding="stochastic"), Key(11, 13)
     found = quantize(x, cast, noise=key, expand=expand)
-    expected = quantize(x, cast, noise=noise.reference(11, 13, tuple(x.shape)), expand=expand)
+    expected = quantize(x, cast, noise=random.reference(11, 13, tuple(x.shape)), expand=expand)
     assert_same(found.data, expected.data)
     assert_same(found.scale, expected.scale)
 
@@ -156,7 +158,7 @@ def test_products_of_codes_are_exact(m, n, k, formats, tile, largest):
 
 @needs_gemm
 def test_longer_sums_than_32_bits_hold_are_cut(monkeypatch):
-    from narrowgauge.ops.mm import compiled_kernel
+    from narrowgauge.ops.mm import cpp as compiled_kernel
 
     lhs, rhs = coded(4, 300, INT4X2, (1, WHOLE), True), coded(5, 300, INT4, (1, WHOLE), True)
     whole = mm(lhs, rhs, backend="native-cpp")
@@ -168,7 +170,7 @@ def test_longer_sums_than_32_bits_hold_are_cut(monkeypatch):
 def test_threads_change_nothing(monkeypatch):
     lhs, rhs = coded(50, 90, INT4X2, (WHOLE, WHOLE), False), coded(40, 90, INT4, (WHOLE, WHOLE), False)
     alone = mm(lhs, rhs, backend="native-cpp"), Key(3, 4).uniform((50, 90))
-    monkeypatch.setattr(compiled, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for mine, theirs in zip((mm(lhs, rhs, backend="native-cpp"), Key(3, 4).uniform((50, 90))), alone, strict=True):
         assert_same(mine, theirs)
@@ -178,6 +180,6 @@ def test_without_a_compiler_the_reference_computes_and_says_why(monkeypatch):
     monkeypatch.setattr(cpp, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
     x, step = torch.randn(3, 5), torch.ones(1, 1)
     assert_same(encode(x, step, INT4).codes, INT4.encode(x))
-    assert_same(Key(1, 2).uniform((9,)), noise.reference(1, 2, (9,)))
+    assert_same(Key(1, 2).uniform((9,)), random.reference(1, 2, (9,)))
     with pytest.raises(BackendError, match="codes: native-cpp refused: cpp: no C"):
         encode(x, step, INT4, backend="native-cpp")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.formats import E2M1
-from narrowgauge.ops import dequantize, quantize
-from narrowgauge.ops.quantize import tile_amax
+from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR
 from tests.compare import assert_same, z_limit, z_score

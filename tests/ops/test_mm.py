@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from narrowgauge import recipes
 from narrowgauge.errors import BackendError, ConfigError, ShapeError
 from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT4X2, INT8, NF4
-from narrowgauge.ops import dequantize, mm, quantize
-from narrowgauge.ops.mm import high_precision, native, plan, reference
+from narrowgauge.ops.mm import cublas, definition, high_precision, mm, plan
+from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Gemm
@@ -82,7 +82,7 @@ def operands(gemm, shape, expand=None):
 
 
 def in_bfloat16_on_a_fast_cpu(gemm):
-    return reference.compute_dtype((gemm.lhs, gemm.rhs), Device("cpu", bf16_gemm=True)) == torch.bfloat16
+    return definition.compute_dtype((gemm.lhs, gemm.rhs), Device("cpu", bf16_gemm=True)) == torch.bfloat16
 
 
 def exactly(x):
@@ -131,7 +131,7 @@ def test_products_of_recipes(gemm, shape):
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_products_of_any_two_casts(m, n, k, lhs, rhs, expand):
     """Also those that no recipe pairs. bfloat16 is given only where the plan asks for it."""
-    if expand == torch.bfloat16 and reference.compute_dtype((lhs, rhs), ops_mm.device_facts("meta", None)) != expand:
+    if expand == torch.bfloat16 and definition.compute_dtype((lhs, rhs), ops_mm.device_facts("meta", None)) != expand:
         expand = torch.float32
     a, b = operands(Gemm(lhs=lhs, rhs=rhs), (m, n, k), expand)
     assert_product(mm(a, b), a, b)
@@ -140,28 +140,33 @@ def test_products_of_any_two_casts(m, n, k, lhs, rhs, expand):
 @every_gemm
 @pytest.mark.parametrize("shape", [(33, 50, 130), (5, 9, 31), (128, 130, 256)], ids=str)
 def test_expanded_operands_give_the_product_of_the_codes(gemm, shape):
-    """In float32 to the bit; in bfloat16 too on this machine's path, where the same numbers enter a float32 GEMM (exact)."""
+    """In float32 to the bit, and in bfloat16 too: the same numbers enter a float32 GEMM (exact)."""
     expected = mm(*operands(gemm, shape), backend="reference")
     for dtype in (torch.float32, torch.bfloat16):
         lhs, rhs = operands(gemm, shape, dtype)
-        if not reference._cpu_is_fast_at(dtype):
-            assert_same(mm(lhs, rhs), expected)
+        assert_same(mm(lhs, rhs), expected)
 
 
 @pytest.mark.parametrize("name", [name for name, gemm in GEMMS.items() if in_bfloat16_on_a_fast_cpu(gemm)])
-def test_a_bfloat16_gemm_adds_one_rounding(name, monkeypatch):
-    """On a CPU with bfloat16 instructions the GEMM returns bfloat16: 2**-8 of the sum, before scales and bias.
-
-    Of the products that are planned so; integers are not. Simulated:
-    torch's portable bfloat16 GEMM stands in for oneDNN's here, and rounds once for so short a sum.
-    """
-    monkeypatch.setattr(reference, "_cpu_is_fast_at", lambda dtype: dtype == torch.bfloat16)
+def test_a_bfloat16_gemm_is_the_only_rounding(name, cpu, monkeypatch):
+    """A bfloat16 result of a shipped recipe leaves the bfloat16 GEMM where a CPU has one, and is rounded once in any case."""
+    took, run = [], definition.cpu_mm
+    monkeypatch.setattr(definition, "cpu_mm", lambda *given: took.append(given[3]) or run(*given))
     lhs, rhs = operands(GEMMS[name], (33, 50, 130), torch.bfloat16)
-    bias = matrix(1, 50, seed=2)[0]
-    out = mm(lhs, rhs, bias=bias)
-    assert_product(out, lhs, rhs, bias, roundings=2.0**-8)
-    with pytest.raises(AssertionError, match="of its bound"):  # it really went that way
-        assert_product(out, lhs, rhs, bias)
+    assert_product(mm(lhs, rhs, out_dtype=torch.bfloat16), lhs, rhs)
+    assert took == ([torch.bfloat16] if cpu.bf16_gemm else [])
+    assert_product(mm(lhs, rhs), lhs, rhs)
+    assert took == ([torch.bfloat16, torch.float32] if cpu.bf16_gemm else [])
+
+
+def test_scales_that_are_no_powers_of_two_leave_bfloat16_to_float32(cpu, monkeypatch):
+    """Row scales, and a second scale beside row scales: multiplied after a rounding they would be a second one (exact)."""
+    took, run = [], definition.cpu_mm
+    monkeypatch.setattr(definition, "cpu_mm", lambda *given: took.append(given[3]) or run(*given))
+    for cast in (ROWS, replace(ROWS, scale=POW2, headroom=4 / 3)):
+        lhs, rhs = operands(Gemm(lhs=cast, rhs=cast), (33, 50, 130), torch.bfloat16)
+        assert_same(mm(lhs, rhs, out_dtype=torch.bfloat16), mm(lhs, rhs).to(torch.bfloat16))
+    assert set(took) == ({torch.float32} if cpu.bf16_gemm else set())
 
 
 def test_scales_of_float32_leave_the_sum_on_their_own():
@@ -169,8 +174,7 @@ def test_scales_of_float32_leave_the_sum_on_their_own():
     lhs, rhs = ROWS, Cast(format=E4M3, tile=(1, 32), scale=POW2)
     for gemm in (Gemm(lhs=lhs, rhs=rhs), Gemm(lhs=rhs, rhs=lhs)):
         a, b = operands(gemm, (33, 50, 128), torch.bfloat16)
-        if not reference._cpu_is_fast_at(torch.bfloat16):
-            assert_product(mm(a, b), a, b)
+        assert_product(mm(a, b), a, b)
 
 
 @every_gemm
@@ -298,24 +302,24 @@ def test_the_integer_gemm_is_the_reference(gemm, shape):
     lhs, rhs = operands(gemm, shape)
     bias = matrix(1, shape[1], seed=2)[0]
     for out_dtype in OUT_DTYPES:
-        out = native.run_int8(lhs, rhs, bias, out_dtype, False)
+        out = cublas.run_int8(lhs, rhs, bias, out_dtype, False)
         assert_product(out, lhs, rhs, bias)
         if gemm.lhs.tile == gemm.rhs.tile == (1, WHOLE):
-            assert_same(out, reference.run(lhs, rhs, bias, out_dtype, False))
-    assert_product(native.run_int8(lhs, rhs, None, torch.float32, False), lhs, rhs)
+            assert_same(out, definition.run(lhs, rhs, bias, out_dtype, False))
+    assert_product(cublas.run_int8(lhs, rhs, None, torch.float32, False), lhs, rhs)
 
 
 def test_long_integer_sums_do_not_wrap_around():
     """127 * 127 * 140,000 is beyond int32; the two partial sums are exact and each is rounded once."""
     q = quantize(torch.full((2, 140_000), 127.0), Cast(format=INT8, tile=(1, WHOLE)))
-    out = native.run_int8(q, q, None, torch.float32, False)
+    out = cublas.run_int8(q, q, None, torch.float32, False)
     assert ((out.double() / (127.0 * 127 * 140_000) - 1).abs() < 2 * 2.0**-24).all()
 
 
 def test_transposed_integer_codes_reach_the_integer_gemm():
     q = quantize(matrix(40, 24), Cast(format=INT8))
     x = quantize(matrix(10, 40, seed=1), Cast(format=INT8))
-    assert_product(native.run_int8(x, q.transposed(), None, torch.float32, False), x, q.transposed())
+    assert_product(cublas.run_int8(x, q.transposed(), None, torch.float32, False), x, q.transposed())
 
 
 SCALED_GEMMS = {
@@ -346,7 +350,7 @@ def test_the_scaled_gemm_on_the_cpu(gemm, shape, biased):
     if row_wise and not ROWS_ON_CPU:
         pytest.skip(f"torch {torch.__version__} has no row scales on a CPU")
     for out_dtype in OUT_DTYPES:
-        out = native.run_scaled(lhs, rhs, bias, out_dtype, True)
+        out = cublas.run_scaled(lhs, rhs, bias, out_dtype, True)
         assert out.dtype == out_dtype
         assert_product(out, lhs, rhs, bias, roundings=2.0**-8 if row_wise else 0.0)
 
@@ -368,7 +372,7 @@ def test_scaled_gemms_meet_what_cuda_asks_for(gemm, shape, monkeypatch):
     for transposed in (False, True):
         if transposed and gemm.rhs.is_symmetric:
             rhs = quantize(matrix(shape[2], shape[1]), gemm.rhs).transposed()
-        native.run_scaled(lhs, rhs, None, torch.float32, True)
+        cublas.run_scaled(lhs, rhs, None, torch.float32, True)
     assert all(out.device.type == "cuda" for out in checked) and len(checked) == 2
 
 
@@ -403,7 +407,7 @@ def test_integer_gemms_meet_what_cuda_asks_for(shape, monkeypatch):
 
     monkeypatch.setattr(torch, "_int_mm", checked)
     lhs, rhs = operands(INT8_GEMMS[0], shape)
-    assert_product(native.run_int8(lhs, rhs, None, torch.float32, False), lhs, rhs)
+    assert_product(cublas.run_int8(lhs, rhs, None, torch.float32, False), lhs, rhs)
     assert len(seen) == 1
 
 
@@ -420,7 +424,7 @@ def test_a_forced_kernel_refuses_in_words():
         mm(lhs, rhs, backend="triton")
     with pytest.raises(BackendError, match=r"no kernel 'refrence'\. Closest: 'reference'"):
         mm(lhs, rhs, backend="refrence")
-    assert_same(mm(lhs, rhs, backend="reference"), reference.run(lhs, rhs, None, torch.float32, False))
+    assert_same(mm(lhs, rhs, backend="reference"), definition.run(lhs, rhs, None, torch.float32, False))
 
 
 def test_expanded_operands_never_reach_a_native_kernel(monkeypatch):
@@ -560,7 +564,7 @@ def test_the_scaled_gemm_on_a_gpu(gemm, fast):
     for shape in ((33, 50, 130), (1, 1, 1), (128, 256, 512), (3, 5, 0), (0, 4, 8)):
         lhs, rhs = operands(gemm, shape)
         for out_dtype, bias in product(OUT_DTYPES, (None, matrix(1, shape[1], seed=2)[0])):
-            out = native.run_scaled(on_cuda(lhs), on_cuda(rhs), None if bias is None else bias.cuda(), out_dtype, fast)
+            out = cublas.run_scaled(on_cuda(lhs), on_cuda(rhs), None if bias is None else bias.cuda(), out_dtype, fast)
             exact = exactly(lhs) @ exactly(rhs).T
             size = exactly(lhs).abs() @ exactly(rhs).abs().T
             if bias is not None:
@@ -575,8 +579,8 @@ def test_the_integer_gemm_on_a_gpu(gemm):
     """Exact sums, so the same numbers as on the CPU (exact)."""
     for shape in (*SHAPES, (17, 24, 40)):
         lhs, rhs = operands(gemm, shape)
-        out = native.run_int8(on_cuda(lhs), on_cuda(rhs), None, torch.float32, False).cpu()
-        assert_same(out, native.run_int8(lhs, rhs, None, torch.float32, False))
+        out = cublas.run_int8(on_cuda(lhs), on_cuda(rhs), None, torch.float32, False).cpu()
+        assert_same(out, cublas.run_int8(lhs, rhs, None, torch.float32, False))
 
 
 @pytest.mark.parametrize("scale", [FP32, E4M3_TWO_LEVEL], ids=str)
@@ -615,4 +619,4 @@ def test_four_bit_codes_multiply_as_int8(formats) -> None:  # type: ignore[no-un
     lhs, rhs = (torch.randn(33, 70), torch.randn(20, 70))
     codes = [quantize(x, Cast(format=format)) for x, format in zip((lhs, rhs), formats, strict=True)]
     values = [q.expanded(torch.float32) for q in codes]
-    assert_same(native.run_int8(*codes, None, torch.float32, False), mm(*values))
+    assert_same(cublas.run_int8(*codes, None, torch.float32, False), mm(*values))

@@ -16,9 +16,9 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from narrowgauge import recipes
 from narrowgauge.formats import E2M1, E4M3, E5M2
-from narrowgauge.ops import dequantize, mm, quantize
-from narrowgauge.ops.mm import KERNELS, layouts, native_block, native_mx
+from narrowgauge.ops.mm import KERNELS, cublas_block, cublas_mx, layouts, mm
 from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
@@ -35,13 +35,13 @@ NVFP4, NVFP4_SQUARE = (Cast(format=E2M1, tile=tile, scale=E4M3_TWO_LEVEL) for ti
 MXFP8_E5M2 = Cast(format=E5M2, tile=(1, 32), scale=POW2)
 
 GEMMS = {
-    "1x128 by 128x128": (native_block, VECTOR, SQUARE),
-    "128x128 by 1x128": (native_block, SQUARE, VECTOR),
-    "1x128 by 1x128": (native_block, VECTOR, VECTOR),
-    "mxfp8": (native_mx, MXFP8, MXFP8),
-    "mxfp8 e5m2": (native_mx, MXFP8_E5M2, MXFP8),
-    "mxfp4": (native_mx, MXFP4, MXFP4),
-    "nvfp4": (native_mx, NVFP4, NVFP4_SQUARE),
+    "1x128 by 128x128": (cublas_block, VECTOR, SQUARE),
+    "128x128 by 1x128": (cublas_block, SQUARE, VECTOR),
+    "1x128 by 1x128": (cublas_block, VECTOR, VECTOR),
+    "mxfp8": (cublas_mx, MXFP8, MXFP8),
+    "mxfp8 e5m2": (cublas_mx, MXFP8_E5M2, MXFP8),
+    "mxfp4": (cublas_mx, MXFP4, MXFP4),
+    "nvfp4": (cublas_mx, NVFP4, NVFP4_SQUARE),
 }
 every_gemm = pytest.mark.parametrize(("module", "lhs", "rhs"), GEMMS.values(), ids=GEMMS)
 SHAPES = [(128, 256, 256), (33, 50, 130), (1, 1, 1), (300, 129, 656), (16, 128, 96)]
@@ -57,7 +57,7 @@ def matrix(rows, columns, seed=0):
 
 @pytest.fixture
 def on_cublas(monkeypatch):
-    for module in (native_block, native_mx):
+    for module in (cublas_block, cublas_mx):
         monkeypatch.setattr(module, "scaled_mm", cublas.scaled_mm)
 
 
@@ -99,7 +99,7 @@ def test_the_weight_of_the_forward_product_serves_backward_turned(on_cublas):
     """What grad_input multiplies by: codes and scales transposed by view."""
     w = quantize(matrix(200, 300), SQUARE)
     gy = quantize(matrix(64, 200, seed=1), VECTOR)
-    assert_product(native_block.run(gy, w.transposed(), None, torch.float32, False), gy, w.transposed())
+    assert_product(cublas_block.run(gy, w.transposed(), None, torch.float32, False), gy, w.transposed())
 
 
 @every_gemm
@@ -116,17 +116,17 @@ def test_torch_miscounts_the_scales_of_mxfp4():
     When this fails torch has mended it, and native_mx can accept it.
     """
     q = quantize(matrix(128, 256), MXFP4)
-    codes, scales = native_mx._codes(q), native_mx._scales(q)
+    codes, scales = cublas_mx._codes(q), cublas_mx._scales(q)
     how, swizzle = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
     with FakeTensorMode(), pytest.raises(RuntimeError, match=r"for MX scaling scale_a must have 512 \(got: 1024\)"):
         scales = cublas.fakes(scales)
         scaled_mm(
             cublas.fake(codes), cublas.fake(codes).T, scales, how, scales, how, swizzle_a=swizzle, swizzle_b=swizzle
         )
-    assert native_mx.refuse(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
+    assert cublas_mx.refuse(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
 
 
-@pytest.mark.parametrize("module, lhs, rhs", [(native_block, VECTOR, SQUARE), (native_mx, MXFP8, MXFP8)], ids=str)
+@pytest.mark.parametrize("module, lhs, rhs", [(cublas_block, VECTOR, SQUARE), (cublas_mx, MXFP8, MXFP8)], ids=str)
 def test_torch_compile_traces_the_product(module, lhs, rhs):
     """Without a break, which torch 2.11 made at torch.nn.functional.scaled_mm. On the meta device: shapes alone."""
     left, right = (
@@ -188,52 +188,52 @@ def test_recipes_that_these_kernels_serve(gemm):
 @pytest.mark.parametrize(
     ("module", "lhs", "rhs", "device", "words"),
     [
-        (native_block, VECTOR, SQUARE, Device("cpu"), "cpu has no FP8 units"),
+        (cublas_block, VECTOR, SQUARE, Device("cpu"), "cpu has no FP8 units"),
         (
-            native_block,
+            cublas_block,
             VECTOR,
             SQUARE,
             Device("cuda", (8, 9), cuda=(12, 9)),
             "compute capability 8.9, cuBLAS has blocks of 128 on 9.0 alone",
         ),
         (
-            native_block,
+            cublas_block,
             VECTOR,
             SQUARE,
             Device("cuda", (10, 0), cuda=(12, 9)),
             "compute capability 10.0, cuBLAS has blocks of 128 on 9.0 alone",
         ),
         (
-            native_block,
+            cublas_block,
             VECTOR,
             SQUARE,
             Device("cuda", (9, 0), cuda=(12, 8)),
             "torch was built for CUDA 12.8, blocks of 128 need 12.9",
         ),
-        (native_block, SQUARE, SQUARE, HOPPER, "128x128 by 128x128 does not exist in cuBLAS"),
-        (native_block, Cast(format=E5M2, tile=(1, 128)), VECTOR, HOPPER, "takes E4M3 alone in tiles of 128"),
-        (native_block, Cast(format=E4M3), VECTOR, HOPPER, native_block.NOT_IN_BLOCKS),
-        (native_block, None, VECTOR, HOPPER, native_block.NOT_IN_BLOCKS),
-        (native_mx, MXFP8, MXFP8, HOPPER, "compute capability 9.0, MX needs 10.0"),
-        (native_mx, NVFP4, NVFP4, HOPPER, "compute capability 9.0, FP4 needs 10.0"),
+        (cublas_block, SQUARE, SQUARE, HOPPER, "128x128 by 128x128 does not exist in cuBLAS"),
+        (cublas_block, Cast(format=E5M2, tile=(1, 128)), VECTOR, HOPPER, "takes E4M3 alone in tiles of 128"),
+        (cublas_block, Cast(format=E4M3), VECTOR, HOPPER, cublas_block.NOT_IN_BLOCKS),
+        (cublas_block, None, VECTOR, HOPPER, cublas_block.NOT_IN_BLOCKS),
+        (cublas_mx, MXFP8, MXFP8, HOPPER, "compute capability 9.0, MX needs 10.0"),
+        (cublas_mx, NVFP4, NVFP4, HOPPER, "compute capability 9.0, FP4 needs 10.0"),
         (
-            native_mx,
+            cublas_mx,
             MXFP4,
             MXFP4,
             Device("cuda", (12, 0), cuda=(12, 9)),
             "compute capability 12.0, torch has MXFP4 on 10.x alone",
         ),
         (
-            native_mx,
+            cublas_mx,
             MXFP8,
             MXFP8,
             Device("cuda", (10, 0), cuda=(12, 6)),
             "torch was built for CUDA 12.6, MX needs 12.8",
         ),
-        (native_mx, MXFP8, MXFP8, Device("cpu"), "cpu has no MX units"),
-        (native_mx, MXFP8, NVFP4, BLACKWELL, native_mx.NO_SUCH_TILES),
-        (native_mx, MXFP8_E5M2, MXFP8_E5M2, BLACKWELL, "e5m2 x e5m2 does not exist in hardware"),
-        (native_mx, Cast(format=E4M3, tile=(1, 32)), MXFP8, BLACKWELL, native_mx.NO_SUCH_TILES),  # float32 scales
+        (cublas_mx, MXFP8, MXFP8, Device("cpu"), "cpu has no MX units"),
+        (cublas_mx, MXFP8, NVFP4, BLACKWELL, cublas_mx.NO_SUCH_TILES),
+        (cublas_mx, MXFP8_E5M2, MXFP8_E5M2, BLACKWELL, "e5m2 x e5m2 does not exist in hardware"),
+        (cublas_mx, Cast(format=E4M3, tile=(1, 32)), MXFP8, BLACKWELL, cublas_mx.NO_SUCH_TILES),  # float32 scales
     ],
 )
 def test_every_refusal_has_its_reason(module, lhs, rhs, device, words):
@@ -242,7 +242,7 @@ def test_every_refusal_has_its_reason(module, lhs, rhs, device, words):
 
 
 def test_expanded_operands_are_refused():
-    for module, lhs, rhs, device in ((native_block, VECTOR, SQUARE, HOPPER), (native_mx, MXFP8, MXFP8, BLACKWELL)):
+    for module, lhs, rhs, device in ((cublas_block, VECTOR, SQUARE, HOPPER), (cublas_mx, MXFP8, MXFP8, BLACKWELL)):
         assert reason(module, lhs, rhs, device) is None
         assert reason(module, lhs, rhs, device, True) == "takes codes, but an operand is expanded to floats"
 
@@ -264,7 +264,7 @@ def test_on_this_gpu(module, lhs, rhs, shape):
         for q in (left, right)
     ]  # fmt: skip
     gemm = Gemm(lhs=lhs, rhs=rhs)
-    name = "native-block" if module is native_block else "native-mx"
+    name = "native-block" if module is cublas_block else "native-mx"
     from narrowgauge.ops.mm import plan
 
     refusals = dict(plan(gemm, torch.device("cuda", 0)).choice.refusals)

@@ -17,9 +17,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.formats import E4M3, E5M2
-from narrowgauge.ops import dequantize, mm, quantize
-from narrowgauge.ops.mm import triton_kernel
+from narrowgauge.ops.mm import mm
+from narrowgauge.ops.mm import triton as triton_kernel
 from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Cast
 from tests.processes import PYTHON, run_ok

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from narrowgauge import formats, recipes, scaling
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import DYNAMIC_UNSIGNED, E2M1, E4M3, E5M2, E8M0, INT4, INT8, NF4
-from narrowgauge.ops import dequantize, quantize
-from narrowgauge.ops.quantize import tile_amax
-from narrowgauge.ops.quantize.reference import tile_rms
+from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
+from narrowgauge.ops.quantize.definition import tile_rms
 from narrowgauge.recipe import CURRENT, WHOLE, Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
 from narrowgauge.tiles import scale_shape, tile_sizes

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge import triton
-from narrowgauge.delayed import observe
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
-from narrowgauge.ops.noise import DeviceKey, Key, draw
-from narrowgauge.ops.quantize import KERNELS, dequantize, quantize, tile_amax, triton_kernel
+from narrowgauge.ops import triton
+from narrowgauge.ops.quantize import KERNELS, dequantize, quantize, tile_amax
+from narrowgauge.ops.quantize import triton as triton_kernel
+from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.pair import quantize_both, quantize_both_delayed, quantize_delayed, refuse_delayed
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.quantize.together import quantize_both, quantize_both_delayed, quantize_delayed, refuse_delayed
+from narrowgauge.ops.random import DeviceKey, Key, draw
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from narrowgauge import recipes
-from narrowgauge.cpp import kernels
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, INT8, NF4
+from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.mm import KERNELS, plan
-from narrowgauge.ops.mm.native_block import NOT_IN_BLOCKS
-from narrowgauge.ops.mm.native_mx import NO_SUCH_TILES
-from narrowgauge.ops.mm.reference import compute_dtype
+from narrowgauge.ops.mm.cublas_block import NOT_IN_BLOCKS
+from narrowgauge.ops.mm.cublas_mx import NO_SUCH_TILES
+from narrowgauge.ops.mm.definition import compute_dtype
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
@@ -67,7 +67,7 @@ INT8_UNITS = {"int8": "native-int8"}
 def test_which_kernel_computes_which_recipe(device, found, gemm):
     """4-bit integers run as INT8, gradients in two digits too; LUQ's powers of two and scales per contracted token do not."""
     integers: set[str] = set()
-    in_cpp = device == PLAIN_CPU and not kernels.unavailable() and kernels.has_gemm()
+    in_cpp = device == PLAIN_CPU and not int4.unavailable() and int4.has_gemm()
     if "int8" in found or in_cpp:
         integers = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
         integers |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge import triton
-from narrowgauge.ops import rotary
+from narrowgauge.ops import rotary, triton
 from narrowgauge.ops.registry import Device
 from tests.compare import assert_same
 

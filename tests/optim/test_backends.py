@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge import triton
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops import verdicts
+from narrowgauge.ops import selfcheck, triton
 from narrowgauge.ops.registry import Device
-from narrowgauge.optim import SGD, AdamW, backends, native, proof, rules, state_bytes
+from narrowgauge.optim import SGD, AdamW, backends, rules, state_bytes
+from narrowgauge.optim import selfcheck as proof
+from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.optim.update import step_in_torch
+from narrowgauge.optim.step import step_in_torch
 
 CPU = torch.device("cpu")
 
@@ -62,7 +63,7 @@ def test_without_triton_a_gpu_says_what_is_missing(monkeypatch):
 def test_a_cpu_is_stepped_by_the_compiled_kernel_or_says_why():
     parameter = nn.Parameter(torch.randn(64, 128))
     optimizer = AdamW([parameter], states="8bit")
-    expected = f"torch ({native.refuse()})" if native.refuse() else "native"
+    expected = f"torch ({binding.refuse()})" if binding.refuse() else "native"
     assert optimizer.computed_by(parameter) == expected
     assert [row.backend for row in state_bytes(optimizer).rows] == [expected]
     assert expected.splitlines()[0] in str(state_bytes(optimizer))
@@ -108,10 +109,10 @@ def test_the_memory_of_a_subclass_is_left_alone():
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     task = optimizer._tasks[parameter]
-    assert backends._spec(task).subclass == ""
+    assert backends._spec(task).device.wrapper == ""
     task.source = torch.Tensor._make_wrapper_subclass(Wrapped, (64, 128))
     choice = backends.KERNELS.choose(backends._spec(task))
-    assert choice.kernel.name == "torch" and "a Wrapped, whose memory may be elsewhere" in backends.words(choice)
+    assert choice.kernel.name == "torch" and "a Wrapped hides the memory" in backends.words(choice)
 
 
 # --- proof ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ def test_wrong_kernels_are_found(run, words):
 
 def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
     """On the device that it was tried on, once; the others go on."""
-    monkeypatch.setattr(verdicts, "BOOK", {})
+    monkeypatch.setattr(selfcheck, "BOOK", {})
     monkeypatch.setattr(triton, "refuse", lambda *device: None)
     monkeypatch.setattr(backends, "refuse_triton", lambda *device: None)
     runs = []

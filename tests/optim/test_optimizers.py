@@ -16,7 +16,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import SGD, AdamW, Lion, groups, in_backward, moments, state_bytes
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.train import state as train_state
+from narrowgauge.train.checkpoint import state as train_state
 from tests.compare import assert_same
 from tests.processes import ROOT
 
@@ -116,7 +116,7 @@ import sys, torch
 from safetensors.torch import load_file, save_file
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.train.state import flatten, unflatten
+from narrowgauge.train.checkpoint.state import flatten, unflatten
 import json
 from tests.optim.test_optimizers import RULES, matrix, run
 torch.set_num_threads(1)
@@ -301,10 +301,10 @@ def test_groups_schedulers_hooks_and_missing_gradients():
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_parameters_that_are_not_contiguous(backend):
     if backend == "native":
-        from narrowgauge.optim import native
+        from narrowgauge.optim.cpp import binding
 
-        if native.refuse():
-            pytest.skip(native.refuse())
+        if binding.refuse():
+            pytest.skip(binding.refuse())
     plain = matrix()
     strided = nn.Parameter(plain.detach().t().contiguous().t())
     for parameter in (plain, strided):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge import triton
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops import triton
 from narrowgauge.optim import SGD, AdamW, Lion, state_bytes
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
@@ -76,7 +76,7 @@ def test_poison_stays_where_the_definition_has_it(gpu, states, poison):
 
 def test_a_step_waits_for_nothing_and_takes_few_launches(gpu, monkeypatch):
     """Two groups of narrow matrices and one of vectors: three launches, one copy, no synchronisation."""
-    from narrowgauge.optim import triton_step
+    from narrowgauge.optim.triton import launch
 
     parameters = [nn.Parameter(torch.randn(64, 512, device=gpu)) for _ in range(20)]
     vectors = [nn.Parameter(torch.randn(512, device=gpu)) for _ in range(20)]
@@ -86,8 +86,8 @@ def test_a_step_waits_for_nothing_and_takes_few_launches(gpu, monkeypatch):
         gradients([*parameters, *vectors], 0)
         optimizer.step()
     launches = []
-    whole = triton_step.launch
-    monkeypatch.setattr(triton_step, "launch", lambda *call, **options: launches.append(whole(*call, **options)))
+    whole = launch.launch
+    monkeypatch.setattr(launch, "launch", lambda *call, **options: launches.append(whole(*call, **options)))
     gradients([*parameters, *vectors], 1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

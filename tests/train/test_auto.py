@@ -10,14 +10,16 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge import triton
-from narrowgauge.auto import Decision, layers
+from narrowgauge import auto
+from narrowgauge.auto import Decision
 from narrowgauge.cli import main
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.ops import triton
 from narrowgauge.ops.registry import Device
 from narrowgauge.optim import backends
-from narrowgauge.train import loop, machine
-from narrowgauge.train.config import replace
+from narrowgauge.train import device as machine
+from narrowgauge.train import loop
+from narrowgauge.train.config.settings import replace
 from tests.train import tiny
 
 
@@ -36,7 +38,7 @@ def as_if_measured(monkeypatch):
         name = "fp8-row" if problem.outputs == 48 else "fp8-current"
         return Decision(recipe=name, tokens=problem.tokens, how="measured", seconds={"bf16": 2.0, name: 1.0})
 
-    monkeypatch.setattr(layers, "decide", decide)
+    monkeypatch.setattr(auto, "decide", decide)
     return asked
 
 
@@ -54,7 +56,7 @@ def test_a_resumed_run_computes_what_the_whole_run_did(text, tmp_path, as_if_mea
 
     parts = replace(whole, output=str(tmp_path / "parts"))
     assert loop.run(replace(parts, steps=3)) == 0
-    monkeypatch.setattr(layers, "decide", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(auto, "decide", lambda *_: pytest.fail("measured again"))
     assert loop.run(replace(parts, resume=True)) == 0
     assert run_facts(tmp_path / "parts")["auto"] == chosen
 

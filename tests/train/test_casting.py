@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge import settings as layer_settings
+from narrowgauge.nn import plan as layer_settings
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.registry import Choice
-from narrowgauge.optim import AdamW, casting
+from narrowgauge.optim import AdamW, precast_weights
 from narrowgauge.train import loop
-from tests.optim.test_casting import WRITING
+from tests.optim.test_precast_weights import WRITING
 from tests.train.tiny import losses, settings, write_text
 
 
@@ -38,7 +38,7 @@ def test_a_run_whose_step_casts_learns_what_one_without_does(text, tmp_path, mon
         task.backend = None, Choice(WRITING, ())
         return WRITING
 
-    monkeypatch.setattr(casting, "refuse_here", lambda weight, cast: "")
+    monkeypatch.setattr(precast_weights, "refuse_here", lambda weight, cast: "")
     monkeypatch.setattr(AdamW, "_kernel", writing)
     loop.run(settings(text, tmp_path / "with", **changes))
     assert losses(tmp_path / "with") == losses(tmp_path / "without")

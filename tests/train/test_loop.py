@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from narrowgauge import recipes
 from narrowgauge.cli import main
 from narrowgauge.conversion import suspended
-from narrowgauge.diagnose import hardware
+from narrowgauge.diagnose import machine
 from narrowgauge.errors import ConfigError, DataError, NumericsError, OutOfMemoryError, StorageError
-from narrowgauge.qlinear import QLinear
-from narrowgauge.train import checkpoint, loop
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.train import loop
 from narrowgauge.train import trainer as trainer_module
-from narrowgauge.train.config import replace
+from narrowgauge.train.checkpoint import store
+from narrowgauge.train.config.settings import replace
 from tests.compare import assert_same
 from tests.processes import PYTHON, ROOT
 from tests.train import tiny
@@ -348,11 +349,11 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # torch._dynamo, of its own making
-@pytest.mark.skipif(hardware.cpp_compiler() is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(machine.cpp_compiler() is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_steps_are_those_of_eager_mode(make, monkeypatch):
     """Forward, backward and evaluation as traced graphs, without the generated code, whose compilation takes minutes.
 
-    tests/test_qlinear.py compares the generated code of Linears with eager mode.
+    tests/nn/test_linear.py compares the generated code of Linears with eager mode.
     """
     calls, real = [], torch.compile
 
@@ -472,7 +473,7 @@ def test_a_step_that_is_not_finite_ends_the_run(make, installed, recipe, where, 
     assert message.startswith("step 3: loss ") and words in message and "Lower the learning rate" in message
     folder = Path(config.output)
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
-    found, _ = checkpoint.newest_valid(folder / "checkpoints")
+    found, _ = store.newest_valid(folder / "checkpoints")
     for name, parameter in models[0].named_parameters():
         assert_same(parameter.data, found.tensors["weights"][name])
         assert parameter.grad is None
@@ -483,6 +484,21 @@ def test_a_step_that_is_not_finite_ends_the_run(make, installed, recipe, where, 
     last = tiny.events(folder, "step")[-1]
     assert last["step"] == 3 and not (math.isfinite(last["loss"]) and math.isfinite(last["grad_norm"]))
     assert (folder / "report.html").exists()
+
+
+def test_squares_of_gradients_beyond_float32_are_clipped_and_the_run_goes_on(make, installed):
+    config = make(recipe="fp8-current", micro_batches=1, clip=1.0)
+
+    def enlarge(model):
+        model.get_submodule(UP).weight.register_hook(lambda gradient: gradient * 0 + 1e20)
+
+    installed(enlarge)
+    assert loop.run(config) == 0
+    elements = sum(
+        event["grad_norm"] > 1e20 and math.isfinite(event["grad_norm"])
+        for event in tiny.events(Path(config.output), "step")
+    )
+    assert elements == config.steps
 
 
 def test_the_bad_micro_batch_need_not_be_the_first(make, installed):
@@ -499,7 +515,7 @@ def test_float16_skips_a_step_that_overflows(make, installed):
     assert loop.run(config) == 0
     folder = Path(config.output)
     assert not tiny.events(folder, "nonfinite") and list(tiny.losses(folder)) == [1, 2, 3, 4, 5]
-    before, skipped, after = (checkpoint.load(folder / "checkpoints" / f"step-{step:08}") for step in (2, 3, 4))
+    before, skipped, after = (store.load(folder / "checkpoints" / f"step-{step:08}") for step in (2, 3, 4))
     for group in ("weights", "optimizer"):
         for name, tensor in before.tensors[group].items():
             assert_same(skipped.tensors[group][name], tensor, at=name)
@@ -562,7 +578,7 @@ def test_a_disk_that_is_full_at_the_export(make, monkeypatch, refuse):
             loop.run(config)
     assert caught.value.exit_code == 8
     folder = Path(config.output)
-    assert checkpoint.newest_valid(folder / "checkpoints")[0].step == 2
+    assert store.newest_valid(folder / "checkpoints")[0].step == 2
     assert not [path for path in folder.iterdir() if "final" in path.name]
     assert loop.run(replace(config, resume=True)) == 0
     assert (folder / "final" / "model.safetensors").exists() and (folder / "report.html").exists()
@@ -588,7 +604,7 @@ def test_a_disk_that_is_full_at_the_report(make, monkeypatch):
     with pytest.raises(StorageError, match=r"cannot write the report to .*No space left on device"):
         loop.run(config)
     folder = Path(config.output)
-    assert checkpoint.newest_valid(folder / "checkpoints")[0].step == 2 and (folder / "final").is_dir()
+    assert store.newest_valid(folder / "checkpoints")[0].step == 2 and (folder / "final").is_dir()
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(make, installed, monkeypatch):
@@ -615,7 +631,7 @@ def test_memory_that_does_not_suffice(make, before_step, error):
     with pytest.raises(OutOfMemoryError, match=r"cpu: .*allocate.* Raise micro_batches, or lower batch_size") as caught:
         loop.run(config)
     assert caught.value.exit_code == 9
-    assert checkpoint.newest_valid(Path(config.output, "checkpoints"))[0].step == 2
+    assert store.newest_valid(Path(config.output, "checkpoints"))[0].step == 2
 
 
 def test_an_error_of_ours_stays_what_it_is(make, before_step):

@@ -21,8 +21,9 @@ import torch
 
 from narrowgauge.cli import main
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, StorageError
-from narrowgauge.train import checkpoint, loop
-from narrowgauge.train.config import replace
+from narrowgauge.train import loop
+from narrowgauge.train.checkpoint import store
+from narrowgauge.train.config.settings import replace
 from tests.processes import PYTHON, ROOT
 from tests.train import tiny
 
@@ -331,12 +332,12 @@ def test_kill_then_sigterm_then_the_rest_each_in_a_new_process(make, text):
     folder = Path(config.output)
     code, printed = signal_after(start(config, text), folder, "", '"checkpoint", "step": 4', signal.SIGKILL)
     assert code == -signal.SIGKILL, printed
-    first = checkpoint.newest_valid(folder / "checkpoints")[0].step
+    first = store.newest_valid(folder / "checkpoints")[0].step
     assert 4 <= first < 40
 
     code, printed = signal_after(start(config, text, "--resume"), folder, '"resume"', '"event": "step"', signal.SIGTERM)
     assert code == 75, printed
-    second, skipped = checkpoint.newest_valid(folder / "checkpoints")
+    second, skipped = store.newest_valid(folder / "checkpoints")
     assert first < second.step < 40 and not skipped
     assert tiny.events(folder, "done")[-1] == {
         "event": "done", "step": second.step, "reason": "preempted", "exit_code": 75

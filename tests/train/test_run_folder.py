@@ -13,7 +13,7 @@ import pytest
 
 from narrowgauge.errors import BusyError, ConfigError, StorageError
 from narrowgauge.train import storage
-from narrowgauge.train.config import TrainConfig, resolved
+from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from tests.processes import PYTHON, ROOT, as_nobody

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.cli import main
-from narrowgauge.diagnose import report
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import loop, switches
-from narrowgauge.train.config import replace
+from narrowgauge.report import page
+from narrowgauge.train import loop
+from narrowgauge.train.config import switch_syntax
+from narrowgauge.train.config.settings import replace
 from tests.train import tiny
 
 BACKWARD = ("grad_input", "grad_weight")
@@ -22,7 +23,7 @@ BACKWARD = ("grad_input", "grad_weight")
 @pytest.mark.parametrize(
     ("written", "layers", "recipe", "after", "products"),
     [
-        ("fp8-current@80%", "*", "fp8-current", Fraction(4, 5), switches.ALL),
+        ("fp8-current@80%", "*", "fp8-current", Fraction(4, 5), switch_syntax.ALL),
         ("bf16@82.5%:forward", "*", "bf16", Fraction(33, 40), ("output",)),
         ("bf16@240:backward", "*", "bf16", Fraction(240), BACKWARD),
         ("layers.[0-3].*=bf16@1:grad_weight", "layers.[0-3].*", "bf16", Fraction(1), ("grad_weight",)),
@@ -30,14 +31,14 @@ BACKWARD = ("grad_input", "grad_weight")
     ],
 )
 def test_an_entry_says_what_when_and_where(written, layers, recipe, after, products):
-    [entry] = switches.parse(written)
+    [entry] = switch_syntax.parse(written)
     assert (entry.layers, entry.recipe, entry.after, entry.products) == (layers, recipe, after, products)
 
 
 def test_a_share_is_of_the_steps_rounded_down():
-    [entry] = switches.parse("bf16@82%")
+    [entry] = switch_syntax.parse("bf16@82%")
     assert [entry.after_step(steps) for steps in (100, 10, 300, 7)] == [82, 8, 246, 5]
-    assert [entry.after_step(100) for entry in switches.parse("bf16@29%, bf16@58%")] == [
+    assert [entry.after_step(100) for entry in switch_syntax.parse("bf16@29%, bf16@58%")] == [
         29,
         58,
     ]  # floats would give 28, 57
@@ -138,7 +139,7 @@ def test_a_switch_is_told_everywhere(make, capsys):
     assert tiny.events(folder, "switch") == [{"event": "switch", **event}]
     assert json.loads((folder / "run.json").read_text("utf-8"))["switches"] == [event]
     assert 'switch = "fp8-row@50%:backward"' in (folder / "config.toml").read_text("utf-8")
-    assert "fp8-row@50%:backward from step 4 on" in report.write(folder).read_text("utf-8")
+    assert "fp8-row@50%:backward from step 4 on" in page.write(folder).read_text("utf-8")
 
 
 def test_other_steps_may_not_move_what_has_happened(make, before_step):

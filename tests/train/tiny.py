@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.diagnose.runs import read_metrics
-from narrowgauge.train import checkpoint
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.checkpoint import store
+from narrowgauge.train.config.settings import TrainConfig
 from tests.compare import bits
 
 WORDS = ["scale", "tile", "amax", "codes", "the", "of", "and", "a", "rounds", "stores", "narrow", "wide", "exact"]
@@ -55,7 +55,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every tensor of the newest checkpoint, with its dtype and shape."""
-    found, skipped = checkpoint.newest_valid(folder / "checkpoints")
+    found, skipped = store.newest_valid(folder / "checkpoints")
     assert found is not None and not skipped
     result = {
         "step": str(found.step),

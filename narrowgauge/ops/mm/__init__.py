@@ -11,7 +11,7 @@ Contract of `mm(lhs, rhs)`
 
 Products of decoded elements are exact; they are summed in float32 (FP8 tensor cores with fast_accumulate: about 14 bits).
 Where no narrow unit exists the operands are decoded to a float type that holds them exactly, so an emulated product differs
-from a native one by the order of summation only. On a GPU a kernel is taken only after it has proved itself there (proof.py).
+from a native one by the order of summation only. On a GPU a kernel is taken only after it has proved itself there (selfcheck.py).
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import compiled_kernel, native, native_block, native_mx, reference, triton_kernel
-from narrowgauge.ops.mm.proof import proven
+from narrowgauge.ops.mm import cpp, cublas, cublas_block, cublas_mx, definition, triton
+from narrowgauge.ops.mm.selfcheck import proven
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts
+from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
 
 KERNELS: Registry[MmSpec] = Registry("mm")
-KERNELS.register(proven(Kernel("native", native.refuse_scaled, native.run_scaled)))
-KERNELS.register(proven(Kernel("native-block", native_block.refuse, native_block.run)))
-KERNELS.register(proven(Kernel("native-mx", native_mx.refuse, native_mx.run)))
-KERNELS.register(proven(Kernel("native-int8", native.refuse_int8, native.run_int8)))
-KERNELS.register(Kernel("native-cpp", compiled_kernel.refuse, compiled_kernel.run))
-KERNELS.register(proven(Kernel("triton", triton_kernel.refuse, triton_kernel.run)))
-KERNELS.register(Kernel("reference", lambda spec: None, reference.run))
+KERNELS.register(proven(Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True)))
+KERNELS.register(proven(Kernel("native-block", cublas_block.refuse, cublas_block.run, by_torch=True)))
+KERNELS.register(proven(Kernel("native-mx", cublas_mx.refuse, cublas_mx.run, by_torch=True)))
+KERNELS.register(proven(Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True)))
+KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
+KERNELS.register(proven(Kernel("triton", triton.refuse, triton.run)))
+KERNELS.register(Kernel("reference", lambda spec: None, definition.run, by_torch=True))
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,19 @@ class Plan:
     expand: torch.dtype | None
 
 
-def plan(gemm: Gemm, device: torch.device, backend: str | None = None, expanded: bool = False) -> Plan:
+def plan(
+    gemm: Gemm, device: torch.device, backend: str | None = None, expanded: bool = False, hidden_by: str = ""
+) -> Plan:
     """Which kernel computes `gemm` on `device`, and in which form it wants its operands.
 
-    expanded  the operands hold decoded values already, which only the reference takes
+    expanded   the operands hold decoded values already, which only the reference takes
+    hidden_by  what hides their memory, see `addresses.wrapper`
     """
-    facts = device_facts(device.type, device.index)
+    facts = facts_of(device, hidden_by) if hidden_by else device_facts(device.type, device.index)
     choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
     if choice.kernel.name != "reference":
         return Plan(choice, None)
-    return Plan(choice, reference.compute_dtype((gemm.lhs, gemm.rhs), facts))
+    return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts))
 
 
 def mm(
@@ -76,7 +80,8 @@ def mm(
     lhs, rhs = (x if isinstance(x, QTensor) else high_precision(x, out_dtype) for x in (lhs, rhs))
     gemm = Gemm(lhs=_cast(lhs), rhs=_cast(rhs), fast_accumulate=fast_accumulate)
     expanded = any(isinstance(operand, QTensor) and operand.is_expanded for operand in (lhs, rhs))
-    choice = plan(gemm, lhs.device, backend, expanded).choice
+    hidden_by = wrapper(*(x.data if isinstance(x, QTensor) else x for x in (lhs, rhs)), bias)
+    choice = plan(gemm, lhs.device, backend, expanded, hidden_by).choice
     return choice.kernel.run(lhs, rhs, bias, out_dtype, fast_accumulate)
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.ops.noise import DeviceKey, Key
-from narrowgauge.ops.quantize import compiled_kernel, proof, reference, triton_kernel
+from narrowgauge.ops.quantize import cpp, definition, selfcheck, triton
 from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -37,16 +37,16 @@ def _in_torch(
     x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
 ) -> QTensor:
     made = noise if noise is None or isinstance(noise, Tensor) else noise.uniform(tuple(x.shape))
-    return reference.quantize(x, cast, amax, made, expand)
+    return definition.quantize(x, cast, amax, made, expand)
 
 
 KERNELS: Registry[Spec] = Registry("quantize")
-KERNELS.register(proof.proven("quantize", Kernel("triton", triton_kernel.refuse, triton_kernel.run), proof.check_one))
-KERNELS.register(Kernel("native-cpp", compiled_kernel.refuse, compiled_kernel.run))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_torch))
+KERNELS.register(selfcheck.proven("quantize", Kernel("triton", triton.refuse, triton.run), selfcheck.check_one))
+KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
+KERNELS.register(Kernel("reference", lambda spec: None, _in_torch, by_torch=True))
 
-tile_amax = reference.tile_amax
-calibrated_amax = reference.calibrated_amax
+tile_amax = definition.tile_amax
+calibrated_amax = definition.calibrated_amax
 
 
 @torch.no_grad()
@@ -100,4 +100,4 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
         raise ConfigError(
             f"dequantize: q is a {type(q).__name__} and dtype {dtype!r}; give a QTensor and a float dtype of torch."
         )
-    return reference.dequantize(q).to(dtype)
+    return definition.dequantize(q).to(dtype)

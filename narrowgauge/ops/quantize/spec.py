@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.noise import DeviceKey, Key
-from narrowgauge.ops.registry import Device, device_facts
+from narrowgauge.ops.random import DeviceKey, Key
+from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.recipe import Cast
 
 
@@ -39,9 +39,10 @@ class Spec:
         noise: Tensor | Key | DeviceKey | None = None,
         expand: torch.dtype | None = None,
     ) -> Spec:
-        kind: Literal["key", "tensor"] = "tensor" if isinstance(noise, Tensor) else "key"
+        given = noise if isinstance(noise, Tensor) else None
+        kind: Literal["key", "tensor"] = "key" if given is None else "tensor"
         return cls(
-            device_facts(x.device.type, x.device.index), x.dtype, (x.shape[0], x.shape[1]), cast,
+            device_of(x, amax, given), x.dtype, (x.shape[0], x.shape[1]), cast,
             None if noise is None else kind, amax is not None, expand,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.tasks.causal_lm import CausalTask
 from narrowgauge.train.tasks.classification import ClassificationTask
 from narrowgauge.train.tasks.seq2seq import Seq2SeqTask

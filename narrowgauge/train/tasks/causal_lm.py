@@ -11,10 +11,10 @@ from narrowgauge import data
 from narrowgauge.conversion import suspended
 from narrowgauge.data import IGNORED
 from narrowgauge.data.targets import shifted_labels
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.generate import continued, sample
+from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM
-from narrowgauge.train.objective import Batch
 from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.table_task import TableTask
 from narrowgauge.train.tasks.task import Feed

@@ -12,9 +12,9 @@ from transformers import AutoModelForSequenceClassification
 
 from narrowgauge import data
 from narrowgauge.errors import DataError
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import Kind, own_configuration
-from narrowgauge.train.objective import Batch, Objective
 from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.scores import Confusion
 from narrowgauge.train.tasks.table_task import TableTask

@@ -10,9 +10,9 @@ import torch
 
 from narrowgauge import data
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import SEQ2SEQ
-from narrowgauge.train.objective import Batch
 from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.table_task import TableTask
 

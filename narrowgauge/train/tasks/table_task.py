@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge import data
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import NO_CACHE, Batch, Objective
 from narrowgauge.train.model import Kind, check_sizes, pretrained
-from narrowgauge.train.objective import NO_CACHE, Batch, Objective
 from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.scores import perplexity
 from narrowgauge.train.tasks.task import Feed, Scorer

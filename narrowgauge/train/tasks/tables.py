@@ -19,9 +19,9 @@ import numpy as np
 
 from narrowgauge import data
 from narrowgauge.errors import ConfigError, DataError
-from narrowgauge.train.config import TrainConfig, resolved
+from narrowgauge.train.config.settings import TrainConfig, resolved
+from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import Kind, own_configuration
-from narrowgauge.train.objective import Batch
 from narrowgauge.train.tasks.task import Drawn
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out rows

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from narrowgauge.train.objective import Batch, Objective
+from narrowgauge.train.loss import Batch, Objective
 
 if TYPE_CHECKING:
     from rich.text import Text

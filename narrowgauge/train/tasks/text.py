@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge import data
-from narrowgauge.train.config import TrainConfig, resolved
+from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.generate import sample
+from narrowgauge.train.loss import NO_CACHE, Batch, Objective
 from narrowgauge.train.model import language_model
-from narrowgauge.train.objective import NO_CACHE, Batch, Objective
 from narrowgauge.train.tasks.task import Drawn, Scorer
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents

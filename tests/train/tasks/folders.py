@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
 
 COLOURS = ["red", "green", "blue", "grey"]
 THINGS = ["tile", "scale", "code", "amax", "row"]

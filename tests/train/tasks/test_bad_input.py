@@ -11,7 +11,7 @@ import transformers
 
 from narrowgauge.errors import ConfigError, DataError, NarrowgaugeError
 from narrowgauge.train import loop
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig
 from tests.train import tiny
 from tests.train.tasks import folders
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 import transformers
 
-from narrowgauge.auto import Decision, layers
+from narrowgauge import auto
+from narrowgauge.auto import Decision
 from narrowgauge.cli import main
 from narrowgauge.errors import ConfigError, NumericsError
-from narrowgauge.train import checkpoint, loop
-from narrowgauge.train.config import replace
+from narrowgauge.train import loop
+from narrowgauge.train.checkpoint import store
+from narrowgauge.train.config.settings import replace
 from tests.compare import assert_same
 from tests.train import tiny
 from tests.train.tasks import folders
@@ -57,7 +59,7 @@ def test_a_run_leaves_a_folder_that_transformers_loads(make, job):
     assert facts["task"] == config.task and padding["planned"]["positions"] <= padding["shuffled"]["positions"]
     steps = tiny.events(folder, "step")
     assert all(event["positions"] >= event["examples"] for event in steps)
-    best = checkpoint.load(folder / "best" / f"step-{min_step(evaluations, facts['best']):08}").tensors["weights"]
+    best = store.load(folder / "best" / f"step-{min_step(evaluations, facts['best']):08}").tensors["weights"]
     for name, tensor in model.state_dict().items():
         if name in best:
             assert_same(tensor, best[name].to(tensor.dtype))
@@ -77,7 +79,7 @@ def test_it_learns_and_the_report_tells(make, tmp_path):
     assert max(map(labels.count, labels)) / len(labels) < 0.8  # what always the same answer would reach
     assert evaluation["accuracy"] > 0.9 and evaluation["mcc"] > 0.8
     report = (folder / "report.html").read_text("utf-8")
-    assert re.search(r"<h2[^>]*>\s*Metrics", report) and re.search(r"<h2[^>]*>\s*Padding", report)
+    assert re.search(r"<h2[^>]*>\s*Metrics", report) and re.search(r'class="label">Padding<', report)
 
 
 def test_recipe_none_is_an_ordinary_float32_run(make):
@@ -204,7 +206,7 @@ def test_the_best_is_kept_and_exported_though_the_rotation_has_passed_it(make, m
     folder = Path(config.output)
     assert [path.name for path in (folder / "best").iterdir()] == ["step-00000002"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000004"]
-    assert same_weights(folder, checkpoint.load(folder / "best" / "step-00000002").tensors["weights"])
+    assert same_weights(folder, store.load(folder / "best" / "step-00000002").tensors["weights"])
 
 
 def test_best_none_exports_the_last(make):
@@ -212,7 +214,7 @@ def test_best_none_exports_the_last(make):
     assert loop.run(config) == 0
     folder = Path(config.output)
     assert not (folder / "best").exists()
-    assert same_weights(folder, checkpoint.newest_valid(folder / "checkpoints")[0].tensors["weights"])
+    assert same_weights(folder, store.newest_valid(folder / "checkpoints")[0].tensors["weights"])
 
 
 def same_weights(folder, weights):
@@ -293,7 +295,7 @@ def test_auto_knows_the_tokens_of_a_table(make, monkeypatch):
         asked.add(problem.tokens)
         return Decision(recipe="bf16", tokens=problem.tokens, how="measured", seconds={"bf16": 2.0})
 
-    monkeypatch.setattr(layers, "decide", decide)
+    monkeypatch.setattr(auto, "decide", decide)
     config = make("classification", recipe="auto", steps=1, micro_batches=2)
     assert loop.run(config) == 0
     facts = run_json(config)["data"]

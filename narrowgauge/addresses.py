@@ -1,0 +1,89 @@
+"""Where a tensor's numbers lie, for what reads memory by its address; and which tensors have no such place.
+
+A tensor of a class with a `__torch_dispatch__` of its own (DTensor, FakeTensor, FunctionalTensor) computes in its own way, and its memory
+is elsewhere or nowhere: `data_ptr()` is 0 or that of something else, and a kernel that is given it ends the process. The same holds
+inside torch.func's transforms, and while a mode makes tensors fake or traces them: then a kernel's own buffers are wrappers too.
+
+    wrapper     asked where kernels are chosen (`ops.registry`): those that read memory refuse, torch's operators compute
+    address     what every kernel takes addresses from, so that one that nobody refused raises instead of crashing
+    identity    to tell tensors apart by their memory, without reading it
+    holds_numbers   whether there is data to look at
+    cached      keeps constants, but never fake ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import BackendError
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+is_compiling = torch.compiler.is_compiling  # names of this module: asked at every call
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+_PLAIN = Tensor.__torch_dispatch__
+_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional: not what users define
+
+
+def wrapper(*tensors: Tensor | None) -> str:
+    """What hides the memory of these tensors, or of those made now: a class, a mode, or "" where nothing does. 0.2 us.
+
+    "" under torch.compile, which sees no kernel.
+    """
+    if is_compiling():
+        return ""
+    for x in tensors:
+        if x is not None and type(x).__torch_dispatch__ is not _PLAIN:
+            return type(x).__name__
+    if _modes():
+        for key in _TRACING:
+            if (mode := torch._C._get_dispatch_mode(key)) is not None:
+                return type(mode).__name__
+    return "transform of torch.func" if _transforms() else ""
+
+
+def refuse_wrappers(*tensors: object) -> None:
+    """Raises BackendError if one of them is a wrapper. For a kernel whose launcher takes the addresses itself."""
+    for x in tensors:
+        if isinstance(x, Tensor) and type(x).__torch_dispatch__ is not _PLAIN:
+            address(x)
+
+
+def address(x: Tensor | None) -> int:
+    """x's address for a kernel, 0 for None. Raises BackendError for a wrapper, and for a tensor with elements but no memory."""
+    if x is None:
+        return 0
+    found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
+    if found == 0 and x.numel():
+        raise BackendError(
+            f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, whose memory is elsewhere. "
+            "Pass plain tensors, or take the backend of plain torch."
+        )
+    return found
+
+
+def holds_numbers(x: Tensor) -> bool:
+    """False on meta and for fake tensors, which have a shape alone: what depends on their data cannot be decided."""
+    return not x.is_meta and not wrapper(x).startswith("FakeTensor")
+
+
+def cached(build: Callable[Given, Made]) -> Callable[Given, Made]:
+    """functools.cache for a function that makes constant tensors. A fake one, of which later calls could not compute, is not kept."""
+    keeping = cache(build)
+
+    @wraps(build)
+    def get(*given: Given.args, **named: Given.kwargs) -> Made:
+        return build(*given, **named) if wrapper() else keeping(*given, **named)  # type: ignore[arg-type]
+
+    return get
+
+
+def identity(x: Tensor) -> int:
+    """x's address; of a wrapper the object's own identity."""
+    return x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else id(x)

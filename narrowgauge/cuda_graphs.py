@@ -1,0 +1,407 @@
+"""A training step as CUDA graphs: what the host would launch one kernel after the other is started at once.
+
+    step = GraphedStep(model, optimizer, backward, clip=1.0)
+    for batch in micro_batches:
+        step.accumulate(batch)              forward and backward, one graph for each shape of a micro-batch; the weights' casts, one graph
+    loss, norm = step.readings().tolist()   clipping, one graph; the step's only synchronisation
+    step.update()                           optimizer, advance, gradients to zero: one graph
+
+The stop between readings and update is where a run ends before a number that is not finite has changed anything. All graphs share
+one pool of memory, and inputs are copied into tensors that stay where they are. A part runs in eager mode the first few times, on a
+stream of its own (these are steps like any other), and is captured then; what stays eager says so in `notes`. The step of
+`narrowgauge.optim` reads its numbers from memory, which the host fills ahead of each replay (`optim.cuda_graph`).
+
+Where a step has several micro-batches, a graph of its own casts the weights ahead of the first one, for those that follow cannot know
+whether they are it. The casts stay in memory from step to step, as they do in eager mode between two calls of `advance`. Random
+numbers of the device's default generator, so those of stochastic rounding and dropout, differ at every replay, since the graph is
+registered with it.
+
+Refused in words before anything runs (`refuse`): what reads from the host what the device computes, or is decided there in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.conversion import advance
+from narrowgauge.errors import BackendError, ConfigError
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.plan import StepCasts, WeightCache
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.clipping import clip_gradients
+from narrowgauge.optim.cuda_graph import ReplayedStep
+
+WARMUP = 3  # eager runs of a part before it is captured: libraries allocate and choose their kernels in the first ones
+MOST_SHAPES = 16  # captured; each keeps the activations of its micro-batch for as long as the run lasts
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one graph holds.
+
+    run             run(**inputs) in eager mode; the graph holds the same calls unless `record` makes others
+    record          what is captured in place of `run`
+    before_replay   ahead of each replay: fills the memory that its launches read
+    around_capture  ahead of a capture and after it
+    ready           whether it may be captured already
+    refuse          why it is not captured, a clause, or '': asked when its turn has come
+    """
+
+    run: Callable[..., None]
+    record: Callable[..., None] | None = None
+    before_replay: Callable[[], None] = lambda: None
+    around_capture: Callable[[], None] = lambda: None
+    ready: Callable[[], bool] = lambda: True
+    refuse: Callable[[], str] = lambda: ""
+
+
+def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: object | None = None) -> list[str]:
+    """Why a step of this model and optimizer cannot be CUDA graphs, a clause for each reason; [] if it can."""
+    reasons = []
+    if device.type != "cuda":
+        reasons.append(f"CUDA graphs need a CUDA device, the model is on {device}")
+    elif torch.version.hip is not None:
+        reasons.append("written for NVIDIA GPUs")
+    reasons += refuse_run(model, optimizer, scaler)
+    return reasons + (_refuse_uncapturable(optimizer) if device.type == "cuda" else [])
+
+
+def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -> list[str]:
+    """The reasons that lie in the choice of recipes and optimizer, not in the device."""
+    reasons = list(_refuse_recipes(model))
+    if isinstance(optimizer, NarrowOptimizer):
+        if optimizer.steps_in_backward:
+            reasons.append("the optimizer steps inside backward, before the gradient's norm is known")
+    elif not all("capturable" in group for group in optimizer.param_groups):
+        reasons.append(f"{type(optimizer).__name__} knows no capturable=True: it counts its steps on the host")
+    if scaler is not None:
+        reasons.append("a GradScaler decides on the host whether to step")
+    return reasons
+
+
+def _refuse_uncapturable(optimizer: Any) -> list[str]:
+    """What `make_capturable` would mend."""
+    kind = type(optimizer).__name__
+    able = [group for group in optimizer.param_groups if "capturable" in group]
+    if not all(group["capturable"] for group in able):
+        return [f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable"]
+    if not all(isinstance(group["lr"], Tensor) for group in able):
+        return [f"lr of {kind} is a number, which a graph would keep; call narrowgauge.cuda_graphs.make_capturable"]
+    return []
+
+
+def _refuse_recipes(model: nn.Module) -> Iterator[str]:
+    seen: set[str] = set()
+    for name, layer in model.named_modules():
+        recipe = layer.recipe if isinstance(layer, QLinear) else None
+        if recipe is None or recipe.name in seen:
+            continue
+        seen.add(recipe.name)
+        if recipe.steps():
+            yield f"recipe {recipe.name} (first in {name}) begins with steps that the host sets from the data"
+        if recipe.samples():
+            yield f"recipe {recipe.name} (first in {name}) lets the host decide after each step which products sample their rows"
+
+
+class Recorder(Protocol):
+    """What turns calls into graphs."""
+
+    def warm(self, call: Callable[[], None]) -> None:
+        """Runs it, so that a capture can follow."""
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Records it without running it; the result runs what was recorded. Raises RuntimeError if it cannot be recorded."""
+
+
+class CudaRecorder:
+    """CUDA graphs in one pool of memory.
+
+    generators  of CUDA besides the device's default one, from which a part draws
+    """
+
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+        self.device, self.generators = device, tuple(generators)
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def warm(self, call: Callable[[], None]) -> None:
+        with self._beside():
+            call()
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream of the captures, which autograd and the allocator then know, in order with the current one."""
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            yield
+        here.wait_stream(self.stream)
+
+
+@dataclass
+class _Recorded:
+    """One part of a step for inputs of one shape: run `runs` times in eager mode, then a graph with inputs in `static`."""
+
+    runs: int = 0
+    static: dict[str, Tensor] = field(default_factory=dict)
+    replay: Callable[[], None] | None = None
+
+
+class Graphs:
+    """The parts of a step, by name and shape of their inputs; each becomes a graph when it has run `warmup` times.
+
+    notes  what stays eager and why, a sentence each
+    """
+
+    def __init__(
+        self, recorder: Recorder, device: torch.device, warmup: int = WARMUP, most_shapes: int = MOST_SHAPES
+    ) -> None:
+        if warmup < 1 or most_shapes < 1:
+            raise ConfigError(f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.")
+        self.recorder, self.device, self.warmup, self.most_shapes = recorder, device, warmup, most_shapes
+        self.notes: list[str] = []
+        self._parts: dict[Any, _Recorded] = {}
+
+    def run(self, name: str, part: Part, inputs: Batch | None = None) -> None:
+        """The part with these inputs, eager or as its graph."""
+        inputs = inputs or {}
+        key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
+        recorded = self._parts.setdefault(key, _Recorded())
+        waits = recorded.runs < self.warmup or not part.ready()
+        if recorded.replay is None and (waits or self._stays_eager(name, part, key)):
+            recorded.runs += 1
+            moved = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
+            _copy(inputs, moved)
+            self.recorder.warm(lambda: part.run(**moved))
+            return
+        if recorded.replay is None:
+            recorded.static = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
+        _copy(inputs, recorded.static)
+        if recorded.replay is None:
+            recorded.replay = self._captured(name, part, recorded)
+        part.before_replay()
+        recorded.replay()
+
+    def _captured(self, name: str, part: Part, recorded: _Recorded) -> Callable[[], None]:
+        call = part.record or part.run
+        part.around_capture()
+        try:
+            return self.recorder.capture(lambda: call(**recorded.static))
+        except RuntimeError as error:
+            raise BackendError(
+                f"cuda graphs: {name} cannot be captured: {str(error).strip().splitlines()[0]} Something in it waits for the "
+                "device, or allocates where a graph may not. Train without --cuda-graph."
+            ) from error
+        finally:
+            part.around_capture()
+
+    def _stays_eager(self, name: str, part: Part, key: Any) -> bool:
+        """Whether this part, or another shape of it, may not be captured; a note says so once."""
+        if reason := part.refuse():
+            self._note(f"{name} stays eager", f": {reason}.")
+            return True
+        taken = sum(other[0] == name and each.replay is not None for other, each in self._parts.items())
+        if taken < self.most_shapes:
+            return False
+        shapes = ", ".join(f"{input} {list(shape)}" for input, shape, _ in key[1])
+        self._note(
+            f"{name}: more than {self.most_shapes} shapes of micro-batches, the others stay eager, such as ",
+            f"{shapes}. Lower length_buckets.",
+        )
+        return True
+
+    def _note(self, beginning: str, rest: str) -> None:
+        """Once for each beginning."""
+        if not any(each.startswith(beginning) for each in self.notes):
+            self.notes.append(beginning + rest)
+
+    def clear(self) -> None:
+        """Forgets all graphs: what they launch is out of date."""
+        self._parts.clear()
+
+    @property
+    def captured(self) -> dict[str, int]:
+        """Name of a part -> its graphs."""
+        found: dict[str, int] = {}
+        for (name, _), recorded in self._parts.items():
+            if recorded.replay is not None:
+                found[name] = found.get(name, 0) + 1
+        return found
+
+
+def _copy(inputs: Batch, targets: Mapping[str, Tensor]) -> None:
+    """Into tensors of the same names, without waiting for the device, which a copy from ordinary memory would."""
+    for name, target in targets.items():
+        value = inputs[name]
+        pinned = value.pin_memory() if target.is_cuda and not value.is_cuda else value
+        target.copy_(pinned, non_blocking=True)
+
+
+def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Lets torch's own optimizer keep its learning rate and steps on the device. Call it again after load_state_dict.
+
+    From then on the learning rate is changed with `group["lr"].fill_(value)`.
+    """
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(device)
+
+
+class GraphedStep:
+    """See the module.
+
+    backward  backward(**batch) -> the loss of a micro-batch, a scalar; it has called .backward() on it
+    clip      largest norm of the gradient; None: not clipped
+    optimizer of narrowgauge.optim, or one of torch's own after `make_capturable`. After its load_state_dict call `renew`
+    warmup    eager runs of each part before it is captured
+
+    Raises ConfigError, with every reason, for what `refuse` names. Gradients become tensors that stay; other code must not set
+    them to None. Calls with tensors on another device copy them; `accumulate` neither waits nor reads.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        backward: Callable[..., Tensor],
+        *,
+        clip: float | None = None,
+        warmup: int = WARMUP,
+        most_shapes: int = MOST_SHAPES,
+        generators: Iterable[torch.Generator] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        device = next(model.parameters()).device
+        reasons = refuse(model, optimizer, device) if recorder is None else []
+        if reasons:
+            raise ConfigError(f"cuda graphs: {'; '.join(reasons)}. Train without them, or change that.")
+        self.model, self.optimizer, self.clip = model, optimizer, float("inf") if clip is None else clip
+        self.device = device
+        self.graphs = Graphs(recorder or CudaRecorder(device, generators), device, warmup, most_shapes)
+        if isinstance(optimizer, NarrowOptimizer) and optimizer.casting is not None:
+            optimizer.cast_weights(None)
+            self.graphs.notes.append("update: the optimizer's step casts no weights any more; graphs cast them.")
+        self._backward = backward
+        self._loss = torch.zeros((), device=device)
+        self._readings = torch.zeros(2, device=device)
+        self._replayed = self._replayable()
+        self._casts: dict[QLinear, WeightCache] = {}
+        self._taken, self._usual = 0, 0  # micro-batches of this step, and of the one before
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def accumulate(self, batch: Batch) -> None:
+        """Forward and backward of a micro-batch; its gradients and loss are added to those of the step."""
+        if self._taken == 0 and (self._casts or self._shares_casts()):  # once recorded, graphs read them in every step
+            self.graphs.run("casts of the weights", Part(lambda: None, self._cast_weights))
+        self._taken += 1
+        part = Part(self._forward_and_backward, around_capture=self._forget, ready=self._may_record)
+        self.graphs.run("forward and backward", part, batch)
+
+    def readings(self) -> Tensor:
+        """Clips; [2] on the device: the loss and the norm that the gradient had. The tensor is that of every step."""
+        self.graphs.run("clipping", Part(self._clip))
+        return self._readings
+
+    def update(self) -> None:
+        """Optimizer, `advance`, gradients and loss to zero."""
+        replayed = self._replayed
+        if replayed is None:
+            part = Part(self._update)
+        else:
+            part = Part(self._update, self._record_update, replayed.before_replay, refuse=replayed.refuse)
+        self.graphs.run("update", part)
+        self._end()
+
+    def discard(self) -> None:
+        """Gradients and loss to zero without a step."""
+        self._clear()
+        self._end()
+
+    def renew(self) -> None:
+        """After a change of the model, such as another recipe of a layer: everything is warmed up and captured anew."""
+        self.graphs.clear()
+        self._casts = {}
+        self._replayed = self._replayable()
+        self._forget()
+
+    def _replayable(self) -> ReplayedStep | None:
+        """Its memory must not be that of a capture."""
+        return self.optimizer.replayable() if isinstance(self.optimizer, NarrowOptimizer) else None
+
+    def _shares_casts(self) -> bool:
+        """Whether a step has several micro-batches, and layers whose casts serve them all."""
+        return self._usual > 1 and any(layer.keeps_casts for layer in self._layers())
+
+    def _layers(self) -> list[QLinear]:
+        return [layer for layer in self.model.modules() if isinstance(layer, QLinear)]
+
+    def _may_record(self) -> bool:
+        """Not before it is known how many micro-batches a step has, and where the casts lie that they shall read."""
+        return self._usual > 0 and (bool(self._casts) or not self._shares_casts())
+
+    def _cast_weights(self) -> None:
+        """Recorded alone: until then the first micro-batch casts, and the others find it, as in eager mode."""
+        self._casts = {layer: StepCasts(casts=layer.cast_weight().casts) for layer in self._layers()}
+
+    def _forward_and_backward(self, **batch: Tensor) -> None:
+        for layer, casts in self._casts.items():
+            layer.take_casts(casts)
+        try:
+            self._loss += self._backward(**batch).detach()
+        finally:
+            for layer in self._casts:
+                layer.empty_cache(keep=True)
+
+    def _clip(self) -> None:
+        norm = clip_gradients(self._parameters, self.clip)
+        self._readings.copy_(torch.stack((self._loss, norm.to(self._loss.dtype))))
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        advance(self.model)
+        self._clear()
+
+    def _record_update(self) -> None:
+        assert self._replayed is not None
+        self._replayed.capture()
+        advance(self.model)
+        self._clear()
+
+    @torch.no_grad()
+    def _clear(self) -> None:
+        torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
+        self._loss.zero_()
+
+    def _end(self) -> None:
+        """Of a step."""
+        self._taken, self._usual = 0, self._taken
+        self._forget()
+
+    def _forget(self) -> None:
+        """What lies in the host's memory of the last weights and inputs: a replay changes them behind its back."""
+        for layer in self._layers():
+            layer.end_step()

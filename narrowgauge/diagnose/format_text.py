@@ -1,0 +1,110 @@
+"""Numbers as a reader likes them: units, true minus signs, no more digits than carry meaning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+PERCENT = "\N{NO-BREAK SPACE}%"  # so that no line breaks before the sign
+
+
+def decimals(*values: float | None) -> int:
+    """Places after the point that show two digits of the smallest value that is not zero: 4 to 7."""
+    sizes = [abs(value) for value in values if value and math.isfinite(value)]
+    return min(max(4, 1 - math.floor(math.log10(min(sizes)))), 7) if sizes else 4
+
+
+def signed(value: float | None, places: int = 4) -> str:
+    """With its sign, a true minus, and no sign before zero."""
+    if value is None or not math.isfinite(value):
+        return "not known"
+    text = true_minus(f"{value:+.{places}f}")
+    return text if any(digit in text for digit in "123456789") else text[1:]
+
+
+def true_minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def count(value: float) -> str:
+    """1,234,567; text is passed through."""
+    return f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else str(value)
+
+
+def plural(value: float, noun: str) -> str:
+    """'1 step', '300 steps'."""
+    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
+
+
+def rounded(value: float) -> str:
+    """3.2 million: three digits and a word."""
+    for unit, word in ((1e12, " trillion"), (1e9, " billion"), (1e6, " million")):
+        if value >= unit:
+            return f"{value / unit:.3g}{word}"
+    return count(value)
+
+
+def size_parts(value: float) -> tuple[str, str]:
+    """Bytes as ("1.25", "GiB")."""
+    for unit, word in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return (f"{value / unit:.3g}" if value < 1000 * unit else f"{value / unit:,.0f}"), word
+    return f"{value:.0f}", "bytes"
+
+
+def size(value: float) -> str:
+    """Bytes as '1.25 GiB'."""
+    return " ".join(size_parts(value))
+
+
+def duration(seconds: float) -> str:
+    """'12.3 s', '4 min 05 s', '3 h 07 min'."""
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def loss_value(value: float) -> str:
+    """Four places, 'NaN' and 'infinite' in words."""
+    return true_minus(f"{value:.4f}") if math.isfinite(value) else "NaN" if math.isnan(value) else "infinite"
+
+
+def perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if math.isfinite(loss) and loss < 30 else "–"
+
+
+def percent(share: float | None) -> str:
+    """A share as percent: three digits, '0' only for exactly none, '< 0.0001' for less than shown."""
+    if share is None or not math.isfinite(share):
+        return "–"
+    value = 100 * share
+    if value == 0:
+        return f"0{PERCENT}"
+    if value < 0.0001:
+        return f"<\N{NO-BREAK SPACE}0.0001{PERCENT}"
+    return f"{value:.{max(0, min(4, 2 - math.floor(math.log10(value))))}f}{PERCENT}"
+
+
+def magnitude(value: float | None) -> str:
+    """'1.23 × 10⁻⁵' without a break, or plainly where that is short."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return loss_value(value)
+    if value == 0 or 0.001 <= abs(value) < 10000:
+        return true_minus(f"{value:.4g}")
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{true_minus(mantissa)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10{superscript(int(exponent))}"
+
+
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def superscript(value: int) -> str:
+    return str(value).translate(SUPERSCRIPTS)
+
+
+def elsewhere(recipes: Mapping[str, str]) -> str:
+    """The layers whose recipe is not the run's: " with bf16 in lm_head"."""
+    return " with " + ", ".join(f"{recipe} in {pattern}" for pattern, recipe in recipes.items()) if recipes else ""

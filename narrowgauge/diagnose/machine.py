@@ -1,0 +1,119 @@
+"""What this machine computes natively, what it emulates, and why: the text of `narrowgauge info`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from narrowgauge import __version__, recipes
+from narrowgauge.ops.mm import plan
+from narrowgauge.ops.mm.selfcheck import VERDICTS
+from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.selfcheck import BOOK
+from narrowgauge.recipe import Gemm, Recipe
+
+
+def info() -> str:
+    """The machine, and for each recipe and device which of its products run natively, which emulated, and why."""
+    lines = [f"narrowgauge {__version__}, torch {torch.__version__}, Python {platform.python_version()}", ""]
+    for device in _devices():
+        lines += [_headline(device), ""]
+        width = max(map(len, recipes.names()))
+        lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
+        lines += [*_proofs(device), ""]
+    lines.append(_compiler_words())
+    return "\n".join(lines)
+
+
+def processor_name() -> str:
+    """The CPU's name as the kernel gives it, e.g. "AMD EPYC"."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch.compile takes for the CPU: $CXX, or g++ (clang++ on a Mac); None if it is not there."""
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return name if shutil.which(name) else None
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton takes for its launchers: $CC, gcc or clang; None if there is none."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    return next((name for name in names if shutil.which(name)), None)
+
+
+def _devices() -> list[torch.device]:
+    cuda = [
+        torch.device("cuda", index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    return [*cuda, torch.device("cpu")]
+
+
+def _headline(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+        return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {total:.0f} GiB"
+    facts = device_facts("cpu", None)
+    has = [name for name, there in (("bfloat16", facts.bf16_gemm), ("int8 (VNNI)", facts.int8_gemm)) if there]
+    units = f"fast {' and '.join(has)} GEMM" if has else "no fast bfloat16 or int8 GEMM"
+    return f"cpu: {processor_name()}, {threads_words()}, {torch.backends.cpu.get_cpu_capability()}, {units}"
+
+
+def threads_words() -> str:
+    """ "1 thread" or "2 threads", of this process."""
+    count = torch.get_num_threads()
+    return f"{count} thread" + ("s" if count != 1 else "")
+
+
+def _proofs(device: torch.device) -> list[str]:
+    """What the kernels' proofs on this device found; they were made for the table above if not before."""
+    books = (*VERDICTS.items(), *BOOK.items())
+    found = [verdict for key, verdict in books if key[-1] == device.index]
+    if not found:
+        return []
+    right = [verdict for verdict in found if verdict.reason is None]
+    worst = max((verdict.worst for verdict in right), default=0.0)
+    return [
+        "",
+        f"  Checked here against the definition: {len(right)} of {len(found)} kernels and casts are right (largest error "
+        f"{worst:.0%} of what is allowed), in {sum(verdict.elapsed_s for verdict in found):.1f} s.",
+    ]
+
+
+def _verdict(recipe: Recipe, device: torch.device) -> str:
+    parts: dict[str, list[str]] = {}
+    for name, gemm in recipe.gemms().items():
+        parts.setdefault(_product(gemm, device), []).append(name)
+    if len(parts) == 1:
+        return next(iter(parts))
+    return "; ".join(f"{', '.join(names)}: {words}" for words, names in parts.items())
+
+
+def _product(gemm: Gemm, device: torch.device) -> str:
+    how = plan(gemm, device)
+    if gemm == Gemm():
+        is_native = how.expand != torch.float32
+        return "native" if is_native else "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
+    if how.expand is None:
+        return "Triton" if how.choice.kernel.name == "triton" else "native"
+    dtype = str(how.expand).removeprefix("torch.")
+    return f"emulated exactly in {dtype}" + (f": {'; '.join(how.choice.reasons)}" if how.choice.reasons else "")
+
+
+def _compiler_words() -> str:
+    found = cpp_compiler()
+    if found:
+        return f"C++ compiler: {found}. --compile can fuse casts on the CPU."
+    return "C++ compiler: none. Training on the CPU works; --compile does not, and casts are not fused there."

@@ -1,0 +1,94 @@
+"""What a module computes, found out by trying: one of the kinds of `ops.norm_act`, or in words why not.
+
+It is called on random numbers, in float32 and without gradients, and its result compared with the definition (relative to its size,
+to 1e-5; small inputs among them, so that the constant under the root of a norm shows). Of an MLP the Linears are taken out meanwhile
+and replaced by tensors that are known, so its width costs nothing. It is tried as it trains, so that a dropout of its own shows.
+Generators and modes stay as they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.addresses import holds_numbers
+from narrowgauge.ops.norm_act import Kind, definition
+from narrowgauge.ops.norm_act.spec import Name
+
+NEAR = 1e-5
+
+
+def kind_of(module: nn.Module) -> Kind | str:
+    """Of a norm or an activation."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, nn.Parameter) and weight.ndim == 1:
+        return _norm(module, weight)
+    if any(True for _ in module.parameters()) or any(True for _ in module.children()):
+        return f"a {type(module).__name__} is neither a norm nor an activation"
+    x = torch.linspace(-6, 6, 97)[None]
+    names: tuple[Name, ...] = ("gelu", "gelu-tanh")
+    for name in names:
+        if _is(module, Kind(name), (x,), x):
+            return Kind(name)
+    return f"a {type(module).__name__} is no GELU"
+
+
+def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
+    if not holds_numbers(weight):
+        return "its weights have no numbers, on meta or fake"
+    bias = getattr(module, "bias", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float):
+        return f"a {type(module).__name__} does not say its eps"
+    kind = Kind("rms-norm" if bias is None else "layer-norm", eps)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0], [1e-2]])
+    x = x.to(weight.device) + (0.1 if bias is not None else 0.0) * x.abs().amax(1, keepdim=True).to(weight.device)
+    parameters = (weight.detach(),) if bias is None else (weight.detach(), bias.detach())
+    return kind if _is(module, kind, (x, *parameters), x) else f"a {type(module).__name__} computes something else"
+
+
+def gated(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
+    """Of an MLP: whether what its third Linear reads is silu of the first one's output times the second one's."""
+    generator = torch.Generator().manual_seed(0)
+    g, u = (4 * torch.randn(3, 5, generator=generator) for _ in range(2))
+    kept = {name: mlp._modules[name] for name in (gate, up, down)}
+    try:
+        mlp._modules.update({gate: _Gives(g), up: _Gives(u), down: nn.Identity()})
+        same = _is(mlp, Kind("swiglu"), (g, u), torch.zeros(3, 5))
+    finally:
+        mlp._modules.update(kept)
+    return Kind("swiglu") if same else f"a {type(mlp).__name__} does not multiply silu({gate}) by {up}"
+
+
+class _Gives(nn.Module):
+    """A Linear that is known to give this."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def forward(self, x: Any) -> Tensor:
+        return self.tensor
+
+
+@torch.no_grad()
+def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -> bool:
+    devices = [x.device] if x.is_cuda else []
+    modes = [(each, each.training) for each in module.modules()]
+    module.train()
+    with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
+        try:
+            found = module.forward(x)
+        except Exception:  # whatever it wants, it is not this
+            return False
+        finally:
+            for each, training in modes:
+                each.training = training
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        return False
+    expected = definition.value(kind, tensors).to(torch.float32)
+    size = expected.abs().amax(-1, keepdim=True)
+    return bool(((found.to(torch.float32) - expected).abs() <= NEAR * size).all())

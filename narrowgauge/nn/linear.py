@@ -1,0 +1,418 @@
+"""The Linear that a user touches: `linear`, a function, and QLinear, an nn.Linear whose products follow a recipe.
+
+Autocast decides the type of the output, as it does for nn.Linear; operands are cast from the tensors as they come. The products
+themselves are in operands.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import recipes
+from narrowgauge.addresses import wrapper
+from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.nn import operands, straight_through
+from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.learned_step import LearnedSteps, RowSampling
+from narrowgauge.nn.operands import Products
+from narrowgauge.nn.plan import Observer, Plans, Settings, WeightCache
+from narrowgauge.nn.straight_through import StraightThrough, steps_from_data
+from narrowgauge.ops.quantize.amax_state import AmaxWindow
+from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.recipe import Cast, Recipe
+
+__all__ = ["Observer", "QLinear", "WeightCache", "linear"]
+
+# Submodules that recipes add -> what they hold, in words.
+_ADDED = {"scaling": "amax windows", "steps": "learned steps", "sampling": "readings of the sampler"}
+PATIENCE = 16  # optimizer steps without `advance` before a warning
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """x [..., K] @ weight [N, K].T + bias [N] -> [..., N], differentiable in all three, by `recipe`.
+
+    For recipes without memory; delayed scaling, learned steps and sampling need a QLinear, which holds their state. The result
+    has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with memory.
+    """
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with narrowgauge.recipes.get."
+        )
+    _check(x, weight, bias)
+    if recipe.has_memory:
+        raise ConfigError(
+            f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
+            "Use narrowgauge.QLinear, or convert the model."
+        )
+    return _apply(
+        x,
+        weight,
+        bias,
+        Settings(recipe, Plans.of(recipe, x.device, wrapper(x, weight)), _out_dtype(x)),
+        (None, None, None),
+    )
+
+
+class QLinear(nn.Linear):
+    """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time, to a Recipe, its name, or None.
+
+    Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
+    anew. `observer` sees every operand in eager mode (see `Observer`).
+    Loading a state without any of the recipe's own (amax windows, learned steps) leaves that as it is, and warns once; one that
+    has a part of it must have all; of another recipe's, a warning says what to do.
+    `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
+    `decision` is what recipe "auto" decided for the layer (narrowgauge.auto.Decision), None where it did not.
+    """
+
+    scaling: nn.ModuleDict | None
+    steps: LearnedSteps | None
+    sampling: RowSampling | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._become(recipe)
+
+    @classmethod
+    def adopt(cls, module: nn.Linear, recipe: Recipe | str | None) -> QLinear:
+        """Turns an nn.Linear into a QLinear in place: its identity, parameters, hooks and users stay the same."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module._become(recipe)
+        return module
+
+    def _become(self, recipe: Recipe | str | None) -> None:
+        self.observer: Observer | None = None
+        self.is_suspended = False
+        self.reason = ""
+        self.decision: object | None = None
+        self._cache: WeightCache | None = None
+        self._stepped: Stepped | None = None
+        self._shared: SharedInputs | None = None
+        self._written = (0, 0)
+        self._recipe: Recipe | None = None
+        self._plans: tuple[torch.device, str, Plans] | None = None
+        self.scaling = self.steps = self.sampling = None
+        self.recipe = recipe
+
+    def follow_step(self, stepped: Stepped | None) -> None:
+        """Takes its weight's cast from what the optimizer's step leaves (see `optim.precast_weights`); None: no longer."""
+        self._stepped = stepped
+
+    def follows(self, stepped: Stepped | None) -> bool:
+        """Whether it was told so of this one last."""
+        return self._stepped is stepped
+
+    def step_cast(self) -> tuple[Cast | None, str]:
+        """(the cast that the optimizer's step could leave for it, '') or (None, why none, a clause)."""
+        if self._recipe is None:
+            return None, "an ordinary Linear"
+        return operands.step_cast(self._recipe, self._planned(self.weight.device))
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | str | None) -> None:
+        if isinstance(recipe, str):
+            recipe = recipes.get(recipe)
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise ConfigError(
+                f"QLinear.recipe is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names."
+            )
+        self._recipe = recipe
+        self.reason, self.decision = "", None
+        self._plans, self._written = None, (0, 0)
+        self.empty_cache()
+        with torch.inference_mode(False):  # what inference mode makes cannot be trained later
+            self._renew_windows(recipe)
+            self._renew_state(recipe)
+
+    def _renew_windows(self, recipe: Recipe | None) -> None:
+        windows = {} if recipe is None else recipe.windows()
+        self.scaling = nn.ModuleDict(
+            {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
+        ) if windows else None  # fmt: skip
+
+    def _renew_state(self, recipe: Recipe | None) -> None:
+        """Learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.
+
+        New ones train if the weight does: a layer that was frozen before stays frozen as a whole.
+        """
+        steps = {} if recipe is None else recipe.steps()
+        if self.steps is not None and self.steps.settings == steps:
+            self.steps.reset_parameters()
+        else:
+            self.steps = LearnedSteps(steps, self.weight.device) if steps else None
+            if self.steps is not None:
+                self.steps.requires_grad_(self.weight.requires_grad)
+        samples = {} if recipe is None else recipe.samples()
+        self.sampling = RowSampling(samples, self.weight.device) if samples else None
+
+    def empty_cache(self, keep: bool = False) -> None:
+        """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does).
+
+        What the optimizer's step left of the cast stays with keep=True: it is of the weight as it is now, if that is unchanged.
+        """
+        self._cache = WeightCache() if keep or self._cache is not None else None
+        if not keep and self._stepped is not None:
+            self._stepped.forget()
+
+    def end_step(self) -> None:
+        """What the end of a step is for every layer, whatever its recipe: nothing made of the weight or of an input is kept."""
+        self.empty_cache(keep=True)
+        if self._shared is not None:
+            self._shared.clear()
+        self._written = (0, 0)
+
+    def cast_weight(self) -> WeightCache:
+        """The casts of its weight that serve a whole optimizer step, made now; empty where `keeps_casts` is false."""
+        cache = WeightCache()
+        if self.keeps_casts:
+            settings = replace(self.settings(self.weight), cache=cache)
+            with torch.no_grad():
+                if settings.recipe.backward == "straight-through":
+                    straight_through.cast_weight(self.weight, settings)
+                else:
+                    operands.cast_weight(self.weight, self.live("w"), settings)
+        return cache
+
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether a cast of its weight serves a whole optimizer step, and could be made before the first input is seen."""
+        recipe = self._recipe
+        if recipe is None or self.is_suspended or self.steps is not None:
+            return False
+        return any(operands.serves_a_step(gemm.rhs, gemm.rotate) for gemm in (recipe.output, recipe.grad_input))
+
+    def take_casts(self, casts: WeightCache) -> None:
+        """Computes with these casts of its weight until the next `empty_cache`."""
+        self._cache = casts
+
+    def share_inputs(self, shared: SharedInputs | None) -> None:
+        """From now on casts of x are shared with the layers that were given the same `shared`; None: with no one."""
+        self._shared = shared
+
+    @property
+    def shared_inputs(self) -> SharedInputs | None:
+        return self._shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._recipe is None or self.is_suspended:
+            return super().forward(x)
+        weight, bias = self.weight, self.bias
+        _check(x, weight, bias)
+        lives: tuple[Tensor | None, ...] = (self.live("x"), self.live("w"), self.live("gy"))
+        shared = None if torch.compiler.is_compiling() else self._shared
+        settings = self.settings(x)
+        if self._recipe.has_memory and settings.records and settings.grads and not torch.compiler.is_compiling():
+            self._expect_advance(weight)
+        if shared is not None:
+            settings = replace(settings, share=shared.of(x, self), gradients=shared.gradients)
+        if self._recipe.backward == "straight-through":
+            lives, settings = self._straight_through(x, weight, settings)
+        try:
+            return _apply(x, weight, bias, settings, lives)
+        finally:
+            if settings.share is not None:
+                settings.share.close()
+
+    def _expect_advance(self, weight: Tensor) -> None:
+        """Warns, once, of a training loop without `advance`: the weight is written again and again, and no step ends."""
+        if weight.is_inference():
+            return
+        version, count = self._written
+        if weight._version != version:
+            self._written = weight._version, count + 1
+            if count == PATIENCE:
+                assert self._recipe is not None
+                warnings.warn(
+                    f"{self._recipe.name}: in {PATIENCE} optimizer steps narrowgauge.advance was not called, so that its {self._memory()} "
+                    "stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
+                    stacklevel=3,
+                )
+
+    def _added(self, name: str) -> dict[str, Tensor]:
+        """The state of one of the submodules that recipes add; empty where this one does not."""
+        module = getattr(self, name, None)
+        return {} if module is None else module.state_dict()
+
+    def _memory(self) -> str:
+        """What the recipe remembers, in words."""
+        return ", ".join(words for name, words in _ADDED.items() if getattr(self, name, None) is not None)
+
+    @staticmethod
+    def _words(keys: set[str], prefix: str) -> str:
+        """What entries of a state dict hold, in words."""
+        return ", ".join(
+            words for name, words in _ADDED.items() if any(key.startswith(f"{prefix}{name}.") for key in keys)
+        )
+
+    def settings(self, x: Tensor) -> Settings:
+        """What its products need for an input like x, but for the casts that it shares with other layers."""
+        assert self._recipe is not None
+        compiling = torch.compiler.is_compiling()
+        return Settings(
+            self._recipe,
+            Plans.of(self._recipe, x.device)
+            if compiling
+            else self._planned(x.device, wrapper(x, self._parameters.get("weight"))),
+            _out_dtype(x),
+            self.training,
+            compiling or torch.is_grad_enabled(),
+            None if compiling else self._cache,
+            None if compiling else self.observer,
+            stepped=None if compiling else self._stepped,
+        )
+
+    def live(self, role: str) -> Tensor | None:
+        """What the window of a role ("x", "w" or "gy") holds of this step (see `delayed`); None without one."""
+        window = self.window(role)
+        return None if window is None else window.live
+
+    def window(self, role: str) -> AmaxWindow | None:
+        """The amax window of a role ("x", "w" or "gy"); None without one."""
+        if self.scaling is None or role not in self.scaling:
+            return None
+        window = self.scaling[role]
+        assert isinstance(window, AmaxWindow)
+        return window
+
+    def _straight_through(
+        self, x: Tensor, weight: Tensor, settings: Settings
+    ) -> tuple[tuple[Tensor | None, ...], Settings]:
+        """The tensors and settings of a straight-through recipe: the two steps and the readings of the sampler."""
+        steps, sampling = self.steps, self.sampling
+        variance = None if sampling is None or not self.training else sampling.variance
+        settings = replace(
+            settings,
+            is_cold=steps is not None and steps.is_cold,
+            steps_version=() if steps is None or settings.cache is None else steps.version(),
+            sampled=() if sampling is None else sampling.active,
+        )
+        if steps is None:
+            return (None, None, variance), settings
+        fresh = {}
+        if steps.is_cold:
+            fresh = steps_from_data(steps, _rows(x), weight, settings.recipe, writes=self.training)
+        x_step, w_step = (
+            fresh[role] if role in fresh and not self.training else steps.get(role) for role in ("x", "w")
+        )
+        return (x_step, w_step, variance), settings
+
+    def train(self, mode: bool = True) -> QLinear:
+        """As ever; and `eval`, or a change of mode, forgets the quantized weight, since averaged weights are swapped in around it."""
+        if mode != self.training or not mode:
+            self.empty_cache()
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QLinear:
+        """model.to(...), and all that moves or converts the weight: its casts are made anew."""
+        super()._apply(fn, recurse)
+        self.empty_cache()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As ever; but what a recipe added to the layer is not missing where it was saved without, and another's is told."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if not self.weight.is_meta and any(each.is_meta for name in _ADDED for each in self._added(name).values()):
+            self.steps = None  # what `assign=True` leaves on meta has no numbers: made anew where the weight is now
+            self._renew_windows(self._recipe)
+            self._renew_state(self._recipe)
+        own = {f"{prefix}{name}.{key}": value for name in _ADDED for key, value in self._added(name).items()}
+        given = {key for key in state_dict if key.startswith(tuple(f"{prefix}{name}." for name in _ADDED))}
+        recipe = None if self.recipe is None else self.recipe.name
+        if own and f"{prefix}weight" in state_dict and not given:
+            state_dict.update(own)  # a copy that load_state_dict made
+            warnings.warn(
+                f"load_state_dict: what is loaded has no {self._memory()} for recipe {recipe!r}: it was saved before the model was "
+                "converted, or with another recipe. They stay as they are: of a model just converted they begin with the data of the "
+                "next steps. Where they are of other weights, convert again.",
+                stacklevel=2,
+            )
+        elif given - own.keys():  # torch raises or, not strict, leaves them out: which it is, it does not say here
+            warnings.warn(
+                f"load_state_dict: what is loaded was saved with another recipe than {recipe!r}, which has no place for "
+                f"{self._words(given - own.keys(), prefix)}. Convert the model as the one that was saved was, load, and convert again to "
+                f"{recipe!r}; or leave out what belongs to recipes with strict=False.",
+                stacklevel=2,
+            )
+
+    def _planned(self, device: torch.device, hidden_by: str = "") -> Plans:
+        assert self._recipe is not None
+        if self._plans is None or self._plans[:2] != (device, hidden_by):
+            self._plans = (device, hidden_by, Plans.of(self._recipe, device, hidden_by))
+        return self._plans[2]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
+        return self.__dict__ | {"_cache": None, "_stepped": None, "observer": None, "_plans": None}
+
+
+def _out_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64:  # no autocast there; and as nn.Linear, it leaves float64 alone
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuses in words what the products would compute wrongly or stumble over."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise ConfigError(
+            "linear: a recipe has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute inside "
+            "`with narrowgauge.suspended(model):`."
+        )
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS or tensor.layout != torch.strided:
+            kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ShapeError(
+                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. "
+                f"Convert it first."
+            )
+        if tensor.device != x.device:
+            raise ShapeError(f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.")
+    if weight.ndim != 2:
+        raise ShapeError(f"linear: weight is {list(weight.shape)}; it must be [out_features, in_features].")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ShapeError(
+            f"linear: x is {list(x.shape)}, weight {list(weight.shape)}; the last axis of x must be {weight.shape[1]}."
+        )
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
+        raise ShapeError(
+            f"linear: bias is {list(bias.shape)}, weight {list(weight.shape)}; bias must be [{weight.shape[0]}]."
+        )
+
+
+def _apply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
+) -> Tensor:
+    function = StraightThrough if settings.recipe.backward == "straight-through" else Products
+    y = function.apply(_rows(x), weight, bias, settings, *lives)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as [T, K]. K may be 0, where -1 for T would have no meaning."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

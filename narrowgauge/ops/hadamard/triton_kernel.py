@@ -1,0 +1,107 @@
+"""Rotation, encoding, packing and mask of 4-bit products in one pass over x, for a scale that is known.
+
+    y = x diag(signs) H       codes = encode(y / scale)       bits = |y / scale| <= largest
+
+A program takes ROWS x COLUMNS elements, as [ROWS * COLUMNS / SIZE, SIZE] times a matrix of SIZE, which is H without its factor: +1 and
+-1, and zeros between blocks smaller than the 16 that a product takes. Tensor cores multiply 16-bit numbers by these exactly and
+add in float32; float32 numbers are cut into three bfloat16 that sum to them, and make three products (PIECES). The factor
+1 / sqrt(ORDER) comes last, so that orders of 4, 16 and 64 have the reference's bits wherever its sums are exact; else the two differ
+by the order of summation.
+"""
+
+import triton
+import triton.language as tl
+
+from narrowgauge.ops.quantize.triton_transpose import place_of_program
+from narrowgauge.ops.triton.elements import encode, pack
+from narrowgauge.ops.triton.scales import divided, divisor
+
+
+@triton.jit
+def _signs_of_h(ORDER: tl.constexpr, SIZE: tl.constexpr):
+    """(-1) ** popcount(i & j) within blocks of ORDER, 0 between them; float32 [SIZE, SIZE]."""
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    parity = i & j & (ORDER - 1)
+    parity = parity ^ (parity >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = parity ^ (parity >> 1)
+    return tl.where(i // ORDER == j // ORDER, 1.0 - 2.0 * (parity & 1).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _product(values, signs, total, C: tl.constexpr):
+    """total + values @ signs: values in 16 bits, signs of +1, -1 and 0, total float32."""
+    if C.interpreted:
+        total += tl.dot(values.to(tl.float32), signs)
+    else:
+        total = tl.dot(values, signs.to(values.dtype), total, out_dtype=tl.float32)
+    return total
+
+
+@triton.jit
+def _turned(values, C: tl.constexpr, ORDER: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr):
+    """values [n, SIZE] times H, float32."""
+    signs = _signs_of_h(ORDER, SIZE)
+    total = tl.zeros(values.shape, tl.float32)
+    if PIECES == 1:
+        total = _product(values, signs, total, C)
+    else:
+        high = values.to(tl.bfloat16)
+        rest = values - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        total = _product(low, signs, total, C)
+        total = _product(middle, signs, total, C)
+        total = _product(high, signs, total, C)
+    return total * (ORDER**-0.5)
+
+
+@triton.jit
+def rotate_and_encode(
+    x,
+    signs,
+    scale,
+    codes,
+    packed,
+    bits,
+    rows,
+    columns,
+    whole,
+    stride,
+    C: tl.constexpr,
+    ORDER: tl.constexpr,
+    SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """x [rows, columns], rows `stride` apart -> codes [rows, whole], packed [rows, whole / 2], bits [rows, ceil(whole / 8)], uint8.
+
+    signs [whole] float32 or None; scale [1] float32; of the outputs those that are None are not written. whole: columns in whole
+    blocks of ORDER.
+    """
+    down, across = place_of_program(whole, COLUMNS)
+    row = down * ROWS + tl.arange(0, ROWS)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    in_rows = (row < rows)[:, None]
+    values = tl.load(x + row[:, None] * stride + column[None, :], mask=in_rows & (column < columns)[None, :], other=0.0)
+    if signs is not None:
+        flips = tl.load(signs + column, mask=column < whole, other=1.0)
+        values = (values.to(tl.float32) * flips[None, :]).to(values.dtype)
+    turned = _turned(tl.reshape(values, (ROWS * COLUMNS // SIZE, SIZE)), C, ORDER, SIZE, PIECES)
+    ratio = divided(turned, divisor(tl.load(scale), C), C)
+    inside = tl.reshape((tl.abs(ratio) <= C.largest).to(tl.int32), (ROWS, COLUMNS))
+    found = tl.reshape(encode(ratio, ratio, C), (ROWS, COLUMNS))
+    kept = in_rows & (column < whole)[None, :]
+    if codes is not None:
+        tl.store(codes + row[:, None] * whole + column[None, :], found, mask=kept)
+    if packed is not None:
+        byte = across * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        place = row[:, None] * (whole // 2) + byte[None, :]
+        tl.store(packed + place, pack(found, ROWS, COLUMNS), mask=in_rows & (byte < whole // 2)[None, :])
+    if bits is not None:
+        width = (whole + 7) // 8
+        byte = across * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
+        eight = tl.reshape(tl.where(kept, inside, 0), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
+        place = row[:, None] * width + byte[None, :]
+        tl.store(bits + place, tl.sum(eight, axis=2).to(tl.uint8), mask=in_rows & (byte < width)[None, :])

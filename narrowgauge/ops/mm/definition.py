@@ -1,0 +1,162 @@
+"""The definition of mm: decode, multiply in a float type that holds the operands exactly, sum in float32.
+
+Where an operand has one scale per row (or one in all), its scales leave the sum:
+
+    out[m, n] = s_lhs[m] * s_rhs[n] * sum over k of v_lhs[m, k] * v_rhs[n, k]
+
+and the GEMM runs on its bare values v. Otherwise the scales of its tiles are multiplied in first, and only the factor that all
+tiles share (of two-level rules, of headroom) leaves the sum.
+
+Expanded operands are bfloat16 where the device is fast at it: E4M3, E5M2, INT8 and smaller values, and their products with powers
+of two, are exact there, and so is NVFP4, a value of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16
+instructions float32 is several times faster, and holds the same values.
+
+A CPU's bfloat16 GEMM (cpu.py) sums in float32 but returns bfloat16. It is taken where that is the only rounding: the result is
+bfloat16, no bias is added, and each scale either is one number, by which the GEMM multiplies before it rounds, or a power of two,
+by which it may be multiplied afterwards. Every other product is computed in float32, at twice the price.
+
+Products of integers are summed exactly, as integer units do. Partial sums of whole numbers are exact in float32 in any order
+while the sum of magnitudes, at most max_lhs * max_rhs * K, stays below 2**24: K up to 24,455 for a bit-split gradient times
+INT4, 1,040 for INT8 times INT8. A longer axis is cut, and the exact parts are added in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
+from narrowgauge.ops.mm.cpu import cpu_mm
+from narrowgauge.ops.registry import Device, device_facts
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
+
+
+def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:
+    """The fastest float type of `device` in which every operand, scales included where needed, is exact."""
+    if not device.bf16_gemm:
+        return torch.float32
+    if device.type == "cpu" and all(cast is not None and isinstance(cast.format, IntFormat) for cast in casts):
+        return torch.float32
+    exact = all(cast is None or _is_exact_in_bf16(cast) for cast in casts)
+    return torch.bfloat16 if exact else torch.float32
+
+
+def _is_exact_in_bf16(cast: Cast) -> bool:
+    if isinstance(cast.format, TableFormat):
+        return False
+    scales_leave_the_sum = cast.tile[1] == WHOLE
+    fits_beside_e4m3 = isinstance(cast.format, FloatFormat) and cast.format.mantissa < 4  # 4 + 4 of bfloat16's 8 bits
+    return scales_leave_the_sum or cast.scale.power_of_two or (cast.scale.two_level and fits_beside_e4m3)
+
+
+def run(
+    lhs: QTensor | Tensor,
+    rhs: QTensor | Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulate: bool,
+) -> Tensor:
+    """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
+    if lhs.device.type != "meta" and torch.is_autocast_enabled(
+        lhs.device.type
+    ):  # it would round the operands of torch.mm
+        with torch.autocast(lhs.device.type, enabled=False):
+            return run(lhs, rhs, bias, out_dtype, fast_accumulate)
+    (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
+    narrow = left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None
+    if narrow and left.device.type == "cuda" and left_scale is right_scale is None:
+        return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
+    if narrow and left.device.type == "cpu" and device_facts("cpu", None).bf16_gemm:
+        factor, rows = _one_number(left_scale, right_scale), (_per_row(left_scale), _per_row(right_scale))
+        if all(scale is None or _has_powers_of_two(x) for scale, x in zip(rows, (lhs, rhs), strict=True)):
+            out = cpu_mm(left, right, factor, torch.bfloat16)
+            return times_scales(out, *(None if scale is None else scale.to(torch.bfloat16) for scale in rows))
+    longest = _longest_exact_sum(lhs, rhs, left_scale, right_scale)
+    out = times_scales(_summed(left, right, longest), left_scale, right_scale)
+    if bias is not None:
+        # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype)
+
+
+def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
+    """The matrix that enters the GEMM, and the scales that its rows of the result are multiplied by: [outer or 1, 1] or None.
+
+    Expanded values keep their dtype where their product with a scale that stays in the sum is exact in it, as in every plan
+    of `compute_dtype`; bfloat16 values whose scales are no powers of two, which only a caller of `mm` makes, become float32.
+    """
+    if not isinstance(operand, QTensor):
+        return operand, None
+    if operand.scale.shape[1] <= 1:
+        return operand.values(), _row_scale(operand)
+    exact = operand.is_expanded and _is_exact_in_bf16(operand.cast)
+    values = operand.data if exact else operand.values().to(torch.float32)
+    shared = None if operand.global_scale is None else operand.global_scale.reshape(1, 1)
+    return times_scale(values, operand.scale, operand.cast.tile), shared
+
+
+def _longest_exact_sum(lhs: object, rhs: object, lhs_scale: Tensor | None, rhs_scale: Tensor | None) -> int | None:
+    """How many products of two integer operands float32 adds up exactly; None where the operands are no integers."""
+    if lhs_scale is None or rhs_scale is None or not isinstance(lhs, QTensor) or not isinstance(rhs, QTensor):
+        return None
+    if not (isinstance(lhs.cast.format, IntFormat) and isinstance(rhs.cast.format, IntFormat)):
+        return None
+    return int((2**24 - 1) // (lhs.cast.format.max * rhs.cast.format.max))
+
+
+def _summed(lhs: Tensor, rhs: Tensor, longest: int | None) -> Tensor:
+    """lhs @ rhs.T in float32; with `longest`, cut into sums of so many products, which are exact and added in float64."""
+    if longest is None or lhs.shape[1] <= longest:
+        return _float_mm(lhs, rhs)
+    parts = zip(lhs.split(longest, dim=1), rhs.split(longest, dim=1), strict=True)
+    out = torch.zeros(lhs.shape[0], rhs.shape[0], dtype=torch.float64, device=lhs.device)
+    for left, right in parts:
+        out += _float_mm(left, right)
+    return out.to(torch.float32)
+
+
+def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """float32 result of a GEMM in the wider of the operands' types, which only CUDA offers for 16 bits; elsewhere in float32."""
+    dtype = torch.promote_types(lhs.dtype, rhs.dtype)
+    if dtype in (torch.bfloat16, torch.float16) and lhs.device.type == "cuda":
+        return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
+    lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
+    if lhs.device.type == "cpu" and device_facts("cpu", None).bf16_gemm:
+        return cpu_mm(lhs, rhs, None, torch.float32)
+    return torch.mm(lhs, rhs.T)
+
+
+def _one_number(*scales: Tensor | None) -> Tensor | None:
+    """The product of the scales that are one number each, or None if none is."""
+    numbers = [scale for scale in scales if scale is not None and scale.numel() == 1]
+    return None if not numbers else numbers[0] if len(numbers) == 1 else numbers[0] * numbers[1]
+
+
+def _per_row(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None or scale.numel() == 1 else scale
+
+
+def _has_powers_of_two(operand: QTensor | Tensor) -> bool:
+    return isinstance(operand, QTensor) and operand.cast.scale.power_of_two and operand.global_scale is None
+
+
+def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
+    """out [M, N] times lhs [M or 1, 1] and rhs [N or 1, 1]; two scalars are multiplied first, which saves a pass."""
+    if lhs is not None and rhs is not None and lhs.numel() == rhs.numel() == 1:
+        return out * (lhs * rhs)
+    if lhs is not None:
+        out = out * lhs
+    return out if rhs is None else out * rhs.T
+
+
+def _row_scale(operand: QTensor) -> Tensor:
+    """[outer, 1] or [1, 1]."""
+    rows = tile_sizes(operand.shape, operand.cast.tile)[0]
+    scale = operand.full_scale()
+    if scale.numel() == 0:  # nothing is contracted or nothing comes out
+        return scale.new_ones(1, 1)
+    if rows == 1 or scale.shape[0] == 1:
+        return scale
+    return scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]

@@ -1,0 +1,149 @@
+"""The definition of quantize and dequantize in plain torch; also the CPU's and the compiler's path.
+
+A ragged tensor is first filled up with zeros, which change no amax, and cut again at the end; see `tiles` for the layout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from narrowgauge.addresses import holds_numbers
+from narrowgauge.errors import ShapeError
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
+from narrowgauge.scaling import two_level_scales
+from narrowgauge.tiles import WHOLE, as_tiles, filled_up, per_tile, scale_shape, tile_sizes, times_scale
+
+_SHRINK = 2.0**-100  # of numbers whose squares overflow: nothing that counts beside them vanishes
+
+
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Largest magnitude in each tile.
+
+    x     [outer, inner], any float dtype. NaN and infinity propagate, so a poisoned tile is visible in its scale.
+    tile  elements per tile along (outer, inner); -1 takes the whole axis. The last tile may be short.
+    ->    [ceil(outer / tile[0]), ceil(inner / tile[1])] float32; zero for an empty tensor.
+
+    One pass over x, no copy when the tile divides the shape. Raises ShapeError if x is not two-dimensional.
+    """
+    if x.ndim != 2:
+        raise ShapeError(f"tile_amax: x is {list(x.shape)}; it must be two-dimensional. Flatten the leading axes.")
+    shape = scale_shape(tuple(x.shape), tile)
+    if x.numel() == 0:
+        return x.new_zeros(shape, dtype=torch.float32)
+    if tile == (WHOLE, WHOLE):
+        low, high = torch.aminmax(x)  # no |x| in memory
+        return torch.maximum(-low, high).to(torch.float32).reshape(1, 1)
+    tiles = as_tiles(filled_up(x, tile), tile)
+    amax = tiles.abs().amax(dim=(1, 3) if tiles.ndim == 4 else -1, keepdim=tiles.ndim == 2)
+    return amax.to(torch.float32)
+
+
+def tile_rms(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """sqrt(mean x**2) of each tile, in the shape of the scales; a tile cut short by the edge counts what it has.
+
+    The squares are summed in float32: magnitudes below 1e-19 count as zero. Where the sum overflows, from magnitudes of 1e19 on, it is
+    taken anew of x made smaller, so that finite numbers have a finite spread; infinity and NaN stay what they are. Only a GPU in
+    eager mode leaves such a tile infinite: to look for it would be a synchronisation or one more read of x in every call.
+    """
+    sizes = _tile_sizes(x, tile)
+    rms = _rms(x, tile, sizes)
+    if torch.compiler.is_compiling() or not holds_numbers(x):  # in the same loop; or there is no sum to look at
+        return torch.where(rms.isinf(), _large_rms(x, tile, sizes), rms)
+    if x.device.type == "cpu" and math.isinf(float(rms.sum())):
+        return torch.where(rms.isinf(), _large_rms(x, tile, sizes), rms)
+    return rms
+
+
+def _rms(x: Tensor, tile: tuple[int, int], sizes: Tensor) -> Tensor:
+    return _tile_norm(x, tile, 2.0).square().div(sizes).sqrt()
+
+
+def _large_rms(x: Tensor, tile: tuple[int, int], sizes: Tensor) -> Tensor:
+    return _rms(x.to(torch.float32) * _SHRINK, tile, sizes) / _SHRINK
+
+
+def tile_mean(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """mean |x| of each tile, in the shape of the scales."""
+    return _tile_norm(x, tile, 1.0) / _tile_sizes(x, tile)
+
+
+def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
+    shape = scale_shape(tuple(x.shape), tile)
+    if x.numel() == 0:
+        return x.new_zeros(shape, dtype=torch.float32)
+    if tile == (WHOLE, WHOLE):
+        return torch.linalg.vector_norm(x, order, dtype=torch.float32).reshape(1, 1)
+    tiles = as_tiles(filled_up(x, tile), tile)
+    axes = (1, 3) if tiles.ndim == 4 else -1
+    return torch.linalg.vector_norm(tiles, order, dim=axes, keepdim=tiles.ndim == 2, dtype=torch.float32)
+
+
+def _tile_sizes(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Elements of x in each tile, float32, in the shape of the scales."""
+    counts = []
+    for length, size, number in zip(
+        x.shape, tile_sizes(tuple(x.shape), tile), scale_shape(tuple(x.shape), tile), strict=True
+    ):
+        starts = torch.arange(number, device=x.device) * size
+        counts.append((length - starts).clamp(1, size).to(torch.float32))
+    return counts[0][:, None] * counts[1][None, :]
+
+
+def calibrated_amax(x: Tensor, cast: Cast, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The largest magnitude that each tile's scale shall reach, by `cast.calibrate`, in the shape of the scales.
+
+    shape  of x before it was filled up with zeros, if it was. A LearnedStep gives the value with which it begins.
+    """
+    x = x if shape is None else x[: shape[0], : shape[1]]
+    if isinstance(cast.calibrate, ClippedRms):
+        return tile_rms(x, cast.tile) * cast.calibrate.clip
+    if isinstance(cast.calibrate, LearnedStep):
+        return tile_mean(x, cast.tile) * (2 * math.sqrt(cast.format.max))
+    return tile_amax(x, cast.tile)
+
+
+def quantize(x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | None, expand: torch.dtype | None) -> QTensor:
+    """See `ops.quantize`; arguments are checked there."""
+    tile, format = cast.tile, cast.format
+    shape = tuple(x.shape)
+    # Filled up before, and looked at as tiles until after rounding: Inductor (2.13) splits a loop that divides its index by
+    # the tile's size, and then drops a vector tail or fails an assertion (try_loop_split in codegen/cpp.py).
+    x = filled_up(x, tile).to(torch.float32)
+    amax = calibrated_amax(x, cast, shape) if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
+    scale, global_scale = _scales(amax, cast)
+    y = _divided(as_tiles(x, tile), scale, global_scale, cast)
+    noise = None if noise is None else filled_up(noise, tile).reshape(y.shape)
+    data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
+    data = data.reshape(x.shape)[: shape[0], : shape[1]]
+    if expand is None and format.codes_per_byte > 1:
+        data = format.pack(data)
+    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale)
+
+
+def dequantize(q: QTensor) -> Tensor:
+    """decode(data) times the scale of its tile, float32."""
+    return times_scale(q.values().to(torch.float32), q.full_scale(), q.cast.tile)
+
+
+def _scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
+    """The scales of the tiles, and the factor that all of them share: of a two-level rule, of headroom, or of both."""
+    if not cast.scale.two_level:
+        shared = amax.new_full((), cast.headroom) if cast.headroom != 1 else None
+        return cast.scale(amax, cast.format), shared
+    scale, whole = two_level_scales(amax, cast.format, cast.scale)
+    return scale, whole * cast.headroom
+
+
+def _divided(tiles: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast) -> Tensor:
+    """x over its scale, in the shape of `as_tiles`."""
+    if cast.scale.two_level:
+        assert global_scale is not None
+        reciprocal = (1 / global_scale) / scale  # in this order: see scaling
+        # A tile too small for its e4m3 scale becomes zeros.
+        return tiles * per_tile(torch.where(scale == 0, 0.0, reciprocal), cast.tile)
+    # Division, not a multiplication by a reciprocal that was itself rounded.
+    return tiles / per_tile(scale if global_scale is None else scale * global_scale, cast.tile)

@@ -1,0 +1,110 @@
+"""quantize on NVIDIA GPUs by Triton kernels: the reference's bits, in one or two launches.
+
+    tile            launches                              reads of x, and what else is on offer
+    tensor          maxima, cast                          2, the second from the cache where x fits; both orientations
+    tensor, delayed cast with maxima, settle              1; both orientations
+    row             one                                   1, a row longer than 8,192 elements 2, the second from the cache
+    blocks          one                                   1; both orientations
+    blocks, 2 level maxima, cast                          2, the second from the cache where x fits; both orientations
+
+Refused, with the reason: what torch.compile fuses itself, table formats, scales from a root mean square.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.random import DeviceKey, Key
+from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.triton import cast_constants
+from narrowgauge.ops.triton import refuse as refuse_device
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, Current, Window
+from narrowgauge.tiles import WHOLE, scale_shape
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_BLOCK = 128
+
+
+def refuse(spec: Spec) -> str | None:
+    """Why these kernels do not quantize such a tensor, or None."""
+    reason = refuse_device(spec.device.type, spec.device.capability) or cast_constants.refuse(spec.cast)
+    if reason is not None:
+        return reason
+    if spec.is_empty:
+        return "there is nothing to round"
+    if spec.dtype not in DTYPES:
+        return f"reads float32, bfloat16 and float16, not {spec.dtype}"
+    if spec.noise == "tensor":
+        return "makes its noise itself, from a key"
+    return _refuse_tile(spec)
+
+
+def _refuse_tile(spec: Spec) -> str | None:
+    cast = spec.cast
+    if not spec.amax and not isinstance(cast.calibrate, Current | Window):
+        return f"takes the largest magnitude, not {cast.calibrate}"
+    if WHOLE in cast.tile:
+        known = cast.tile in ((WHOLE, WHOLE), (1, WHOLE))
+        return None if known else f"scales tensors, rows and blocks, not tiles of {cast.tile}"
+    if any(size & (size - 1) or size > LARGEST_BLOCK for size in cast.tile):
+        return f"takes blocks whose sides are powers of two of at most {LARGEST_BLOCK}, not {cast.tile}"
+    return "takes the amax of a block from the block" if spec.amax else None
+
+
+def run(
+    x: Tensor,
+    cast: Cast,
+    amax: Tensor | None,
+    noise: Key | DeviceKey | None,
+    expand: torch.dtype | None,
+) -> QTensor:
+    """See `ops.quantize`."""
+    constants = _constants(x, cast, expand)
+    return _kernels().one(x.detach(), cast, constants, _spread(amax, x, cast), _words(noise, x), expand)
+
+
+def both(
+    x: Tensor,
+    cast: Cast,
+    noise: Key | DeviceKey | None,
+    turned_noise: Key | DeviceKey | None,
+) -> tuple[QTensor, QTensor]:
+    """x and x.T, see `ops.quantize.quantize_both`."""
+    return _kernels().both(x.detach(), cast, _constants(x, cast, None), None, _words(noise, x), _words(turned_noise, x))
+
+
+def delayed(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, Tensor]:
+    """See `ops.quantize.quantize_delayed`."""
+    return _kernels().delayed(x.detach().contiguous(), cast, _constants(x, cast, None), live, records, None)
+
+
+def both_delayed(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, QTensor, Tensor]:
+    """See `ops.quantize.quantize_both_delayed`."""
+    return _kernels().both_delayed(x.detach(), cast, _constants(x, cast, None), live, records)
+
+
+def _kernels() -> Any:
+    """Imports Triton, and is therefore called when a kernel is wanted and not before."""
+    from narrowgauge.ops.quantize import triton_launch
+
+    return triton_launch
+
+
+def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> cast_constants.Settings:
+    capability = device_facts(x.device.type, x.device.index).capability
+    return cast_constants.settings(cast, capability, expand is not None)
+
+
+def _spread(amax: Tensor | None, x: Tensor, cast: Cast) -> Tensor | None:
+    if amax is None:
+        return None
+    return amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
+
+
+def _words(noise: Key | DeviceKey | None, x: Tensor) -> Tensor | None:
+    return None if noise is None else noise.on_device(x.device)

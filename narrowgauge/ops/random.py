@@ -1,0 +1,87 @@
+"""noise: the random numbers of stochastic rounding, as a function of (key, element) with a key from torch's generator.
+
+    uniform[i] = (mix(mix(i + low) ^ high) >> 8) / 2^24, in [0, 1);    low, high 32 bits each, i modulo 2^32
+
+A draw costs two numbers of the generator however large the tensor is, so repeating a forward pass repeats it, and a checkpoint
+that holds the generator's state holds it. A kernel computes the number where it rounds instead of reading it from memory. mix
+is the 32-bit finalizer with the constants of Chris Wellons' hash-prospector ("lowbias32"); two of them, one per half of the key,
+so that two draws are not each other's stretches.
+
+In eager mode, on the CPU and on GPUs with Triton. There the key stays in the GPU's memory, drawn by its own generator: nothing
+waits for it, and a CUDA graph draws another one at every replay. Elsewhere, and under torch.compile, `draw` is torch.rand, which
+is fast or fused there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowgauge.addresses import wrapper
+from narrowgauge.ops.cpp import int4 as cpp
+from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.triton import refuse as refuse_triton
+
+MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Key:
+    """Noise that is not in memory yet: the numbers of (low, high) for the elements of a tensor, row by row."""
+
+    low: int
+    high: int
+
+    def uniform(self, shape: tuple[int, ...]) -> Tensor:
+        """float32 in [0, 1) of `shape`, multiples of 2^-24."""
+        if cpp.refuse("cpu") is None and not wrapper():
+            return cpp.uniform(tuple(shape), (self.low, self.high))
+        return reference(self.low, self.high, tuple(shape))
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """(low, high) as int64 [2] on `device`."""
+        return torch.tensor([self.low, self.high], dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceKey:
+    """A Key in the memory of a GPU: int64 [2], low and high, each in [0, 2^32)."""
+
+    words: Tensor
+
+    def uniform(self, shape: tuple[int, ...]) -> Tensor:
+        """float32 in [0, 1) of `shape`, the numbers of the Key of these words."""
+        return reference(self.words[0], self.words[1], tuple(shape), self.words.device)
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """The words themselves; `device` is theirs."""
+        return self.words
+
+
+def reference(
+    low: int | Tensor, high: int | Tensor, shape: tuple[int, ...], device: torch.device | None = None
+) -> Tensor:
+    """The definition in plain torch. low, high: whole numbers, or int64 without axes."""
+    index = torch.arange(torch.Size(shape).numel(), dtype=torch.int64, device=device)
+    bits = _mix(_mix((index + low) & MASK) ^ high)
+    return ((bits >> 8).to(torch.float32) * 2.0**-24).reshape(shape)
+
+
+def draw(shape: tuple[int, ...], device: torch.device) -> Key | DeviceKey | Tensor:
+    """Noise for a tensor of `shape` on `device`, from torch's generator."""
+    if wrapper():  # a key that is fake has no numbers
+        return torch.rand(shape, dtype=torch.float32, device=device)
+    if device.type == "cuda" and refuse_triton("cuda", device_facts("cuda", device.index).capability) is None:
+        return DeviceKey(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.rand(shape, dtype=torch.float32, device=device)
+    low, high = torch.randint(0, 2**32, (2,), dtype=torch.int64, device="cpu").tolist()
+    return Key(low, high)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)

@@ -1,0 +1,148 @@
+"""rotary: queries and keys turned by their positions, in one kernel instead of a dozen; and its gradient.
+
+    forward     y = x cos + turn(x) sin             turn(x1, x2) = (-x2, x1), the halves of a head
+    gradient    x = y cos + turn'(y sin)            turn'(y1, y2) = (y2, -y1)
+
+Contract of `run(q, k, cos, sin, dtypes, inverse)`
+
+    q, k       [batch, heads, tokens, head], any number of heads each; float32, bfloat16 or float16, any strides
+    cos, sin   [batch or 1, tokens, head]
+    dtypes     of the two results; forward those that torch promotes x and cos to, of the gradient those of q and k
+    inverse    the gradient: q and k are then the gradients of the results
+    ->         in the layout of q and of k
+
+Each product is rounded to the type of the result before the sum, as PyTorch rounds between operations: all bits are the reference's.
+Bytes: q and k read and written once, where operations one after the other move five times as much. Source: arXiv 2104.09864, in the
+order of halves that Llama has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowgauge.ops import selfcheck
+from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
+from narrowgauge.ops.triton import refuse as refuse_device
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LONGEST_HEAD = 512
+ELEMENTS, WARPS = 1024, 4  # of each half at a time, 16 numbers per thread: 48 registers. Not measured yet on a GPU.
+
+Pair = tuple[Tensor, Tensor]
+Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a kernel is chosen by. dtypes: of q, k, cos and sin."""
+
+    device: Device
+    dtypes: tuple[torch.dtype, ...]
+    head: int
+    is_empty: bool = False
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Spec:
+        return cls(
+            device_of(q, k, cos, sin),
+            tuple(each.dtype for each in (q, k, cos, sin)),
+            q.shape[-1],
+            q.numel() == 0 or k.numel() == 0,
+        )
+
+
+def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
+    """See the module."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = [
+        _gradient(x, cos, sin, dtype) if inverse else _value(x, cos, sin)
+        for x, dtype in zip((q, k), dtypes, strict=True)
+    ]
+    return turned[0].to(dtypes[0]), turned[1].to(dtypes[1])
+
+
+def _value(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _gradient(y: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    first, second = (y * sin).to(dtype).chunk(2, dim=-1)
+    return (y * cos).to(dtype) + torch.cat((second, -first), dim=-1)
+
+
+def refuse(spec: Spec) -> str | None:
+    """Why the kernel does not do it, or None."""
+    reason = refuse_device(spec.device.type, spec.device.capability)
+    if reason is None and spec.is_empty:
+        reason = "there is nothing to turn"
+    if reason is None and (spec.head % 2 or spec.head > LONGEST_HEAD):
+        reason = f"turns heads of even length up to {LONGEST_HEAD}, not {spec.head}"
+    wrong = [dtype for dtype in spec.dtypes if dtype not in DTYPES]
+    if reason is None and wrong:
+        reason = f"reads float32, bfloat16 and float16, not {wrong[0]}"
+    return reason
+
+
+def _refuse_or_fail(spec: Spec) -> str | None:
+    """As `refuse`, and where the kernel fails its proof on the device at hand."""
+    reason = refuse(spec)
+    if reason is not None or spec.device.index is None:
+        return reason
+    kind = (spec.dtypes, spec.head)
+    return selfcheck.once(
+        "rotary", "triton", kind, spec.device.type, spec.device.index, lambda device: compare(*kind, device)
+    )  # fmt: skip
+
+
+def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
+    """See the module."""
+    from narrowgauge.ops.rotary.triton_kernel import rotary
+    from narrowgauge.ops.triton.launch import launch
+
+    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+    results = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
+    batch, heads, tokens, head = q.shape
+    width = max(1 << (head // 2 - 1).bit_length(), 16)
+    strides = [stride for x in (q, k, *results) for stride in x.stride()[:3]]
+    of_angles = [0 if x.shape[0] == 1 and place == 0 else x.stride(place) for x in (cos, sin) for place in (0, 1)]
+    launch(
+        rotary, batch * tokens, q, k, *results, cos, sin, tokens, heads, k.shape[1], *strides, *of_angles, HALF=head // 2,
+        INVERSE=inverse, HEADS=max(ELEMENTS // width, 1), WIDTH=width, warps=WARPS,
+    )  # fmt: skip
+    return results
+
+
+def compare(dtypes: tuple[torch.dtype, ...], head: int, device: torch.device) -> tuple[float, str | None]:
+    """The kernel's proof: all bits of values and gradients of a small sample, in both layouts of a head (see `verdicts`)."""
+    for transposed in (True, False):
+        q, k, cos, sin = _sample(dtypes, head, transposed)
+        results = (torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype))
+        for inverse in (False, True):
+            wanted = (q.dtype, k.dtype) if inverse else results
+            first, second = (q.to(results[0]), k.to(results[1])) if inverse else (q, k)
+            expected = reference(first, second, cos, sin, wanted, inverse)
+            here = [x.to(device) for x in (first, second, cos, sin)]
+            found = in_triton(here[0], here[1], here[2], here[3], wanted, inverse)
+            for name, got, x in zip(("q", "k"), found, expected, strict=True):
+                reason = selfcheck.difference(f"gradient of {name}" if inverse else name, got, x, device)
+                if reason is not None:
+                    return float("inf"), reason
+    return 0.0, None
+
+
+def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(20261121)
+    shapes = [(2, 9, heads, head) if transposed else (2, heads, 9, head) for heads in (5, 2)]
+    q, k = (torch.randn(shape, generator=generator) * 3 for shape in shapes)
+    angles = 6 * torch.rand(1, 9, head, generator=generator)  # of the halves different ones, which Llama has not
+    given = (q.transpose(1, 2), k.transpose(1, 2)) if transposed else (q, k)
+    return [x.to(dtype) for x, dtype in zip((*given, angles.cos(), angles.sin()), dtypes, strict=True)]
+
+
+KERNELS: Registry[Spec] = Registry("rotary")
+KERNELS.register(Kernel("triton", _refuse_or_fail, in_triton))
+KERNELS.register(Kernel("reference", lambda spec: None, reference, by_torch=True))

@@ -1,0 +1,81 @@
+"""Triton kernels of the ops on NVIDIA GPUs, and in words why there are none.
+
+    elements    rounding to a format: the conversion instruction where the GPU has one, the same in integer arithmetic elsewhere
+    scales      from the largest magnitude of a tile to its scale, on the bits
+    noise       the counter-based random numbers of `ops.random`
+    flat        one scale per tensor, codes in the order of the input
+    turning     one scale per tensor, row or column; codes in both orientations from one read
+    rows        one scale per row, in one launch
+    blocks      square and one-dimensional blocks; codes in both orientations from one read
+    produced    norms and activations with the casts of what they compute; norms: the gradients of norms
+    hadamard    block rotation, 4-bit codes, packing and mask in one pass
+    rotary      rotary embedding of queries and keys
+    settings    what they are compiled with, worked out from a Cast
+    orders      what those that produce are asked for
+
+Nothing here imports Triton until a kernel is wanted; a module that holds kernels imports it at its top and is imported last.
+
+Kernels are compiled without contraction of products and sums (enable_fp_fusion=False) and divide with div.rn: the numbers are part
+of the contract. Maxima are taken of the bits of |x| as integers, in which NaN is larger than infinity and infinity larger than
+all numbers: NaN propagates by itself, and the NaN-propagating maximum beside a transposed 8-bit store that Triton miscompiled
+(triton-lang/triton issue 11111) does not occur.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from importlib import metadata
+
+import torch
+
+OLDEST = (3, 6)  # what torch 2.11, the oldest that is supported, comes with
+LEAST_CAPABILITY = (8, 0)
+FP8_CONVERSIONS = (8, 9)  # cvt.rn.satfinite.e4m3x2.f32 and its like; below, integer arithmetic
+EVERYWHERE = (3, 9)  # before, Triton has float32 pass through float16 on 8.9, which rounds twice
+
+
+def refuse(device: str, capability: tuple[int, int]) -> str | None:
+    """Why Triton kernels cannot be used on a device of this type and compute capability, or None."""
+    if torch.compiler.is_compiling():
+        return "torch.compile fuses the reference itself"
+    if device != "cuda":
+        return f"needs a CUDA device, the tensor is on {device}"
+    if torch.version.hip is not None:
+        return "written for NVIDIA GPUs"
+    if capability < LEAST_CAPABILITY:
+        return f"compute capability {_dotted(capability)}, needs {_dotted(LEAST_CAPABILITY)}"
+    return unavailable() or None
+
+
+def has_conversions(capability: tuple[int, int]) -> bool:
+    """Whether Triton compiles float32 -> FP8 for this compute capability to the one instruction, which rounds once."""
+    try:
+        everywhere = _numbers(metadata.version("triton")) >= EVERYWHERE
+    except metadata.PackageNotFoundError:
+        everywhere = False
+    return capability >= (FP8_CONVERSIONS if everywhere else (9, 0))
+
+
+@cache
+def unavailable() -> str:
+    """Why Triton cannot be used here, or ''. Does not import it."""
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "triton is not installed; torch's CUDA builds for Linux bring it"
+    if _numbers(version) < OLDEST:
+        return f"triton is {version}, needs {_dotted(OLDEST)}"
+    if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "no C compiler is here, and triton builds what starts a kernel with one: install gcc, or name one in CC"
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(3, 6) of "3.6.0"."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,105 @@
+"""What a kernel is compiled with: a Cast as numbers that the device functions read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from narrowgauge.formats import E4M3, FloatFormat, IntFormat
+from narrowgauge.ops.triton import LEAST_CAPABILITY, has_conversions
+from narrowgauge.recipe import Cast
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, ceil_carry, smallest_scale
+from narrowgauge.tiles import WHOLE
+
+TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One constant of a kernel. Frozen and of plain values: it is part of the name under which a binary is kept.
+
+    exponent, mantissa, bias  of a float format; exponent 0: integers
+    bits, largest       of a code; the largest magnitude
+    has_nan             whether a NaN has a code
+    expanded            whether the decoded values are stored, in a float type, instead of codes
+    stochastic          rounding up with the probability of the fraction; else to nearest, ties to even
+    hardware            with the GPU's own conversions, where Triton compiles to them
+    interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
+    power, carry        whether scales are powers of two; what is added to the bits of amax before its exponent is taken
+    log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale, of two levels of the smallest of a tensor
+    headroom            what the scale is multiplied by before x is divided by it
+    two_level, ceils    whether scales are e4m3 numbers beside a float32 of the tensor; whether they are rounded up
+    """
+
+    exponent: int
+    mantissa: int
+    bias: int
+    bits: int
+    largest: float
+    has_nan: bool
+    expanded: bool
+    stochastic: bool
+    hardware: bool
+    interpreted: bool
+    power: bool
+    carry: int
+    log2: int
+    lowest_exponent: int
+    headroom: float
+    two_level: bool = False
+    ceils: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.bits == 4 and not self.expanded
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether x is multiplied by the reciprocal of its scale: exact for powers of two, the rule for two levels."""
+        return self.two_level or (self.power and self.headroom == 1)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it is divided by fused multiplications and a remainder."""
+        return not self.interpreted
+
+
+def refuse(cast: Cast) -> str | None:
+    """Why the device functions do not know this cast, or None."""
+    if not isinstance(cast.format, FloatFormat | IntFormat):
+        return f"computes floats and integers, not the levels of {cast.format}"
+    if cast.scale.two_level and WHOLE in cast.tile:
+        return f"scales blocks by {cast.scale}, not tiles of {cast.tile}"
+    if cast.scale != FP32 and not cast.scale.power_of_two and cast.scale not in TWO_LEVEL:
+        return f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}"
+    if cast.format.max < 4:
+        return f"the reciprocal of a scale of {cast.format} can leave float32"
+    return None
+
+
+@cache
+def settings(cast: Cast, capability: tuple[int, int], expanded: bool = False) -> Settings:
+    """For a GPU of this compute capability; (0, 0): for the interpreter."""
+    format = cast.format
+    is_float = isinstance(format, FloatFormat)
+    return Settings(
+        exponent=format.exponent if isinstance(format, FloatFormat) else 0,
+        mantissa=format.mantissa if isinstance(format, FloatFormat) else 0,
+        bias=format.bias if isinstance(format, FloatFormat) else 0,
+        bits=format.bits,
+        largest=float(format.max),
+        has_nan=isinstance(format, FloatFormat) and format.has_nan,
+        expanded=expanded,
+        stochastic=cast.rounding == "stochastic",
+        hardware=is_float and format.bits == 8 and has_conversions(capability),
+        interpreted=capability < LEAST_CAPABILITY,
+        power=cast.scale.power_of_two,
+        carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),
+        log2=math.frexp(format.max)[1] - 1,
+        lowest_exponent=math.frexp(smallest_scale(format) / (E4M3.smallest if cast.scale.two_level else 1))[1] - 1,
+        headroom=float(cast.headroom),
+        two_level=cast.scale.two_level,
+        ceils=cast.scale == E4M3_TWO_LEVEL_CEIL,
+    )

@@ -1,0 +1,501 @@
+// One optimizer step on the CPU: decode, update and encode a tile at a time, in buffers that stay in the first-level cache.
+//
+// The definition is step.py, rules.py and moments.py; this file computes the same bits. Hence no contraction into fused multiply-adds
+// (the flag -ffp-contract=off), no reassociation, and the order of every operation as written there. Moments and rules compute LANES
+// elements at a time in the compiler's own vectors, which become those of the processor (vectors.h). A tile takes two passes, one
+// that decodes and updates, and one that encodes by the scale that the first has found.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "floats.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int TILE = 256;
+
+enum Kind { NONE, FP32, SQUARED8, UE5M3, E4M3, FP16, DYNAMIC4, LINEAR4 };
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
+enum Master { DIRECT, MASTER_FP32, MASTER_FP16, REMAINDER, STOCHASTIC };
+enum Rule { ADAMW, LION, SGD };
+
+struct Moment {
+  void* codes;
+  uint16_t* scale;    // bfloat16, one per tile
+  int8_t* expansion;  // log2 of the exponent, one per tile
+  int32_t kind, lowest, highest;  // lowest, highest: the expansions to choose from
+};
+
+struct Constants {
+  float decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, correction, bound;
+  int32_t rule, nesterov;
+};
+
+struct Job {
+  int64_t rows, columns, tile;
+  int32_t weight_dtype, gradient_dtype, master_kind;
+  uint32_t noise, weight_noise;
+  const Constants* constants;
+  void* weight;
+  const void* gradient;
+  void* master;
+  uint16_t* master_scale;
+  Moment first, second;
+};
+
+// Where a tile lies: its number, its first element, its first byte of 4-bit codes, and its first index counted by whole tiles.
+struct Place {
+  int64_t tile, element, packed, index;
+};
+
+void widen(const void* source, int dtype, int64_t at, int n, float* out) {
+  if (dtype == FLOAT32) std::memcpy(out, static_cast<const float*>(source) + at, n * sizeof(float));
+  const uint16_t* half = static_cast<const uint16_t*>(source) + at;
+  if (dtype == BFLOAT16) for (int i = 0; i < n; i++) out[i] = from_bfloat16(half[i]);
+  if (dtype == FLOAT16) for (int i = 0; i < n; i++) out[i] = from_float16(half[i]);
+}
+
+void narrow(const float* x, void* target, int dtype, int64_t at, int n, bool away) {
+  if (dtype == FLOAT32) std::memcpy(static_cast<float*>(target) + at, x, n * sizeof(float));
+  uint16_t* half = static_cast<uint16_t*>(target) + at;
+  if (dtype == FLOAT16) for (int i = 0; i < n; i++) half[i] = to_float16(x[i]);
+  if (dtype == BFLOAT16 && away) for (int i = 0; i < n; i++) half[i] = to_bfloat16_away(x[i]);
+  if (dtype == BFLOAT16 && !away) for (int i = 0; i < n; i++) half[i] = to_bfloat16(x[i]);
+}
+
+// ---- scales -------------------------------------------------------------------------------------------------------------
+
+uint32_t amax_bits(const float* x, int n) {  // integer order of the bits is the order of magnitudes, and NaN comes last
+  int32_t most = 0;
+  for (int i = 0; i < n; i++) most = std::max(most, int32_t(as_bits(x[i]) & 0x7FFFFFFF));
+  return uint32_t(most);
+}
+float scale_from(uint32_t amax, uint32_t dropped) {  // rounded up to the kept bits, at least 2^-94; NaN above 2^126
+  if (amax > 253U << 23) return as_float(0x7FC00000U);
+  uint32_t bits = (amax + dropped) & ~dropped;
+  return as_float(std::max(bits, 33U << 23));
+}
+// The expansion that spreads the tile's magnitudes, `least` the smallest but 0, over the format's 14 octaves of normal numbers below 2^8.
+int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
+  if (amax == 0 || amax >= 0x7F800000U) return 0;
+  float octaves = float(int32_t(amax - least) >> 23) + 2.f;
+  int log_k = q.highest;
+  while (log_k > q.lowest && std::ldexp(octaves, log_k) > 14.f) log_k--;
+  return log_k;
+}
+
+// ---- moments: moments.py has the formats ----------------------------------------------------------------------------------
+//
+// A format is a struct made for one tile, of its scale and its expansion:
+//   decode(codes)                        LANES elements from the first byte of their codes
+//   encode(codes, x, random, decays)     writes their codes; the scale is at least the amax of the tile. random: 16 bits each
+
+struct Format {
+  F scale, inverse;
+  int log_k;
+  Format(float scale, int log_k) : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), log_k(log_k) {}
+};
+
+struct None : Format {
+  static constexpr int BITS = 0;
+  using Format::Format;
+};
+
+struct Wide : Format {  // in place: there is nothing to decode
+  static constexpr int BITS = 32;
+  using Format::Format;
+  F decode(const uint8_t* codes) const { return load<F>(codes); }
+};
+
+struct Squared8 : Format {
+  static constexpr int BITS = 8;
+  static constexpr uint32_t DROPS = 0x7FFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const F c = to_float(widened(load<Signed8>(codes)));
+    return c * magnitude(c) * (scale * (1.f / 16129.f));
+  }
+  void encode(uint8_t* codes, F x, U, I decays) const {
+    const F root = square_root(magnitude(x) * (16129.f * inverse)), nearest = (root + 0x1.8p23f) - 0x1.8p23f;
+    const I code = to_integer(decays ? root : nearest);
+    store(codes, to_bytes(x < 0.f ? -code : code));
+  }
+};
+
+struct UE5M3Format : Format {
+  static constexpr int BITS = 8;
+  static constexpr uint32_t DROPS = 0x7FFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const I c = widened(load<Bytes>(codes));
+    return (c > 0 ? value((c + 761) << 20) : all(0.f)) * scale;
+  }
+  void encode(uint8_t* codes, F x, U random, I) const {
+    const I code = I((U(bits(x * inverse)) + random * 16 + 8) >> 20) - 761;
+    store(codes, to_bytes(larger(code, at_least_one(x))));
+  }
+};
+
+template <bool SIGNED> struct Small : Format {  // E4M3 of 2^8 t^k
+  static constexpr int BITS = 8;
+  static constexpr uint32_t DROPS = 0x7FFFFF;
+  using Format::Format;
+  F share(I code) const {  // the code without its sign
+    const ExpansionTables& tables = expansion_tables;
+    const I octaves = ((code >> 3) - 15) << (2 - log_k);  // in quarters
+    const F normal = lookup8(tables.fractions[log_k + 2], code & 7) * lookup8(tables.quarters, octaves & 3);
+    return code < 8 ? lookup8(tables.subnormals[log_k + 2], code & 7) : normal * value(((octaves >> 2) + 127) << 23);
+  }
+  F decode(const uint8_t* codes) const {
+    const I c = widened(load<Bytes>(codes));
+    const F x = share(SIGNED ? c & 0x7F : c) * scale;
+    return SIGNED ? value(bits(x) | (c & 0x80) << 24) : x;
+  }
+  static I below(F y) {
+    return y < 0x1p-6f ? to_integer(y * 0x1p9f) : (bits(y) >> 20) - (120 << 3);
+  }
+  void encode(uint8_t* codes, F x, U random, I decays) const {
+    const F t = magnitude(x) * inverse;
+    F y = t;
+    for (int k = 0; k < log_k; k++) y = y * y;
+    for (int k = log_k; k < 0; k++) y = square_root(y);
+    y = y * 0x1p8f;
+    I code;
+    if (SIGNED) {
+      const F shift = value(larger(bits(y) & 0x7F800000, integers(121 << 23))) * 0x1.8p20f;
+      code = below(decays ? y : (y + shift) - shift) | (I(U(bits(x)) >> 31) << 7);
+    } else {
+      const I low = below(y);
+      const F from = share(low), to = share(low + 1);
+      code = larger(low - (from + uniform(random) * (to - from) < t), at_least_one(t));
+    }
+    store(codes, to_bytes(code));
+  }
+};
+
+struct Float16 : Format {  // unsigned
+  static constexpr int BITS = 16;
+  static constexpr uint32_t DROPS = 0x7FFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const I c = widened(load<Words>(codes)) & 0x7FFF;
+    return (c < 1024 ? to_float(c) * 0x1p-24f : value((c << 13) + (112 << 23))) * 0x1p-15f * scale;
+  }
+  void encode(uint8_t* codes, F x, U random, I) const {
+    const F t = magnitude(x) * inverse, y = t * 0x1p15f;
+    const I normal = ((bits(y) + I(random >> 3)) >> 13) - (112 << 10);
+    const I subnormal = to_integer(y * 0x1p24f + uniform(random));
+    store(codes, to_words(larger(y < 0x1p-14f ? subnormal : normal, at_least_one(t))));
+  }
+};
+
+struct Dynamic4 : Format {
+  static constexpr int BITS = 4;
+  static constexpr uint32_t DROPS = 0xFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const I c = nibbles(codes) - 8;
+    const F level = lookup8(DYNAMIC_LEVELS, (c < 0 ? -c : c) & 7);
+    return (c < 0 ? -level : level) * scale;
+  }
+  void encode(uint8_t* codes, F x, U random, I decays) const {
+    const F share = magnitude(x) * inverse;
+    I code = integers(0);
+    for (int k = 0; k < 7; k++) code -= decays ? share >= DYNAMIC_LEVELS[k + 1] : share > DYNAMIC_BOUNDARIES[k];
+    store_nibbles(codes, x < 0.f ? 8 - code : 8 + code);
+  }
+};
+
+struct Linear4 : Format {
+  static constexpr int BITS = 4;
+  static constexpr uint32_t DROPS = 0xFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const F x = (to_float(nibbles(codes)) + 1.f) * (scale * (1.f / 16.f));
+    return scale == 0x1p-94f ? all(0.f) : x;
+  }
+  void encode(uint8_t* codes, F x, U random, I) const {
+    const I code = to_integer(x * (16.f * inverse) + uniform(random));
+    store_nibbles(codes, smaller(larger(code, integers(1)), integers(16)) - 1);
+  }
+};
+
+// ---- rules: rules.py has the equations ------------------------------------------------------------------------------------
+//
+// step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: v is narrow.
+
+template <bool HOLDS> struct AdamW {
+  static void step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
+    m = m + c.one_minus_beta1 * (g - m);
+    v = v * c.beta2 + c.one_minus_beta2 * g * g;
+    const F root = square_root(v);
+    if (HOLDS) {
+      const F limit = root * c.bound;
+      const I held = magnitude(m) > limit;
+      m = held ? value(bits(limit) | (bits(m) & INT32_MIN)) : m;
+      decays |= held;
+    }
+    w = w * c.decay + c.step_size * m / (root * c.correction + c.eps);
+  }
+};
+
+struct Lion {
+  static void step(const Constants& c, F& w, F g, F& m, F&, I&) {
+    const F direction = m + c.one_minus_beta1 * (g - m);
+    w = w * c.decay + c.step_size * (direction > 0.f ? all(1.f) : (direction < 0.f ? all(-1.f) : direction));
+    m = m + c.one_minus_beta2 * (g - m);
+  }
+};
+
+struct Sgd {
+  static void step(const Constants& c, F& w, F g, F& m, F&, I&) {
+    const F d = g + c.decay * w;
+    m = m * c.beta1 + d;
+    w = w + c.step_size * (c.nesterov ? d + c.beta1 * m : m);
+  }
+};
+
+// ---- weights ------------------------------------------------------------------------------------------------------------
+
+void load_weight(const Job& job, const Place& at, int n, float* w) {
+  widen(job.weight, job.weight_dtype, at.element, n, w);
+  float wide[TILE], seen[TILE];
+  uint16_t half[TILE];
+  if (job.master_kind == REMAINDER) {
+    const int16_t* rest = static_cast<const int16_t*>(job.master) + at.element;
+    for (int i = 0; i < n; i++) w[i] = as_float(as_bits(w[i]) + uint32_t(int32_t(rest[i])));
+  }
+  if (job.master_kind != MASTER_FP32 && job.master_kind != MASTER_FP16) return;
+  if (job.master_kind == MASTER_FP32) {
+    std::memcpy(wide, static_cast<const float*>(job.master) + at.element, n * sizeof(float));
+  } else {
+    const uint16_t* codes = static_cast<const uint16_t*>(job.master) + at.element;
+    const float scale = from_bfloat16(job.master_scale[at.tile]);
+    for (int i = 0; i < n; i++) wide[i] = from_float16(codes[i]) * 0x1p-15f * scale;
+  }
+  narrow(wide, half, job.weight_dtype, 0, n, true);
+  widen(half, job.weight_dtype, 0, n, seen);
+  for (int i = 0; i < n; i++) w[i] = seen[i] == w[i] ? wide[i] : w[i];  // a weight written since is taken over
+}
+
+void store_weight(const Job& job, float* w, const Place& at, int n) {
+  uint16_t* half = static_cast<uint16_t*>(job.weight) + at.element;
+  switch (job.master_kind) {
+    case MASTER_FP32: std::memcpy(static_cast<float*>(job.master) + at.element, w, n * sizeof(float)); break;
+    case MASTER_FP16: {
+      uint16_t* codes = static_cast<uint16_t*>(job.master) + at.element;
+      const float scale = scale_from(amax_bits(w, n), 0x7FFFFFU), inverse = scale == scale ? 1.f / scale : 0.f;
+      job.master_scale[at.tile] = uint16_t(as_bits(scale) >> 16);
+      for (int i = 0; i < n; i++) {
+        float y = std::min(std::fabs(w[i]) * inverse, 1.f) * 0x1p15f;
+        float gap = power_below<15>(y) * 0x1p-10f, part = y / gap, whole = std::floor(part);
+        y = (uniform(noise16(job.weight_noise, uint32_t(at.index + i))) < part - whole ? whole + 1.f : whole) * gap;
+        codes[i] = uint16_t(small_bits<10, 15>(y) | (as_bits(w[i]) >> 16 & 0x8000));
+        w[i] = from_float16(codes[i]) * 0x1p-15f * scale;
+      }
+      break;
+    }
+    case REMAINDER: {
+      int16_t* rest = static_cast<int16_t*>(job.master) + at.element;
+      for (int i = 0; i < n; i++) {
+        uint16_t kept = to_bfloat16_away(w[i]);
+        rest[i] = int16_t(as_bits(w[i]) - (uint32_t(kept) << 16));
+        half[i] = kept;
+      }
+      return;
+    }
+    case STOCHASTIC:
+      for (int i = 0; i < n; i++) half[i] = to_bfloat16_stochastic(w[i], noise16(job.weight_noise, uint32_t(at.index + i)));
+      return;
+  }
+  narrow(w, job.weight, job.weight_dtype, at.element, n, job.master_kind != DIRECT);
+}
+
+// Asks for the lines of `bytes` bytes while the tile before them is computed: the gaps between the loops over a tile's
+// streams are too long for the processor's own prefetching.
+inline void prefetch(const void* start, int64_t offset, int64_t bytes) {
+  const char* from = static_cast<const char*>(start) + offset;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+void prefetch_tile(const Job& job, int64_t at, int64_t n) {
+  const int64_t weight_bytes = job.weight_dtype == FLOAT32 ? 4 : 2, gradient_bytes = job.gradient_dtype == FLOAT32 ? 4 : 2;
+  prefetch(job.weight, at * weight_bytes, n * weight_bytes);
+  prefetch(job.gradient, at * gradient_bytes, n * gradient_bytes);
+  for (const Moment* q : {&job.first, &job.second}) {
+    const int64_t bits = q->kind == FP32 ? 32 : q->kind == FP16 ? 16 : q->kind == DYNAMIC4 || q->kind == LINEAR4 ? 4 : 8;
+    if (q->kind != NONE) prefetch(q->codes, at * bits / 8, n * bits / 8);
+  }
+  if (job.master) {
+    const int64_t bytes = job.master_kind == MASTER_FP32 ? 4 : 2;
+    prefetch(job.master, at * bytes, n * bytes);
+  }
+}
+
+// ---- a tile -------------------------------------------------------------------------------------------------------------
+
+// The bits of the largest magnitude, NaN being the largest of all; and of the smallest but 0.
+struct Extent {
+  I largest = integers(0);
+  U smallest = U(integers(-1));
+  void see(F x) {
+    const I size = bits(x) & 0x7FFFFFFF;
+    largest = larger(largest, size);
+    const U less = U(size) - 1;
+    smallest = less < smallest ? less : smallest;
+  }
+  uint32_t most() const {
+    int32_t found = 0;
+    for (int l = 0; l < LANES; l++) found = std::max(found, largest[l]);
+    return uint32_t(found);
+  }
+  uint32_t least() const {  // 0x7F800000 where all are 0
+    uint32_t found = 0x7F7FFFFF;
+    for (int l = 0; l < LANES; l++) found = std::min(found, smallest[l]);
+    return found + 1;
+  }
+};
+
+template <class FORMAT> FORMAT format_of(const Moment& q, int64_t tile) {
+  return FORMAT(q.scale ? from_bfloat16(q.scale[tile]) : 1.f, q.expansion ? q.expansion[tile] : 0);
+}
+template <class FORMAT> uint8_t* codes_of(const Moment& q, const Place& at) {
+  return static_cast<uint8_t*>(q.codes) + (FORMAT::BITS == 4 ? at.packed : at.element * (FORMAT::BITS / 8));
+}
+
+// A last vector that is not whole works on copies, whose end is zero. Bytes of `count` elements; the odd half byte stays 0.
+template <int BITS> void copy_codes(uint8_t* to, const uint8_t* from, int count) {
+  std::memcpy(to, from, (count * BITS + 7) / 8);
+  if (BITS == 4 && count % 2) to[count / 2] &= 0xF;
+}
+
+// Encodes x, n elements and zeros up to a whole vector, by the scale that its extent asks for.
+template <class FORMAT>
+void encode(const Moment& q, const Place& at, float* x, const int32_t* decays, int n, uint32_t key, const Extent& extent) {
+  const uint32_t amax = extent.most();
+  const float scale = scale_from(amax, FORMAT::DROPS);
+  q.scale[at.tile] = uint16_t(as_bits(scale) >> 16);
+  if (scale != scale) std::fill(x, x + TILE, 0.f);  // a poisoned tile: its scale says so
+  const int log_k = q.expansion ? chosen_expansion(q, extent.least(), amax) : 0;
+  if (q.expansion) q.expansion[at.tile] = int8_t(log_k);
+  const FORMAT format(scale, log_k);
+  uint8_t* codes = codes_of<FORMAT>(q, at);
+  const auto vector = [&](uint8_t* to, int i) __attribute__((always_inline)) {
+    format.encode(to, load<F>(x + i), noise16s(key, uint32_t(at.index + i)), load<I>(decays + i));
+  };
+  const int whole = n / BLOCK * BLOCK;
+  for (int i = 0; i < whole; i += BLOCK)  // the vectors of a block share their random bits
+    for (int j = i; j < i + BLOCK; j += LANES) vector(codes + j * FORMAT::BITS / 8, j);
+  for (int i = whole; i < n; i += LANES) {
+    uint8_t end[4 * LANES];
+    vector(end, i);
+    copy_codes<FORMAT::BITS>(codes + i * FORMAT::BITS / 8, end, std::min(LANES, n - i));
+  }
+}
+
+template <class RULE, class FIRST, class SECOND>
+void step_moments(const Job& job, const Place& at, int n, float* weights, const float* gradients) {
+  alignas(64) float m[TILE], v[TILE];
+  alignas(64) int32_t shrinks[TILE];
+  const Constants c = *job.constants;  // apart from the memory that is written
+  const FIRST first = format_of<FIRST>(job.first, at.tile);
+  const SECOND second = format_of<SECOND>(job.second, at.tile);
+  uint8_t *const firsts = codes_of<FIRST>(job.first, at), *const seconds = codes_of<SECOND>(job.second, at);
+  Extent of_first, of_second;
+  I all_decay = integers(-1);
+  const auto vector = [&](float* w_at, const float* g_at, uint8_t* first_at, uint8_t* second_at, int i, int count)
+      __attribute__((always_inline)) {
+    F w = load<F>(w_at), x = first.decode(first_at), y = all(0.f);
+    const F g = load<F>(g_at);
+    if constexpr (SECOND::BITS > 0) y = second.decode(second_at);
+    I decays = magnitude(g) * 16.f <= magnitude(x);
+    RULE::step(c, w, g, x, y, decays);
+    store(w_at, w);
+    if (count < LANES) x = LANE < count ? x : all(0.f), y = LANE < count ? y : all(0.f);
+    if constexpr (FIRST::BITS == 32) {
+      store(first_at, x);
+    } else {
+      of_first.see(x);
+      store(m + i, x);
+      store(shrinks + i, decays);
+      all_decay &= decays;
+    }
+    if constexpr (SECOND::BITS == 32) store(second_at, y);
+    if constexpr (SECOND::BITS > 0 && SECOND::BITS < 32) {
+      of_second.see(y);
+      store(v + i, y);
+    }
+  };
+  const int whole = n / LANES * LANES, rest = n - whole;
+  for (int i = 0; i < whole; i += LANES)
+    vector(weights + i, gradients + i, firsts + i * FIRST::BITS / 8, seconds + i * SECOND::BITS / 8, i, LANES);
+  if (rest) {
+    float w[LANES] = {}, g[LANES] = {};
+    uint8_t a[4 * LANES] = {}, b[4 * LANES] = {}, *a_at = firsts + whole * FIRST::BITS / 8, *b_at = seconds + whole * SECOND::BITS / 8;
+    std::memcpy(w, weights + whole, rest * sizeof(float));
+    std::memcpy(g, gradients + whole, rest * sizeof(float));
+    copy_codes<FIRST::BITS>(a, a_at, rest);
+    if (SECOND::BITS > 0) copy_codes<SECOND::BITS>(b, b_at, rest);
+    vector(w, g, a, b, whole, rest);
+    std::memcpy(weights + whole, w, rest * sizeof(float));
+    if (FIRST::BITS == 32) std::memcpy(a_at, a, rest * sizeof(float));
+    if (SECOND::BITS == 32) std::memcpy(b_at, b, rest * sizeof(float));
+  }
+  if constexpr (FIRST::BITS == 4) {  // the scale of a tile that decays as a whole follows
+    bool whole = true;
+    for (int l = 0; l < LANES; l++) whole &= all_decay[l] != 0;
+    if (whole) std::fill(shrinks, shrinks + TILE, 0);
+  }
+  if constexpr (FIRST::BITS < 32) encode<FIRST>(job.first, at, m, shrinks, n, job.noise, of_first);
+  if constexpr (SECOND::BITS > 0 && SECOND::BITS < 32) encode<SECOND>(job.second, at, v, shrinks, n, job.noise, of_second);
+}
+
+using Step = void (*)(const Job&, const Place&, int, float*, const float*);
+
+template <class FIRST, class SECOND> Step step_of_rule(int rule) {
+  switch (rule) {
+    case ADAMW: return step_moments<AdamW<SECOND::BITS < 32>, FIRST, SECOND>;
+    case LION: return step_moments<Lion, FIRST, None>;
+    default: return step_moments<Sgd, FIRST, None>;
+  }
+}
+
+Step step_of(const Job& job) {
+  const int rule = job.constants->rule;
+  switch (job.first.kind) {
+    case FP32: return step_of_rule<Wide, Wide>(rule);
+    case SQUARED8: return step_of_rule<Squared8, UE5M3Format>(rule);
+    case DYNAMIC4: return step_of_rule<Dynamic4, Linear4>(rule);
+    default: return job.second.kind == FP16 ? step_of_rule<Small<true>, Float16>(rule) : step_of_rule<Small<true>, Small<false>>(rule);
+  }
+}
+
+void step_tile(const Job& job, Step step, int64_t row, int64_t tile_in_row, int64_t tiles) {
+  float buffers[2][TILE];
+  const int64_t column = tile_in_row * job.tile, tile = row * tiles + tile_in_row;
+  const Place at{tile, row * job.columns + column, row * ((job.columns + 1) / 2) + column / 2, tile * job.tile};
+  const int n = int(std::min(job.tile, job.columns - column));
+  prefetch_tile(job, at.element + n, job.tile);  // behind the last tile this asks for what nobody reads, which does no harm
+  const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
+  float* w = direct ? static_cast<float*>(job.weight) + at.element : buffers[0];
+  const float* g = wide_gradient ? static_cast<const float*>(job.gradient) + at.element : buffers[1];
+  if (!direct) load_weight(job, at, n, w);
+  if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at.element, n, buffers[1]);
+  step(job, at, n, w, g);
+  if (!direct) store_weight(job, w, at, n);
+}
+
+}  // namespace
+
+extern "C" int64_t narrowgauge_job_bytes() { return sizeof(Job); }
+
+// Part `part` of `parts` of every job: a run of whole tiles, so that threads share nothing.
+extern "C" void narrowgauge_step(const Job* jobs, int64_t count, int64_t part, int64_t parts) {
+  for (int64_t j = 0; j < count; j++) {
+    const Job& job = jobs[j];
+    const Step step = step_of(job);
+    const int64_t tiles = (job.columns + job.tile - 1) / job.tile, all = job.rows * tiles;
+    for (int64_t t = all * part / parts; t < all * (part + 1) / parts; t++) step_tile(job, step, t / tiles, t % tiles, tiles);
+  }
+}

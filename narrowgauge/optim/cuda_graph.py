@@ -1,0 +1,106 @@
+"""The optimizer's step inside a CUDA graph: launches that read what changes from memory, which is filled before each replay.
+
+    replayed = optimizer.replayable()
+    with torch.cuda.graph(graph):
+        loss = step_of_the_model()              # gradients are where this leaves them, at every replay
+        replayed.capture()                      # instead of optimizer.step()
+    for batch in batches:
+        replayed.before_replay()                # counts the step; learning rate, corrections and noise as they are now
+        graph.replay()
+
+The numbers are those of `step`: they are worked out on the host and travel to the GPU in one copy, in the order of the stream, so
+nothing waits. Every parameter must be stepped by the Triton kernel, and one ordinary step must have been made before (of all the
+parameters that the graph steps): it compiles, proves the kernels, and writes their tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.addresses import identity
+from narrowgauge.errors import ConfigError
+
+
+class ReplayedStep:
+    """See the module; of a `base.NarrowOptimizer`. Holds the gradients, weights and states of the capture, as the graph does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._chosen: list[tuple[Tensor, dict[str, Any], int]] = []
+        self._gradients: list[Tensor] = []
+        self._captured: dict[torch.device, list[Any]] = {}  # of `triton_step.Batch`
+        counts: dict[torch.device, int] = {}
+        for parameter, _, _ in optimizer._numbered():
+            counts[parameter.device] = counts.get(parameter.device, 0) + 1
+        # A batch for each parameter would be the most: a head, an address, and one to make it even.
+        self._sheets = {
+            device: torch.zeros(18 * count, dtype=torch.int64, device=device) for device, count in counts.items()
+        }
+
+    def refuse(self) -> str:
+        """Why the step cannot be captured as it is now, a clause, or ''. Reads nothing from the device."""
+        optimizer = self._optimizer
+        if optimizer.casting is not None:
+            return "the step casts weights as well, which a graph would repeat unasked; call cast_weights(None) first"
+        for parameter, _, _ in optimizer._numbered():
+            if parameter.grad is None:
+                continue
+            task, which = optimizer._tasks.get(parameter), f"a parameter of {list(parameter.shape)}"
+            if task is None or task.backend is None:
+                return f"{which} has never stepped; run one step before the capture"
+            if not parameter.grad.is_contiguous() or identity(task.weight) != task.address:
+                return f"{which}, or its gradient, is not contiguous; make it so before the optimizer is built"
+            if task.backend[1].kernel.name != "triton":
+                by = optimizer.computed_by(parameter)
+                return f"{which} on {parameter.device} is stepped by {by}, which works out its numbers on the host"
+        return ""
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Launches the step of every parameter that has a gradient; nothing is computed until the graph is replayed.
+
+        Raises ConfigError for what `refuse` names.
+        """
+        from narrowgauge.optim.triton import launch
+
+        optimizer = self._optimizer
+        if reason := self.refuse():
+            raise ConfigError(
+                f"{type(optimizer).__name__}.capture: {reason}. Or leave the optimizer out of the graph, and call step() after each "
+                "replay."
+            )
+        self._chosen = [each for each in optimizer._numbered() if each[0].grad is not None]
+        tasks = optimizer._next(self._chosen, counts=False)
+        for (parameter, _, _), task in zip(self._chosen, tasks, strict=True):
+            task.gradient = parameter.grad
+        self._gradients = [parameter.grad for parameter, _, _ in self._chosen if parameter.grad is not None]
+        for device, sheet in self._sheets.items():
+            members = [task for task in tasks if task.weight.device == device and task.elements]
+            if members:
+                self._captured[device] = launch.batches_of(members, optimizer._kept, makes=False)
+                launch.run(self._captured[device], sheet)
+        for task in tasks:
+            task.gradient = None
+
+    @torch.no_grad()
+    def before_replay(self) -> None:
+        """Counts the step and sends its numbers: the learning rate as it is now, corrections, the key of the noise."""
+        from narrowgauge.optim.triton import launch
+
+        if not self._captured:
+            raise ConfigError(
+                f"{type(self._optimizer).__name__}.before_replay: nothing was captured. Call capture() inside torch.cuda.graph."
+            )
+        tasks = self._optimizer._next(self._chosen)
+        for task, gradient in zip(tasks, self._gradients, strict=True):
+            task.gradient = gradient
+        for device, batches in self._captured.items():
+            numbers = torch.tensor(launch.sheet_of(batches), dtype=torch.int64, device="cpu")
+            sent = numbers.pin_memory() if device.type == "cuda" else numbers
+            self._sheets[device][: len(numbers)].copy_(sent, non_blocking=True)
+        torch.autograd.graph.increment_version([parameter for parameter, _, _ in self._chosen])
+        for task in tasks:
+            task.gradient = None

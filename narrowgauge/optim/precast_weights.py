@@ -1,0 +1,150 @@
+"""Weights that the optimizer's step casts as well, so that no forward pass reads them to do so.
+
+    casts = optimizer.cast_weights(model)       once; the trainer does it where it helps
+    print(casts)                                each QLinear: what the step leaves for it, or why nothing
+
+What is left, for which casts, and what keeps an old one from being used: `ops.quantize.precast_weight`. It is Triton's step that
+does it, on NVIDIA GPUs, and eager forward passes that take it up: compiled ones fuse the cast with what is around it, CUDA graphs
+make it in a graph of their own (`GraphedStep`). Losses and weights are to the bit those without.
+
+The layer is asked anew at every step: another recipe, another place in memory, a window that was made anew are followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from narrowgauge.addresses import identity, wrapper
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.quantize.amax_state import AmaxWindow
+from narrowgauge.ops.quantize.precast_weight import Stepped, refuse_here
+
+
+@dataclass(eq=False)
+class _Link:
+    """One layer, and what the step leaves for it.
+
+    fixed    why nothing, whatever becomes of the layer, a clause, or ''
+    reason   why nothing as it is now
+    made_of  what `stepped` and `reason` were decided by; held, for identity is what is compared
+    """
+
+    name: str
+    layer: nn.Linear
+    fixed: str = ""
+    reason: str = ""
+    stepped: Stepped | None = None
+    made_of: tuple[Any, ...] = ()
+
+    def now(self, parameter: Tensor) -> Stepped | None:
+        layer = self.layer
+        if not isinstance(layer, QLinear):  # since `convert(model, None)`
+            self.reason, self.stepped, self.made_of = "an ordinary Linear", None, ()
+            return None
+        window = layer.window("w")
+        memory = () if window is None else (identity(window.live), identity(window.history))
+        own = layer._parameters.get("weight") is parameter
+        made_of = (layer.recipe, window, own, identity(parameter), parameter.dtype, parameter.device, *memory)
+        if not _are_the_same(made_of, self.made_of) or not layer.follows(self.stepped):
+            self.made_of, self.reason, self.stepped = made_of, self.fixed, None
+            if not self.reason:
+                self._decide(layer, parameter, window, own)
+            layer.follow_step(self.stepped)
+        return None if self.stepped is None or self.stepped.refused else self.stepped
+
+    def _decide(self, layer: QLinear, parameter: Tensor, window: AmaxWindow | None, own: bool) -> None:
+        if not own:
+            self.reason = "its weight is another parameter now, or computed from one"
+        elif hidden_by := wrapper(parameter):
+            self.reason = f"a {hidden_by} hides the memory of its weight"
+        elif parameter.is_meta:
+            self.reason = "its weight has no memory yet"
+        elif not parameter.is_contiguous() or parameter.numel() == 0:
+            self.reason = "its weight is not contiguous" if parameter.numel() else "its weight is empty"
+        else:
+            cast, self.reason = layer.step_cast()
+            if cast is not None:
+                self.reason = refuse_here(parameter, cast)
+                self.stepped = None if self.reason else Stepped.of(parameter.detach(), cast, window)
+
+    def words(self) -> str:
+        if self.stepped is None:
+            return self.reason
+        if self.stepped.refused:
+            return self.stepped.refused
+        what = "amax" if self.stepped.codes is None else "codes in both orientations"
+        return f"{what}, taken after {self.stepped.taken} of {self.stepped.left} steps"
+
+
+def _are_the_same(made_of: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Objects by identity: recipes are equal to others, and comparing them takes long."""
+    if len(made_of) != len(before):
+        return False
+    return made_of[0] is before[0] and made_of[1] is before[1] and made_of[2:] == before[2:]
+
+
+class WeightCasts(Mapping[str, str]):
+    """Name of a QLinear -> what the step leaves of its weight's cast, or why nothing, in words; print it. See the module."""
+
+    def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
+        known = set(parameters)
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, QLinear)]
+        users: dict[Tensor, list[str]] = {}
+        for name, layer in layers:
+            weight = layer._parameters.get("weight")
+            if weight is not None:
+                users.setdefault(weight, []).append(name)
+        self._links: dict[str, _Link] = {}
+        self._by_parameter: dict[Tensor, _Link] = {}
+        for name, layer in layers:
+            weight = layer._parameters.get("weight")
+            link = self._links[name] = _Link(name, layer)
+            if weight is None:
+                link.reason = link.fixed = "its weight is computed from another parameter"
+            elif others := [each for each in users[weight] if each != name]:
+                link.reason = link.fixed = f"its weight is also that of {', '.join(others)}, which casts it too"
+            elif weight not in known:
+                link.reason = link.fixed = "its weight is no parameter of this optimizer"
+            else:
+                self._by_parameter[weight] = link
+                link.now(weight)
+
+    def of(self, parameter: Tensor) -> Stepped | None:
+        """Where the next step of the parameter leaves its cast, as its layer is now."""
+        link = self._by_parameter.get(parameter)
+        return None if link is None else link.now(parameter)
+
+    def release(self) -> None:
+        """The layers cast their weights themselves again."""
+        for link in self._links.values():
+            if isinstance(link.layer, QLinear) and link.layer.follows(link.stepped):
+                link.layer.follow_step(None)
+
+    @property
+    def served(self) -> int:
+        """Layers for which the step leaves something."""
+        return sum(link.stepped is not None and not link.stepped.refused for link in self._links.values())
+
+    def summary(self) -> list[str]:
+        """A line for each thing that is left, or reason for nothing, with the number of layers."""
+        counts: dict[str, int] = {}
+        for link in self._links.values():
+            words = link.words().partition(", taken")[0]
+            counts[words] = counts.get(words, 0) + 1
+        return [f"{words}: {count} layer{'s' if count > 1 else ''}" for words, count in counts.items()]
+
+    def __getitem__(self, name: str) -> str:
+        return self._links[name].words()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._links)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {words}" for name, words in self.items())

@@ -1,0 +1,378 @@
+"""One optimizer step of many tensors in one launch of a Triton kernel: decode, update and encode in registers; see `triton_step`.
+
+A program takes T tiles of TILE elements of one tensor, in the order of its rows: tile t begins in row t // tiles, and a row's last tile
+may be short. Which tensor that is stands in `which`, and where its parts lie in a line of `table`. Every number of a state is read
+once and written once, and none is ever float32 in memory. Elements are counted in int64.
+
+    which   int32 [programs]         the line of a program
+    table   int64 [lines, F.fields]  what stays from step to step: see `triton_step.Batch`
+    sheet   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
+    tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
+
+The order of operations is that of `rules`, without contraction, with square roots and quotients correctly rounded.
+
+Where a Linear will multiply by the weight in 8 bits (F.casts), the program that has the new weight in registers also leaves, beside it,
+its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.precast_weight`. `foresee` runs before.
+For the codes of w.T a program takes T rows of one column of tiles in place of T tiles in a row: it writes T bytes next to each other, and
+the programs that follow it, down a band of BAND rows, complete the sector while the second-level cache has them.
+"""
+
+import triton
+import triton.language as tl
+
+from narrowgauge.ops.triton.elements import encode, magnitude_bits
+from narrowgauge.ops.triton.noise import mix
+from narrowgauge.ops.triton.scales import divided, divisor, scale_of
+from narrowgauge.optim.triton.moment_codes import (
+    NONE,
+    SQUARED8,
+    WIDE,
+    bits_of,
+    decode_master,
+    decode_moment,
+    encode_master,
+    encode_moment,
+    noise_bits,
+    number_of,
+)
+
+HEAD = tl.constexpr(16)
+WEIGHTS = tl.constexpr(0x5BD1E995)
+
+FLOAT32 = tl.constexpr(0)
+BFLOAT16 = tl.constexpr(1)
+FLOAT16 = tl.constexpr(2)
+
+MASTER_FP32 = tl.constexpr(1)
+MASTER_FP16 = tl.constexpr(2)
+REMAINDER = tl.constexpr(3)
+STOCHASTIC = tl.constexpr(4)
+
+ADAMW = tl.constexpr(0)
+LION = tl.constexpr(1)
+
+AMAX = tl.constexpr(1)
+CODES = tl.constexpr(2)
+BAND = tl.constexpr(32)  # rows: a sector of w.T
+PARTS = tl.constexpr(64)  # places that programs share for the largest magnitude, see `ops.quantize.precast_weight`
+
+
+@triton.jit
+def _pointer(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(KIND))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _read(address, offset, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """float32 from a tensor of DTYPE."""
+    if DTYPE == FLOAT32:
+        x = tl.load(_pointer(address, tl.float32, ALIGNED) + offset, mask=mask, other=0.0)
+    elif DTYPE == BFLOAT16:
+        bits = tl.load(_pointer(address, tl.int16, ALIGNED) + offset, mask=mask, other=0)
+        x = number_of(bits.to(tl.int32) << 16)
+    else:
+        x = tl.load(_pointer(address, tl.float16, ALIGNED) + offset, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _write(x, address, offset, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """x float32, which DTYPE holds, into a tensor of it."""
+    if DTYPE == FLOAT32:
+        tl.store(_pointer(address, tl.float32, ALIGNED) + offset, x, mask=mask)
+    elif DTYPE == BFLOAT16:
+        tl.store(_pointer(address, tl.int16, ALIGNED) + offset, (bits_of(x) >> 16).to(tl.int16), mask=mask)
+    else:
+        tl.store(_pointer(address, tl.float16, ALIGNED) + offset, x.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def _away(x):
+    """x to the nearest bfloat16, ties away from zero, as float32; NaN stays."""
+    return tl.where(x == x, number_of((bits_of(x) + 0x8000) & -65536), float("nan"))
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """A master as the weight that the model sees, as float32."""
+    return _away(x) if DTYPE == BFLOAT16 else x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _read_weight(line, offset, mask, tile, tiles_inside, F: tl.constexpr):
+    """The float32 weight to work on, as `masters.load` has it."""
+    seen = _read(tl.load(line + 4), offset, mask, F.weight, F.aligned)
+    if F.master == MASTER_FP32 or F.master == MASTER_FP16:
+        if F.master == MASTER_FP32:
+            master = _read(tl.load(line + 5), offset, mask, FLOAT32, F.aligned)
+        else:
+            codes = tl.load(_pointer(tl.load(line + 5), tl.float16, F.aligned) + offset, mask=mask, other=0.0)
+            scale = tl.load(_pointer(tl.load(line + 6), tl.int16, False) + tile, mask=tiles_inside, other=0)
+            master = decode_master(codes, scale)
+        weight = tl.where(_rounded(master, F.weight) == seen, master, seen)
+    elif F.master == REMAINDER:
+        rest = tl.load(_pointer(tl.load(line + 5), tl.int16, F.aligned) + offset, mask=mask, other=0)
+        weight = number_of(bits_of(seen) + rest.to(tl.int32))
+    else:
+        weight = seen
+    return weight
+
+
+@triton.jit
+def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.constexpr):
+    """The weight and what is kept beside it, as `masters.store` has it; noise int32, where the master rounds by it."""
+    if F.master == STOCHASTIC:
+        carried = number_of((bits_of(x) + noise) & -65536)
+        finite = (bits_of(x) & 0x7F800000) != 0x7F800000
+        seen = tl.where(finite, carried, tl.where(x == x, x, float("nan")))
+    elif F.master == MASTER_FP16:
+        codes, scale = encode_master(x, noise)
+        tl.store(_pointer(tl.load(line + 5), tl.float16, F.aligned) + offset, codes, mask=mask)
+        tl.store(_pointer(tl.load(line + 6), tl.int16, False) + tile, scale, mask=tiles_inside)
+        seen = _rounded(decode_master(codes, scale), F.weight)
+    elif F.master == MASTER_FP32:
+        seen = _rounded(x, F.weight)
+        _write(x, tl.load(line + 5), offset, mask, FLOAT32, F.aligned)
+    elif F.master == REMAINDER:
+        seen = _away(x)
+        rest = (bits_of(x) - bits_of(seen)).to(tl.int16)
+        tl.store(_pointer(tl.load(line + 5), tl.int16, F.aligned) + offset, rest, mask=mask)
+    else:
+        seen = x
+    _write(seen, tl.load(line + 4), offset, mask, F.weight, F.aligned)
+    return seen
+
+
+@triton.jit
+def _write_amax(seen, line, mask):
+    """The largest magnitude of this program's weights, into its place of int32 [PARTS]."""
+    largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
+    maxima = _pointer(tl.load(line + 16), tl.int32, True)
+    tl.atomic_max(maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
+
+
+@triton.jit
+def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.constexpr):
+    """The codes of w and of w.T by the scale that the next step will use, if it is known."""
+    C: tl.constexpr = F.cast  # the bare attribute is no argument before Triton 3.9
+    amax = tl.load(_pointer(tl.load(line + 17), tl.float32, False))
+    if amax > 0:
+        scale = scale_of(amax.to(tl.int32, bitcast=True), C)
+        y = divided(seen, divisor(scale, C), C)
+        codes = encode(y, y, C)
+        tl.store(_pointer(tl.load(line + 14), tl.uint8, F.aligned) + offset, codes, mask=mask)
+        length = rows.to(tl.int64)
+        if F.turns_aligned:
+            length = tl.multiple_of(length, 16)
+        place = column * length + row[None, :]
+        there = (column < columns) & (row < length)[None, :]
+        tl.store(_pointer(tl.load(line + 15), tl.uint8, F.turns_aligned) + place, tl.trans(codes), mask=there)
+
+
+@triton.jit
+def _updated(w, g, m, v, sheet, F: tl.constexpr, SECOND: tl.constexpr):
+    """`rules`: (weight, first moment, second moment, where the first only decays)."""
+    decay, one_minus_beta1, one_minus_beta2 = _constant(sheet, 0), _constant(sheet, 1), _constant(sheet, 3)
+    step_size = _constant(sheet, 5)
+    decays = tl.abs(g) * 16.0 <= tl.abs(m)
+    if F.rule == ADAMW:
+        m = m + (g - m) * one_minus_beta1
+        v = v * _constant(sheet, 2) + g * one_minus_beta2 * g
+        root = tl.sqrt_rn(v)
+        if SECOND.kind != WIDE:
+            limit = root * _constant(sheet, 8)
+            held = tl.abs(m) > limit
+            m = tl.where(held, number_of(bits_of(limit) | (bits_of(m) & -0x80000000)), m)
+            decays = decays | held
+        w = w * decay + tl.div_rn(m * step_size, root * _constant(sheet, 6) + _constant(sheet, 4))
+    elif F.rule == LION:
+        direction = m + (g - m) * one_minus_beta1
+        sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))
+        w = w * decay + sign * step_size
+        m = m + (g - m) * one_minus_beta2
+    else:
+        beta1 = _constant(sheet, 7)
+        change = g + w * decay
+        m = m * beta1 + change
+        w = w + (change + m * beta1 if F.nesterov else m) * step_size
+    return w, m, v, decays
+
+
+@triton.jit
+def _constant(sheet, PLACE: tl.constexpr):
+    return number_of(tl.load(sheet + 1 + PLACE).to(tl.int32))
+
+
+@triton.jit
+def _read_codes(address, place, F: tl.constexpr, M: tl.constexpr):
+    """The codes of a moment [T, TILE], as its kind stores them; zeros where there is no element. place: see `step`."""
+    offset, mask = place[3], place[4]
+    if M.kind == WIDE:
+        codes = _read(address, offset, mask, FLOAT32, F.aligned)
+    elif M.bits == 16:
+        codes = tl.load(_pointer(address, tl.int16, F.aligned) + offset, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    elif M.kind == SQUARED8:
+        codes = tl.load(_pointer(address, tl.int8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
+    elif M.bits == 8:
+        codes = tl.load(_pointer(address, tl.uint8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
+    else:
+        at, there = _bytes(place, F)
+        pairs = tl.load(_pointer(address, tl.uint8, F.aligned) + at, mask=there, other=0).to(tl.int32)
+        codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (F.tiles, F.tile))
+    return codes
+
+
+@triton.jit
+def _write_codes(codes, address, place, F: tl.constexpr, M: tl.constexpr):
+    offset, mask = place[3], place[4]
+    if M.kind == WIDE:
+        _write(codes, address, offset, mask, FLOAT32, F.aligned)
+    elif M.bits == 16:
+        tl.store(_pointer(address, tl.int16, F.aligned) + offset, codes.to(tl.int16), mask=mask)
+    elif M.bits == 8:
+        tl.store(_pointer(address, tl.int8, F.aligned) + offset, codes.to(tl.int8), mask=mask)
+    else:
+        codes = tl.where(mask, codes, 0)  # an odd row ends in a nibble of zero
+        first, second = tl.split(tl.reshape(codes, (F.tiles, F.tile // 2, 2)))
+        at, there = _bytes(place, F)
+        tl.store(_pointer(address, tl.uint8, F.aligned) + at, (first | (second << 4)).to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _bytes(place, F: tl.constexpr):
+    """Where the bytes of 4-bit codes lie, [T, TILE / 2] int64, and which there are."""
+    row, begin, inside, columns = place[0], place[1], place[2], place[5]
+    width = (columns + 1) // 2
+    HALF: tl.constexpr = F.width // 2
+    if F.aligned:
+        width = tl.multiple_of(width, HALF)
+    byte = (begin // 2)[:, None] + tl.arange(0, F.tile // 2)[None, :]
+    return row[:, None] * width + byte, inside[:, None] & (byte < width)
+
+
+@triton.jit
+def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr):
+    TILES: tl.constexpr = F.tiles  # within a shape too
+    TILE: tl.constexpr = F.tile
+    inside, mask, tile = place[2], place[4], place[6]
+    if M.kind == NONE:
+        x = tl.zeros((TILES, TILE), tl.float32)
+    else:
+        codes = _read_codes(tl.load(line + FIELD), place, F, M)
+        scale, log_k = tl.zeros((TILES,), tl.int16), tl.zeros((TILES,), tl.int32)
+        if M.kind != WIDE:
+            scale = tl.load(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, mask=inside, other=0)
+        if M.expands:
+            expansions = _pointer(tl.load(line + FIELD + 2), tl.int8, False)
+            log_k = tl.load(expansions + tile, mask=inside, other=0).to(tl.int32)
+        x = decode_moment(codes, scale, log_k, tables, M)
+        x = tl.where(mask, x, 0.0)  # what fills the last tile counts for nothing
+    return x
+
+
+@triton.jit
+def _write_moment(x, noise, decays, line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr):
+    if M.kind != NONE:
+        inside, mask, tile = place[2], place[4], place[6]
+        codes, scale, log_k = encode_moment(tl.where(mask, x, 0.0), noise, decays, tables, M)
+        _write_codes(codes, tl.load(line + FIELD), place, F, M)
+        if M.kind != WIDE:
+            tl.store(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, scale, mask=inside)
+        if M.expands:
+            tl.store(_pointer(tl.load(line + FIELD + 2), tl.int8, False) + tile, log_k, mask=inside)
+
+
+@triton.jit
+def _own_tiles(first, per_row, total, F: tl.constexpr):
+    """(tile, row int32 [T], column of tiles, which there are) of this program; `first` is the tensor's first program."""
+    program = tl.program_id(0) - first
+    TILES: tl.constexpr = F.tiles  # within a shape too
+    if F.casts == CODES:
+        IN_BAND: tl.constexpr = BAND // F.tiles
+        band = program // (IN_BAND * per_row)
+        place = program - band * (IN_BAND * per_row)
+        across = place // IN_BAND
+        row = band * BAND + (place - across * IN_BAND) * F.tiles + tl.arange(0, F.tiles)
+        across = tl.zeros((TILES,), tl.int32) + across
+        tile = row * per_row + across
+        inside = row < total // per_row
+    else:
+        tile = program * F.tiles + tl.arange(0, F.tiles)
+        inside = tile < total
+        row = tile // per_row
+        across = tile - row * per_row
+    return tile, row, across, inside
+
+
+@triton.jit
+def step(which, table, sheet, tables, F: tl.constexpr):
+    """See the module; F: a `triton_step.Form`."""
+    number = tl.load(which + tl.program_id(0)).to(tl.int64)
+    line = table + number * F.fields
+    columns, per_row, total = tl.load(line + 1), tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
+    WIDTH: tl.constexpr = F.width
+    FIRST: tl.constexpr = F.first  # as arguments, the bare attributes do not compile before Triton 3.9
+    SECOND: tl.constexpr = F.second
+    if F.aligned:  # by no more than all types can load at once: threads then take the same elements of every tensor
+        columns = tl.multiple_of(columns, WIDTH)
+    tile, row, across, inside = _own_tiles(tl.load(line).to(tl.int32), per_row, total, F)
+    begin = across.to(tl.int64) * F.tile
+    row = row.to(tl.int64)
+    column = begin[:, None] + tl.arange(0, F.tile)[None, :]
+    mask = inside[:, None] & (column < columns)
+    offset = row[:, None] * columns + column
+
+    # Where the elements lie: row, first column, presence of each tile [T]; place and presence of each element [T, TILE]; its row's
+    # length, and the tiles' numbers [T].
+    place = (row, begin, inside, offset, mask, columns, tile)
+
+    # Keys of noise, by `noise.key` and `Task.weight_noise_key`.
+    key = mix(tl.load(sheet).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
+    first = tile.to(tl.uint32) * F.tile
+    within = tl.arange(0, F.tile)
+
+    g = _read(tl.load(sheet + HEAD + number), offset, mask, F.gradient, F.aligned)
+    w = _read_weight(line, offset, mask, tile, inside, F)
+    m = _read_moment(line, 7, place, tables, F, FIRST)
+    v = _read_moment(line, 10, place, tables, F, SECOND)
+    w, m, v, decays = _updated(w, g, m, v, sheet, F, SECOND)
+    w = tl.where(mask, w, 0.0)
+    noise = noise_bits(key, first, within)
+    _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)
+    _write_moment(v, noise, decays, line, 10, place, tables, F, SECOND)
+    if F.master == STOCHASTIC or F.master == MASTER_FP16:
+        noise = noise_bits(mix(key ^ WEIGHTS), first, within)
+    seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)
+    if F.casts != 0:
+        _write_amax(seen, line, mask)
+    if F.casts == CODES:
+        # One column of tiles: the same in all of its rows.
+        turned = (tl.max(begin, axis=0) + tl.arange(0, F.tile))[:, None]
+        _write_cast(seen, line, row, turned, total // per_row, offset, mask, columns, F)
+
+
+@triton.jit
+def foresee(table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Ahead of `step`, a program for each line: what `step` adds to, and counts on.
+
+    The largest magnitude of the last step is forgotten. With delayed scaling (the expected amax has an address) it is worked out which
+    amax the window will give once `delayed.roll` has ended this step.
+    """
+    line = table + tl.program_id(0).to(tl.int64) * FIELDS
+    place = tl.arange(0, PARTS)
+    tl.store(_pointer(tl.load(line + 16), tl.int32, True) + place, tl.zeros_like(place))
+    expected = tl.load(line + 17)
+    if expected != 0:
+        live = _pointer(tl.load(line + 18), tl.float32, False)
+        history = _pointer(tl.load(line + 19), tl.float32, False)
+        count = tl.load(line + 20).to(tl.int32)
+        newest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, count, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            newest = tl.maximum(newest, tl.load(history + index, mask=index < count, other=0.0))
+        seen = tl.load(live + 1)
+        amax = tl.maximum(seen, tl.max(newest, axis=0)) * number_of(tl.load(line + 21).to(tl.int32))
+        tl.store(_pointer(expected, tl.float32, False), tl.where(seen > 0, amax, tl.load(live)))

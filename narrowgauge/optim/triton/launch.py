@@ -1,0 +1,299 @@
+"""The optimizer step on NVIDIA GPUs: many tensors in one launch of the kernel in `triton_kernel`, without waiting for the GPU.
+
+Tensors of one Form (states, master, types, rule) whose group and step count are the same are a Batch and take one launch; a model with
+decayed matrices, undecayed vectors and float32 embeddings takes three. A launch for each tensor would cost more than the work on a tensor
+of a million elements, and a list of arguments ends at a few kilobytes; so addresses and sizes stand in a table on the GPU, written
+when a tensor is new, and what changes at every step (addresses of gradients, constants, the key of the noise) in a sheet: a few
+kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
+
+Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded
+E4M3 has 8 in a thread: with 16 it takes 254 of the 255 registers there are, and so has a weight whose cast is left as well
+(`ops.quantize.precast_weight`) in rows that cannot be loaded 16 bytes at a time. Its programs are 8 rows of 256 elements, so runs
+of w.T are 8 bytes. Of 16 rows in 8 warps they would be 16, but with 160 to 200 registers a thread such a program is alone on its
+multiprocessor. Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.addresses import address, identity
+from narrowgauge.errors import ConfigError
+from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.triton.cast_constants import Settings, settings
+from narrowgauge.ops.triton.launch import launch
+from narrowgauge.optim import masters, moments, noise, rules
+from narrowgauge.optim.moments import Moment, SmallFloat, Squared
+from narrowgauge.optim.selfcheck import Kind
+from narrowgauge.optim.step import Kept, Task
+from narrowgauge.recipe import Window
+
+ELEMENTS, WARPS = 2048, 4
+EXPANDING_ELEMENTS = 1024
+HEAD = 16  # whole numbers of a sheet before the addresses
+ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FIELDS, CAST_FIELDS = 14, 22  # of a line of a Batch's table
+NOTHING, AMAX, CODES = range(3)  # what is left of the weight's cast
+BAND = 32  # rows that programs of CODES take together, see the kernel
+HISTORY_BLOCK, HISTORY_WARPS = 1024, 4  # of `foresee`
+
+
+@dataclass(frozen=True)
+class MomentForm:
+    """A constant of the kernel: how a moment is kept. Of plain values, since it is part of the name under which a binary is kept.
+
+    kind, bits      see `moments`
+    signed          first moments have a sign and are rounded to nearest, second ones have none and are rounded stochastically
+    expands, lowest, highest    whether a tile chooses its power k, and log2 of the least and greatest
+    mantissa, bias, top         of a float
+    most, share     of a squared integer: most^2 and 1 / most^2
+    """
+
+    kind: int
+    bits: int
+    signed: bool
+    expands: bool = False
+    lowest: int = 0
+    highest: int = 0
+    mantissa: int = 0
+    bias: int = 0
+    top: float = 1.0
+    most: float = 1.0
+    share: float = 1.0
+
+    @classmethod
+    def of(cls, moment: Moment) -> MomentForm:
+        if isinstance(moment, Squared):
+            share = torch.tensor(1 / moment.most**2, dtype=torch.float32, device="cpu")
+            return cls(moment.kind, moment.bits, True, most=float(moment.most**2), share=float(share))
+        if isinstance(moment, SmallFloat):
+            lowest, highest = moment.expansions or (0, 0)
+            return cls(
+                moment.kind, moment.bits, moment.signed, moment.expansions is not None, lowest, highest, moment.mantissa,
+                moment.bias, moment.top,
+            )  # fmt: skip
+        return cls(moment.kind, moment.bits, False)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The constant of the kernel: everything about a tensor's step but its numbers and sizes.
+
+    rule, nesterov          see `rules`
+    weight, gradient        numbers of dtypes: 0 float32, 1 bfloat16, 2 float16
+    master                  number of the master, see `masters.KINDS`
+    tile, tiles             elements that share a scale; tiles of a program
+    aligned, width          whether loads of 16 bytes are possible, and how many elements of a row a thread then takes together
+    casts, cast             what is left of the weight's cast, and how its codes are made
+    turns_aligned           whether the codes of the transposed weight can be stored 16 bytes at a time
+    """
+
+    rule: int
+    nesterov: bool
+    first: MomentForm
+    second: MomentForm
+    weight: int
+    gradient: int
+    master: int
+    tile: int
+    tiles: int
+    aligned: bool
+    width: int
+    casts: int = NOTHING
+    cast: Settings | None = None
+    turns_aligned: bool = False
+
+    @property
+    def fields(self) -> int:
+        return CAST_FIELDS if self.casts else FIELDS
+
+
+@cache
+def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
+    """The constants of a kind of task; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
+    wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
+    first, second = MomentForm.of(kind.first), MomentForm.of(kind.second)
+    casts = NOTHING
+    if kind.cast is not None:
+        casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
+    crowded = casts == CODES and not kind.aligned
+    elements = EXPANDING_ELEMENTS if first.expands or second.expands or crowded else ELEMENTS
+    return Form(
+        rule=rules.number(kind.rule), nesterov=kind.nesterov, first=first, second=second,
+        weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
+        tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned,
+        width=4 if wide or kind.master == "fp32" else 8, casts=casts,
+        cast=settings(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
+        turns_aligned=kind.turns_aligned and casts == CODES,
+    )  # fmt: skip
+
+
+def form_of_task(task: Task) -> Form:
+    """Kept with the task: working it out takes longer than all else that is done for a tensor at a step."""
+    c, gradient = task.constants, task.gradient
+    assert c is not None and gradient is not None
+    if task.native is None:
+        task.native = {}
+    key = (gradient.dtype, identity(gradient) % ALIGNMENT == 0, c.nesterov)
+    if key not in task.native:
+        kind = kind_of(task)
+        task.native[key] = form_of(kind) if kind.cast is None else form_of(kind, _capability(task.weight.device))
+    form: Form = task.native[key]
+    return form
+
+
+def kind_of(task: Task) -> Kind:
+    """What the kernel is compiled for, and proves itself with."""
+    tensors = (task.weight, task.gradient, task.master, task.first.codes, task.second.codes)
+    addresses_fit = all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
+    rows, columns = task.weight.shape
+    turns = task.stepped is not None and task.stepped.turned is not None and rows % ALIGNMENT == 0
+    return Kind.of(task, columns % ALIGNMENT == 0 and addresses_fit, turns)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return device_facts(device.type, device.index).capability
+
+
+class Batch:
+    """Tensors that one launch steps, and what the GPU is told of them once.
+
+    which  int32 [programs], table int64 [tensors, form.fields], each line
+
+        0 first program   1 columns   2 tiles of a row   3 tiles   4 weight   5 master   6 its scale   7, 8, 9 codes, scale and
+        expansion of the first moment   10, 11, 12 of the second   13 what its number adds to the noise
+
+    and where the cast of the weight is left: 14, 15 codes of w and of w.T   16 largest magnitudes   17 amax to expect   18, 19 live and
+    history of its window   20 entries of it that count   21 what is multiplied by, float32 as bits
+    """
+
+    def __init__(self, form: Form, tasks: Sequence[Task]) -> None:
+        self.form, self.tasks = form, tuple(tasks)
+        lines: list[list[int]] = []
+        counts: list[int] = []
+        device = tasks[0].weight.device
+        for task in tasks:
+            rows, columns = task.weight.shape
+            per_row = -(-columns // task.tile)
+            lines.append([
+                sum(counts), columns, per_row, rows * per_row, *map(address, (task.weight, task.master, task.master_scale)),
+                *_addresses(task.first), *_addresses(task.second), noise.of_parameter(task.number), *_of_cast(task.stepped),
+            ])  # fmt: skip
+            counts.append(_programs(rows, per_row, form))
+        self.programs = sum(counts)
+        self.table = _sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
+        which = torch.arange(len(tasks), dtype=torch.int32, device="cpu")
+        self.which = _sent(which.repeat_interleave(torch.tensor(counts, device="cpu")), device)
+
+    def sheet(self) -> list[int]:
+        """What this step brings, an even number of whole numbers: the next sheet is aligned too."""
+        c = self.tasks[0].constants
+        assert c is not None
+        numbers = (
+            c.decay, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.beta1, c.bound
+        )  # fmt: skip
+        head = [self.tasks[0].step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
+        gradients = [address(task.gradient) for task in self.tasks]
+        return head + [0] * (HEAD - len(head)) + gradients + [0] * (len(gradients) % 2)
+
+    def launch(self, sheet: Tensor) -> None:
+        """The step itself; sheet int64 on the device, the numbers of `sheet()`."""
+        from narrowgauge.optim.triton import kernel
+
+        form, tables = self.form, _tables(sheet.device)
+        if form.casts:
+            launch(
+                kernel.foresee, len(self.tasks), self.table, FIELDS=form.fields, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS
+            )  # fmt: skip
+        launch(kernel.step, self.programs, self.which, self.table, sheet, tables, F=form, warps=WARPS)
+        for task in self.tasks:
+            if task.stepped is not None:
+                task.stepped.wrote()
+
+
+def step(tasks: Sequence[Task], kept: dict[Any, Batch]) -> None:
+    """All tasks. kept: the batches of earlier steps, by what they are made of; the caller empties it when tasks change."""
+    for device in dict.fromkeys(task.weight.device for task in tasks):
+        batches = batches_of([task for task in tasks if task.weight.device == device and task.elements], kept)
+        if batches:
+            run(batches, _sent(torch.tensor(sheet_of(batches), dtype=torch.int64, device="cpu"), device))
+
+
+def batches_of(tasks: Sequence[Task], kept: dict[Any, Batch], makes: bool = True) -> list[Batch]:
+    """The tasks, of one device, as few launches.
+
+    makes  whether batches that are not kept are made, which writes to the device; else ConfigError
+    """
+    groups: dict[tuple[int, int], list[Task]] = {}
+    for task in tasks:
+        groups.setdefault((id(form_of_task(task)), id(task.constants)), []).append(task)
+    found = []
+    for (form, _), members in groups.items():
+        key = (form, *map(id, members))  # what a batch keeps alive, and forms live as long as the process
+        if key not in kept:
+            if not makes:
+                raise ConfigError(
+                    "optim: a CUDA graph is captured of other parameters than those that stepped before. Run one step of the same "
+                    "parameters before the capture."
+                )
+            kept[key] = Batch(form_of_task(members[0]), members)
+        found.append(kept[key])
+    return found
+
+
+def sheet_of(batches: Sequence[Batch]) -> list[int]:
+    """The sheets of all batches, one after the other."""
+    return [number for batch in batches for number in batch.sheet()]
+
+
+def run(batches: Sequence[Batch], sheet: Tensor) -> None:
+    """Launches all batches; sheet: `sheet_of` them, on the device."""
+    start = 0
+    for batch in batches:
+        length = HEAD + len(batch.tasks) + len(batch.tasks) % 2
+        batch.launch(sheet[start : start + length])
+        start += length
+
+
+def _programs(rows: int, per_row: int, form: Form) -> int:
+    """Of one tensor; whole bands of rows where the codes of w.T are written."""
+    if form.casts == CODES:
+        return -(-rows // BAND) * (BAND // form.tiles) * per_row
+    return -(-rows * per_row // form.tiles)
+
+
+def _of_cast(stepped: Stepped | None) -> list[int]:
+    """The rest of a tensor's line."""
+    if stepped is None:
+        return []
+    line = [*map(address, (stepped.plain, stepped.turned, stepped.maxima, stepped.expected))]
+    window = stepped.window
+    if window is None:
+        return line + [0] * (CAST_FIELDS - FIELDS - len(line))
+    how = window.window
+    (factor,) = struct.unpack("<i", struct.pack("<f", 2.0**how.margin))
+    counts = how.length - 1 if how.algorithm == "max" else 0
+    return [*line, address(window.live), address(window.history), counts, factor]
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device, without waiting: pinned memory is given back when the copy has happened."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+@cache
+def _tables(device: torch.device) -> Tensor:
+    return _sent(torch.cat([table.flatten() for table in moments.expansion_tables()]), device)
+
+
+def _addresses(kept: Kept) -> tuple[int, int, int]:
+    return address(kept.codes), address(kept.scale), address(kept.expansion)

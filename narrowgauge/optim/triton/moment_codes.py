@@ -1,0 +1,255 @@
+"""Decoding and encoding the states of an optimizer inside a Triton kernel, to the bit as `moments` defines them.
+
+    decode_moment   codes [T, TILE] and scales [T] -> float32          encode_moment   the inverse, with the scales of T tiles
+    decode_master   float16 codes of a scaled master -> float32        encode_master   the inverse, rounded stochastically
+
+T whole tiles of TILE elements are in registers; what fills a short last tile is zero. M: a `triton_step.Form`'s moment, with kind,
+signed, lowest and highest as `moments` and step.cpp have them. Scales are bfloat16 and travel as int16, because a kernel only ever
+needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9). Everything else is float32 and whole numbers.
+"""
+
+import triton
+import triton.language as tl
+
+from narrowgauge.ops.triton.elements import negated
+from narrowgauge.ops.triton.noise import mix
+from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS
+
+EXPONENT = tl.constexpr(0x7F800000)
+NAN = tl.constexpr(0x7FC00000)
+POW2_DROPS = tl.constexpr(0x7FFFFF)
+BF16_DROPS = tl.constexpr(0xFFFF)
+LEAST_SCALE = tl.constexpr(33 << 23)
+MOST_AMAX = tl.constexpr(253 << 23)
+WHOLE_NUMBER = tl.constexpr(12582912.0)  # of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even
+OCTAVES = tl.constexpr(14.0)
+
+LEVELS = tl.constexpr(DYNAMIC_LEVELS[1:])
+BOUNDARIES = tl.constexpr(DYNAMIC_BOUNDARIES)
+
+NONE = tl.constexpr(0)
+WIDE = tl.constexpr(1)
+SQUARED8 = tl.constexpr(2)
+UE5M3 = tl.constexpr(3)
+E4M3 = tl.constexpr(4)
+FP16 = tl.constexpr(5)
+DYNAMIC4 = tl.constexpr(6)
+LINEAR4 = tl.constexpr(7)
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def number_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def noise_bits(key, first, column):
+    """`noise.bits` of element first + column: int32 in [0, 2^16). key uint32; first uint32 [T], a multiple of 16; column int32 [TILE]."""
+    place = (first >> 1)[:, None] + ((column >> 4) * 8 + (column & 7)).to(tl.uint32)[None, :]
+    mixed = mix(place + key)
+    return ((mixed >> ((column & 8) * 2).to(tl.uint32)[None, :]) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def uniform(noise):
+    """float32 in (0, 1) from int32 in [0, 2^16)."""
+    return (noise.to(tl.float32) + 0.5) * 1.52587890625e-05  # 2^-16
+
+
+@triton.jit
+def _scale_bits(amax, DROPS: tl.constexpr):
+    """Bits of the largest magnitudes [T] -> bits of the float32 scales [T], NaN where there is no finite one."""
+    bits = tl.maximum((amax + DROPS) & ~DROPS, LEAST_SCALE)
+    return tl.where(amax > MOST_AMAX, NAN, bits)
+
+
+@triton.jit
+def _inverse(scale_bits, DROPS: tl.constexpr):
+    """1 / scale [T], 0 for NaN."""
+    if DROPS == POW2_DROPS:
+        inverse = number_of((254 << 23) - scale_bits)
+    else:
+        scale = number_of(scale_bits)
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return tl.where(scale_bits == NAN, 0.0, inverse)
+
+
+@triton.jit
+def _stored_scale(scale_bits):
+    return (scale_bits >> 16).to(tl.int16)
+
+
+@triton.jit
+def _read_scale(scale):
+    """int16 [T], the bits of bfloat16 -> float32 [T, 1]."""
+    return number_of(scale.to(tl.int32) << 16)[:, None]
+
+
+@triton.jit
+def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr):
+    """The tile's share that a code without its sign stands for; log_k int32 [T], tables as `moments.expansion_tables`, flat."""
+    if M.expands:
+        row = (log_k + 2)[:, None] * 8
+        fraction = magnitude & 7
+        octaves = ((magnitude >> 3) - 15) << (2 - log_k)[:, None]  # in quarters
+        power = number_of(((octaves >> 2) + 127) << 23)
+        normal = tl.load(tables + row + fraction) * tl.load(tables + 80 + (octaves & 3)) * power
+        value = tl.where(magnitude < 8, tl.load(tables + 40 + row + fraction), normal)
+    else:
+        normal = number_of((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23))
+        subnormal = magnitude.to(tl.float32) * 2.0 ** (1 - BIAS - MANTISSA)
+        value = tl.where(magnitude < (1 << MANTISSA), subnormal, normal) * (1.0 / TOP)
+    return value
+
+
+@triton.jit
+def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
+    """codes [T, TILE], scale int16 [T], log_k int32 [T] -> float32 [T, TILE]. Of what a kind does not have, anything is given."""
+    if M.kind == WIDE:
+        x = codes
+    elif M.kind == DYNAMIC4:
+        signed = codes.to(tl.int32) - 8
+        level = tl.zeros(codes.shape, tl.float32)
+        for each in tl.static_range(7):
+            level = tl.where(tl.abs(signed) == each + 1, LEVELS[each], level)
+        x = tl.where(signed < 0, -level, level) * _read_scale(scale)
+    elif M.kind == SQUARED8:
+        number = codes.to(tl.float32)
+        x = number * tl.abs(number) * (_read_scale(scale) * M.share)
+    elif M.kind == UE5M3:
+        t = number_of((codes.to(tl.int32) + 761) << 20)
+        x = tl.where(codes > 0, t, 0.0) * _read_scale(scale)
+    elif M.kind == LINEAR4:
+        wide = _read_scale(scale)
+        x = (codes.to(tl.float32) + 1.0) * (wide * 0.0625)
+        x = tl.where(wide == 2.0**-94, 0.0, x)
+    else:
+        integer = codes.to(tl.int32)
+        magnitude = integer & ((1 << (M.bits - 1)) - 1)
+        x = _value(magnitude, log_k, tables, M, M.mantissa, M.bias, M.top) * _read_scale(scale)
+        x = tl.where(((integer >> (M.bits - 1)) & 1) > 0, negated(x), x)
+    return x
+
+
+@triton.jit
+def encode_moment(x, noise, decays, tables, M: tl.constexpr):
+    """x float32 [T, TILE], noise int32, decays bool -> (codes as int32 or x itself, scale int16 [T], log_k int8 [T])."""
+    DROPS: tl.constexpr = BF16_DROPS if M.bits == 4 else POW2_DROPS
+    sizes = bits_of(x) & 0x7FFFFFFF
+    amax = tl.max(sizes, axis=1)
+    log_k = _expansion(sizes, amax, M)
+    scale_bits = _scale_bits(amax, DROPS)
+    inverse = _inverse(scale_bits, DROPS)[:, None]
+    if M.kind == WIDE:
+        codes = x
+    else:
+        x = tl.where((scale_bits == NAN)[:, None], 0.0, x)
+        if M.kind == DYNAMIC4:
+            share = tl.abs(x) * inverse
+            size = tl.zeros(x.shape, tl.int32)
+            decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]  # the scale of such a tile follows
+            for each in tl.static_range(7):
+                reached = tl.where(decays, share >= LEVELS[each], share > BOUNDARIES[each])
+                size = tl.where(reached, each + 1, size)
+            codes = tl.where(x < 0, -size, size) + 8
+        elif M.kind == SQUARED8:
+            root = tl.sqrt_rn(tl.abs(x) * (inverse * M.most))
+            size = tl.where(decays, root.to(tl.int32), bits_of(root + WHOLE_NUMBER) - 0x4B400000)
+            codes = tl.where(x < 0, -size, size)
+        elif M.kind == UE5M3:
+            codes = ((bits_of(x * inverse) + noise * 16 + 8) >> 20) - 761
+            codes = tl.maximum(codes, (x > 0).to(tl.int32))
+        elif M.kind == LINEAR4:
+            codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
+            codes = tl.minimum(tl.maximum(codes, 1), 16) - 1
+        else:
+            codes = _encode_float(x, inverse, log_k, noise, decays, tables, M)
+    return codes, _stored_scale(scale_bits), log_k.to(tl.int8)
+
+
+@triton.jit
+def _expansion(sizes, amax, M: tl.constexpr):
+    """log2 k of each tile, int32 [T]: the greatest with which the tile's octaves still fit."""
+    if M.expands:
+        least = tl.min(tl.where(sizes > 0, sizes, EXPONENT), axis=1)
+        octaves = ((amax - least) >> 23).to(tl.float32) + 2.0
+        log_k = tl.zeros_like(amax) + M.lowest
+        for each in tl.static_range(M.lowest + 1, M.highest + 1):
+            log_k = tl.where(octaves * (2.0**each) <= OCTAVES, each, log_k)
+        log_k = tl.where((amax == 0) | (amax >= EXPONENT), 0, log_k)
+    else:
+        log_k = tl.zeros_like(amax)
+    return log_k
+
+
+@triton.jit
+def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr):
+    """E4M3 or float16 as int32: the sign in the highest of M.bits."""
+    share = tl.abs(x) * inverse
+    y = _expanded(share, log_k, M) * M.top
+    if M.signed:
+        shift = _power_below(y, M.bias) * (1.5 * 2 ** (23 - M.mantissa))
+        codes = _code_below(tl.where(decays, y, (y + shift) - shift), M.mantissa, M.bias)
+        codes |= ((bits_of(x) >> 31) & 1) << (M.bits - 1)
+    else:
+        if M.expands:
+            low = _code_below(y, M.mantissa, M.bias)
+            below = _value(low, log_k, tables, M, M.mantissa, M.bias, M.top)
+            above = _value(low + 1, log_k, tables, M, M.mantissa, M.bias, M.top)
+            codes = low + (below + uniform(noise) * (above - below) < share).to(tl.int32)
+        else:
+            normal = bits_of(y) + (noise >> (M.mantissa - 7))  # 13 bits for the 13 that float16 drops
+            normal = (normal >> (23 - M.mantissa)) - ((127 - M.bias) << M.mantissa)
+            subnormal = (y * 2.0 ** (M.bias + M.mantissa - 1) + uniform(noise)).to(tl.int32)
+            codes = tl.where(y < 2.0 ** (1 - M.bias), subnormal, normal)
+        codes = tl.maximum(codes, (share > 0).to(tl.int32))
+    return codes
+
+
+@triton.jit
+def _expanded(share, log_k, M: tl.constexpr):
+    """share ^ (2 ^ log_k) by repeated squares or square roots."""
+    if M.expands:
+        wide = log_k[:, None]
+        for times in tl.static_range(1, 3):
+            narrow = tl.sqrt_rn(share) if M.lowest <= -times else share
+            share = tl.where(wide >= times, share * share, tl.where(wide <= -times, narrow, share))
+    return share
+
+
+@triton.jit
+def _power_below(y, BIAS: tl.constexpr):
+    return number_of(tl.maximum(bits_of(y) & EXPONENT, (128 - BIAS) << 23))
+
+
+@triton.jit
+def _code_below(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The code of y >= 0, rounded down."""
+    subnormal = (y * 2.0 ** (BIAS + MANTISSA - 1)).to(tl.int32)
+    normal = (bits_of(y) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
+    return tl.where(y < 2.0 ** (1 - BIAS), subnormal, normal)
+
+
+@triton.jit
+def decode_master(codes, scale):
+    """codes float16 [T, TILE], scale int16 [T] -> float32."""
+    return codes.to(tl.float32) * 3.0517578125e-05 * _read_scale(scale)  # 2^-15
+
+
+@triton.jit
+def encode_master(x, noise):
+    """x float32 [T, TILE] -> (codes float16, scale int16 [T]), |codes| = 2^15 |x| / scale."""
+    scale_bits = _scale_bits(tl.max(bits_of(x) & 0x7FFFFFFF, axis=1), POW2_DROPS)
+    size = tl.abs(x) * _inverse(scale_bits, POW2_DROPS)[:, None]
+    size = tl.where(size > 1.0, 1.0, size) * 32768.0  # NaN stays, as it would not in a minimum
+    gap_bits = bits_of(_power_below(size, 15)) - (10 << 23)
+    parts = size * number_of((254 << 23) - gap_bits)  # over the gap: exact
+    whole = tl.floor(parts)
+    size = tl.where(uniform(noise) < parts - whole, whole + 1.0, whole) * number_of(gap_bits)
+    signed = number_of(bits_of(size) | (bits_of(x) & -0x80000000))
+    return signed.to(tl.float16), _stored_scale(scale_bits)

@@ -1,0 +1,375 @@
+"""The report's figures: numbers in, one inline SVG element out.
+
+Each function returns a string to paste into HTML. It holds no user text (names and samples belong to the page, which
+escapes them), no outside reference, and no colour of its own: `THEME` names CSS variables, which the page sets for
+light, dark and print. One unit of the drawing is one CSS pixel at full width. The same numbers give the same string.
+
+Matplotlib is used through its objects, never through pyplot, and without the user's matplotlibrc.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge import formats
+from narrowgauge.diagnose.compare import Estimate, Event, smooth, spread
+from narrowgauge.diagnose.format_text import superscript, true_minus
+from narrowgauge.errors import ConfigError
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Errors only from the logger `name`."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# Where the home cannot be written, matplotlib warns at import that its font cache is in a temporary folder. Fine.
+with quiet("matplotlib"):
+    import matplotlib.style
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+
+# CSS variable: the colour that stands for it alone while drawing. After Okabe and Ito, for colour-blind readers.
+THEME = {
+    "ink": "#1c2026", "muted": "#5c6672", "rule": "#dfe3e8", "paper": "#fefefe", "run": "#0072b2", "reference": "#d55e00",
+    "zone-zero": "#cc79a7", "zone-subnormal": "#e69f00", "zone-saturated": "#d55e01",
+}  # fmt: skip
+STYLE = {
+    "font.family": "DejaVu Sans", "font.size": 12, "text.color": THEME["ink"], "text.parse_math": False,
+    "axes.edgecolor": THEME["rule"], "axes.labelcolor": THEME["muted"], "axes.facecolor": "none", "axes.axisbelow": True,
+    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": THEME["rule"], "grid.linewidth": 1.0,
+    "xtick.color": THEME["rule"], "xtick.labelcolor": THEME["muted"],
+    "ytick.color": THEME["rule"], "ytick.labelcolor": THEME["muted"], "ytick.major.size": 0,
+    "figure.facecolor": "none", "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round", "svg.fonttype": "none",
+}  # fmt: skip
+UNITS_PER_INCH = 72  # of matplotlib's SVG
+
+Points = Sequence[tuple[int, float]]  # (step, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The losses of one run."""
+
+    training: Points  # one per step; not finite where the run broke
+    validation: Points = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Things that happened to a run, by step."""
+
+    resumed: Sequence[int] = ()
+    switched: Sequence[int] = ()
+    nonfinite: Sequence[int] = ()
+
+
+# --- Losses and metrics ---
+
+
+def loss_curves(
+    run: Curve,
+    reference: Curve | None,
+    unigram_entropy: float | None,
+    marks: Marks,
+    radius: int,
+    unit: str = "nats/token",
+) -> str:
+    """Training losses, raw and smoothed, validation losses as points, and what happened on the way."""
+    with canvas(1000, 360) as (figure, axes):
+        curves = [(curve, smoothed(curve, radius)) for curve in (reference, run) if curve is not None]
+        for (curve, line), is_run in zip(curves, (False, True)[-len(curves) :], strict=True):
+            draw_curve(axes, curve, line, is_run)
+        axes.set_ylim(*loss_limits(curves, unigram_entropy))
+        axes.set_xlim(*step_limits(step for curve, _ in curves for step, _ in curve.training))
+        if unigram_entropy is not None:
+            axes.axhline(unigram_entropy, color=THEME["muted"], linewidth=1.2, dashes=(1.2, 2.4))
+            known = f"unigram entropy {unigram_entropy:.2f}: knowing only how often each token occurs"
+            note(axes, known, (1, unigram_entropy), (-4, 4), axes.get_yaxis_transform(), ha="right")
+        draw_marks(axes, marks)
+        label_steps(axes)
+        label_top(axes, f"loss, {unit.replace('/', ' per ')}")
+        return svg(figure, "loss", "Training and validation loss over the steps")
+
+
+def smoothed(curve: Curve, radius: int) -> Points:
+    return [(curve.training[i][0], loss) for i, loss in smooth([loss for _, loss in curve.training], radius)]
+
+
+def draw_curve(axes: Axes, curve: Curve, line: Points, is_run: bool) -> None:
+    """One run: the raw losses faint, the smoothed ones on top, validation as points."""
+    colour, marker, width = (THEME["run"], "o", 1.8) if is_run else (THEME["reference"], "D", 3.4)
+    plot(axes, thinned(curve.training), color=colour, linewidth=0.8, alpha=0.4)
+    plot(axes, line, color=colour, linewidth=width, marker="o" if len(line) == 1 else "", markersize=4)
+    points = [curve.validation[i] for i in spread(len(curve.validation), 40)]
+    outline = {"markeredgewidth": 1.6, "markerfacecolor": THEME["paper"]}
+    plot(axes, points, color=colour, linewidth=0, marker=marker, markersize=6.5, zorder=5, **outline)
+
+
+def loss_limits(curves: Sequence[tuple[Curve, Points]], unigram_entropy: float | None) -> tuple[float, float]:
+    """Room for the smoothed curves after their `steep_start`, for the levels, and for spikes up to twice as high."""
+    levels = [unigram_entropy] if unigram_entropy is not None else []
+    raw: list[float] = []
+    for curve, line in curves:
+        late = curve.training[steep_start(len(curve.training)) :]
+        first = late[0][0] if late else 0
+        raw += [loss for _, loss in late]
+        levels += [loss for step, loss in [*line, *curve.validation] if step >= first and math.isfinite(loss)]
+    top = 2 * max(levels, default=1.0)
+    values = [*levels, *(loss for loss in raw if loss < top)] or [0.0, 1.0]
+    margin = 0.05 * (max(values) - min(values)) or 0.5
+    return min(values) - margin, max(values) + margin
+
+
+def steep_start(count: int) -> int:
+    """How many first steps of a long run may lie above the drawn range, lest the rest become a flat line under them."""
+    return count // 50 if count >= 1000 else 0
+
+
+def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> str:
+    """Metrics of the evaluations by name, each with its name at its end; those of the reference thin and dashed."""
+    with canvas(1000, 260, right=190) as (figure, axes):
+        dashed: dict[str, Any] = {"linewidth": 1.2, "dashes": (3, 2)}
+        for found, style in ((others, dashed), (lines, {"linewidth": 2.0, "marker": "o"})):
+            for shade, points in enumerate(found.values()):
+                colour = THEME["reference" if found is others else "run"]
+                shown = thinned([point for point in points if math.isfinite(point[1])])
+                plot(axes, shown, color=colour, alpha=max(0.35, 1 - 0.22 * shade), markersize=4, **style)
+        axes.set_xlim(*step_limits(step for points in lines.values() for step, _ in points))
+        low, high = axes.get_ylim()
+        place = -math.inf
+        for value, name in sorted((points[-1][1], name) for name, points in lines.items() if points):
+            if math.isfinite(value):
+                place = max(value, place + 0.09 * (high - low))  # a line of text above the one before, or higher
+                note(axes, f"{name} {value:.4g}", (1, place), (8, -4), axes.get_yaxis_transform())
+        label_steps(axes)
+        label_top(axes, "on the validation data")
+        return svg(figure, "metrics", "Metrics of the evaluations over the steps")
+
+
+def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
+    """The moving mean of the paired difference, with its noise band where there is one."""
+    with canvas(1000, 230) as (figure, axes):
+        banded = [(step, point) for step, point in curve if point.half_width is not None]
+        low, high = ([point.mean + side * (point.half_width or 0.0) for _, point in banded] for side in (-1, 1))
+        axes.fill_between([step for step, _ in banded], low, high, color=THEME["run"], alpha=0.18, linewidth=0)
+        axes.axhline(0.0, color=THEME["reference"], linewidth=1.6)
+        plot(axes, [(step, point.mean) for step, point in curve], color=THEME["run"], linewidth=1.8)
+        values = [*(point.mean for _, point in curve), *low, *high, 0.0]
+        margin = 0.08 * (max(values) - min(values)) or 0.001
+        axes.set_ylim(min(values) - margin, max(values) + margin)
+        axes.set_xlim(*step_limits(step for step, _ in curve))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: true_minus(f"{value:+g}") if value else "0"))
+        label_steps(axes)
+        label_top(axes, "training loss minus the reference's, nats per token")
+        return svg(figure, "difference", "Difference of the two training losses with its noise band")
+
+
+# --- Tensors against their format ---
+
+
+def format_of(event: Event) -> formats.Format | None:
+    """The format of a `tensor` event; None if this version does not know it."""
+    try:
+        return formats.get(event.get("format", ""))
+    except ConfigError:
+        return None
+
+
+def log2(value: float | None) -> float:
+    """NaN for what has no logarithm."""
+    return math.log2(value) if value is not None and math.isfinite(value) and value > 0 else math.nan
+
+
+def histogram(event: Event, name: str) -> str:
+    """Magnitudes over the range that the format holds at this scale; '' without any. `name` keeps this figure's ids its own."""
+    counted = event.get("histogram") or {}
+    counts, lowest = counted.get("counts"), counted.get("lowest_exponent", 0)
+    if not counts:
+        return ""
+    with canvas(620, 190, left=48) as (figure, axes):
+        shares = [100 * count / (sum(counts) or 1) for count in counts]
+        axes.bar(range(lowest, lowest + len(counts)), shares, width=0.86, align="edge", color=THEME["run"], linewidth=0)
+        axes.set_ylim(0, 1.3 * max(shares))
+        left, right = lowest - 1.0, lowest + len(counts) + 1.0
+        format, scale = format_of(event), log2(event.get("scale"))
+        if format is not None and math.isfinite(scale):
+            zero, top = scale + log2(format.smallest / 2), scale + log2(format.max)
+            normal = scale + log2(getattr(format, "smallest_normal", format.smallest / 2))
+            # Not more than ten octaves of what becomes zero.
+            left, right = max(min(left + 0.5, zero - 3), zero - 10), max(right - 0.5, top + 2.5)
+            axes.set_xlim(left, right)
+            inner = "evenly spaced" if isinstance(format, formats.IntFormat) else "normal"
+            draw_zones(
+                axes,
+                {"zero": (left, zero), "subnormal": (zero, normal), inner: (normal, top), "saturated": (top, right)},
+            )
+        axes.set_xlim(left, right)
+        label_exponents(axes.xaxis, right - left)
+        axes.yaxis.set_major_locator(MaxNLocator(3, steps=(1, 2, 5, 10)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+        axes.set_xlabel("magnitude |x|", loc="right", labelpad=2)
+        return svg(figure, f"histogram-{name}", "Histogram of magnitudes over the range of the format")
+
+
+def draw_zones(axes: Axes, zones: dict[str, tuple[float, float]]) -> None:
+    """Names of the zones, where there is room for them, and tints of those that have a colour."""
+    left, right = axes.get_xlim()
+    for label, (start, end) in zones.items():
+        start, end = max(start, left), min(end, right)
+        colour = THEME.get(f"zone-{label}")
+        if colour is not None and end > start:
+            axes.axvspan(start, end, color=colour, alpha=0.2, linewidth=0, zorder=0)
+        if (end - start) / (right - left) * 562 > 6.2 * len(label):
+            note(axes, label, ((start + end) / 2, 1), (0, 5), axes.get_xaxis_transform(), ha="center")
+
+
+def scale_history(events: Sequence[Event], name: str) -> str:
+    """amax over the steps, and the scale, drawn as the largest magnitude that the format held at it."""
+    format = format_of(events[-1])
+    steps, amax = [event["step"] for event in events], [log2(event.get("amax")) for event in events]
+    top = [log2(event.get("scale")) + (log2(format.max) if format else math.nan) for event in events]
+    seen = [value for value in [*amax, *top] if math.isfinite(value)] or [0.0]
+    bottom, ceiling = math.floor(min(seen)) - 2, math.ceil(max(seen)) + 2
+    with canvas(380, 190, left=48) as (figure, axes):
+        axes.set_ylim(bottom, ceiling)
+        if any(math.isfinite(value) for value in top):
+            limit = THEME["zone-saturated"]
+            axes.fill_between(steps, top, ceiling, color=limit, alpha=0.12, linewidth=0)
+            alone: dict[str, Any] = {
+                "marker": "o" if len(steps) == 1 else "",
+                "markersize": 4,
+                "markerfacecolor": THEME["paper"],
+            }
+            axes.plot(steps, top, color=limit, linewidth=1.6, dashes=(4, 2), **alone)
+            note(axes, "saturates", (1, 1), (-4, -4), "axes fraction", ha="right", va="top")
+        axes.plot(steps, amax, color=THEME["run"], linewidth=1.8, marker="o" if len(steps) < 30 else "", markersize=4)
+        axes.set_xlim(*step_limits(steps))
+        label_exponents(axes.yaxis, ceiling - bottom, ticks=4)
+        label_steps(axes, ticks=4)
+        label_top(axes, f"largest |x|, and scale × {format.max:,g}" if format else "largest |x|")
+        return svg(figure, f"history-{name}", "Largest magnitude and the largest that fits over the steps")
+
+
+# --- Parts of all figures ---
+
+
+@contextmanager
+def canvas(width: int, height: int, *, left: int = 56, right: int = 10) -> Iterator[tuple[Figure, Axes]]:
+    """A figure of width x height CSS pixels with one pair of axes inside these margins, in the report's style."""
+    top, bottom = 28, 40
+    with matplotlib.style.context(["default", STYLE]):
+        figure = Figure(figsize=(width / UNITS_PER_INCH, height / UNITS_PER_INCH))
+        box = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+        yield figure, figure.add_axes(box)
+
+
+def plot(axes: Axes, points: Points, **style: Any) -> None:
+    axes.plot([step for step, _ in points], [value for _, value in points], **style)
+
+
+def thinned(points: Points, limit: int = 1000) -> Points:
+    """At most about `limit` points: of each stretch the lowest and the highest, so that spikes stay visible."""
+    if len(points) <= limit:
+        return points
+    length = math.ceil(2 * len(points) / limit)
+    kept = {points[0], points[-1]}
+    for first in range(0, len(points), length):
+        stretch = points[first : first + length]
+        finite = [point for point in stretch if math.isfinite(point[1])] or stretch[:1]
+        kept |= {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
+    return sorted(kept, key=lambda point: point[0])
+
+
+def step_limits(steps: Iterable[int]) -> tuple[float, float]:
+    """From the first to the last step, with room for the markers at either end."""
+    steps = list(steps) or [0, 1]
+    margin = 0.012 * (max(steps) - min(steps)) or 0.5
+    return min(steps) - margin, max(steps) + margin
+
+
+def note(
+    axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], coordinates: Any, **style: Any
+) -> None:
+    """Small muted text, `offset` pixels away from a place."""
+    muted: dict[str, Any] = {"color": THEME["muted"], "fontsize": 11}
+    axes.annotate(text, place, offset, coordinates, "offset points", **muted | style)
+
+
+def draw_marks(axes: Axes, marks: Marks) -> None:
+    """Vertical lines, with words at the first of each kind."""
+    middle = sum(axes.get_xlim()) / 2
+    for label, steps in (
+        ("resumed", marks.resumed),
+        ("switched", marks.switched),
+        ("loss not finite", marks.nonfinite),
+    ):
+        for step in steps:
+            axes.axvline(step, color=THEME["ink"], linewidth=1.0, dashes=(3, 2))
+        for step in steps[:1]:
+            side, align = (-4, "right") if step > middle else (4, "left")
+            style = {"color": THEME["ink"], "ha": align, "va": "top"}
+            note(axes, label, (step, 1), (side, -3), axes.get_xaxis_transform(), **style)
+
+
+def label_exponents(axis: Any, octaves: float, ticks: int = 9) -> None:
+    """Powers of two, at most about `ticks` of them."""
+    spacing = next((step for step in (1, 2, 4, 8, 16, 32) if octaves / step <= ticks), 64)
+    axis.set_major_locator(MultipleLocator(spacing))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: "2" + superscript(round(value))))
+
+
+def label_steps(axes: Axes, ticks: int = 9) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=(1, 2, 5, 10)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value == round(value) else ""))
+    axes.set_xlabel("step", loc="right", labelpad=2)
+
+
+def label_top(axes: Axes, text: str) -> None:
+    """What the vertical axis counts, written level above its left end."""
+    note(axes, text, (0, 1), (0, 12), ("figure fraction", "axes fraction"), va="bottom", fontsize=12)
+
+
+CLEANING = (
+    (r"<style.*?</style>|<defs>\s*</defs>|<!--.*?-->|<metadata>.*?</metadata>", ""),
+    (r' transform="rotate\(-0 [^"]*"| xmlns(?::\w+)?="[^"]*"| version="1.1"', ""),
+    (r'(?<=<svg)([^>]*?) width="[^"]*"', r"\1"),
+    (r'(?<=<svg)([^>]*?) height="[^"]*"', r"\1"),
+    ("xlink:href", "href"),
+    (r"'DejaVu Sans'[^;\"]*", "var(--sans)"),
+    (r"\n\s*", "\n"),
+)
+
+
+def svg(figure: Figure, name: str, title: str) -> str:
+    """The figure as an SVG element for inline use: themed colours, short numbers, no id that two could share."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    for pattern, replacement in CLEANING:
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    used = set(re.findall(r"#([\w.-]+)[\")]", text))
+    text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
+    numbers = r'(?<= )(?:d|x|y|transform|points)="[^"]*"'
+    text = re.sub(numbers, lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
+    for variable, colour in THEME.items():
+        text = text.replace(colour, f"var(--{variable})")
+    return text.replace("<svg", f'<svg role="img" aria-label="{title}"', 1).strip()

@@ -1,0 +1,82 @@
+"""What a run folder holds, read once: the run, the reference inside it if there is one, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.diagnose import format_text
+from narrowgauge.diagnose.compare import Event
+from narrowgauge.diagnose.runs import read_metrics, read_run
+from narrowgauge.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What a run folder holds."""
+
+    folder: Path
+    run: dict[str, Any]
+    events: list[Event]
+    config: str  # '' if there is no config.toml
+    reference: Recorded | None = None
+    broken_reference: str | None = None  # name of a compare-* folder that holds no readable run
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind, by step."""
+        return sorted((event for event in self.events if event["event"] == kind), key=lambda event: event["step"])
+
+    @property
+    def name(self) -> str:
+        """What the page calls this run."""
+        return str(self.run.get("recipe") or "this run") + format_text.elsewhere(self.run.get("recipes") or {})
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self.run.get("model") or {}
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.run.get("data") or {}
+
+    @property
+    def last_step(self) -> int:
+        return max((event["step"] for event in self.events if event["event"] == "step"), default=0)
+
+
+def read(folder: Path) -> Recorded:
+    """The run in `folder` and the reference inside it, if there is one."""
+    if not (folder / "run.json").is_file():
+        what = "has no run.json" if folder.is_dir() else "is not a folder"
+        raise ConfigError(
+            f"report: {folder} {what}. Name the folder that `narrowgauge train` wrote, the one with run.json in it."
+        )
+    reference, broken = None, None
+    for inner in sorted(folder.glob("compare-*")):
+        try:
+            reference = read_alone(inner)
+            break
+        except ConfigError:
+            broken = broken or inner.name
+    return replace(read_alone(folder), reference=reference, broken_reference=broken)
+
+
+def read_alone(folder: Path) -> Recorded:
+    """The files of one run folder; metrics and configuration may be missing, run.json may not."""
+    metrics, config = folder / "metrics.jsonl", folder / "config.toml"
+    return Recorded(
+        folder=folder,
+        run=read_run(folder / "run.json"),
+        events=read_metrics(metrics) if metrics.is_file() else [],
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+    )
+
+
+def last_done(recorded: Recorded) -> Event | None:
+    """The `done` event, unless the run went on after it."""
+    order = [event for event in recorded.events if event["event"] in ("step", "resume", "done")]
+    done = next((event for event in reversed(order) if event["event"] == "done"), None)
+    if done is None or any(event["event"] == "resume" for event in order[order.index(done) :]):
+        return None
+    return done if done["step"] >= recorded.last_step else None

@@ -1,0 +1,131 @@
+"""What the report lists: the layers, the watched tensors, and what happened on the way.
+
+Each function takes a run as recorded and returns plain rows or sentences for page.html.jinja.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+from narrowgauge.diagnose import format_text
+from narrowgauge.diagnose.compare import Event
+from narrowgauge.report import figures
+from narrowgauge.report.run_data import Recorded
+
+SHOWN_TENSORS = 9
+ROLES = {"x": "input activations", "w": "weights", "gy": "output gradients"}
+DESCRIBE_COLUMNS = ("shape", "recipe", "output", "grad_input", "grad_weight", "backend")
+
+
+def layers(recorded: Recorded) -> list[dict[str, Any]]:
+    """The rows of `describe`, those alike but for name and note put together.
+
+    names  pattern ("layers.*.mlp.up") -> how many layers it stands for
+    notes  note -> names of the layers that have it
+    """
+    groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for row in recorded.run.get("describe") or []:
+        name, note, *columns = (str(row.get(key) or "") for key in ("name", "note", *DESCRIBE_COLUMNS))
+        groups.setdefault(tuple(columns), []).append((name, note))
+    found = []
+    for key, members in groups.items():
+        notes: dict[str, list[str]] = {}
+        for name, note in members:
+            notes.setdefault(note, []).append(name)
+        names = Counter(re.sub(r"\b\d+\b", "*", name) for name, _ in members)
+        found.append({"names": names, "columns": key, "notes": notes})
+    return found
+
+
+def tensors(recorded: Recorded) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """How many were watched, and by module those that lost the largest share of their values at any reading, with figures."""
+    watched: dict[tuple[str, str], list[Event]] = {}
+    for event in recorded.of("tensor"):
+        watched.setdefault((event["module"], event["role"]), []).append(event)
+    worst = sorted(
+        watched, key=lambda key: -max(worst_share(watched[key], loss) for loss in ("underflow", "saturated"))
+    )
+    shown: dict[str, list[dict[str, Any]]] = {}
+    for module, role in watched:  # in the order of the readings
+        if (module, role) in worst[:SHOWN_TENSORS]:
+            name = str(worst.index((module, role)))
+            shown.setdefault(module, []).append(tensor(watched[module, role], name))
+    return len(watched), shown
+
+
+def tensor(events: list[Event], name: str) -> dict[str, Any]:
+    """The last reading of one tensor, the worst shares of the run, and its figures."""
+    last = events[-1]
+    return {
+        "role": role(last),
+        "format": last.get("format", "?"),
+        "is_known": figures.format_of(last) is not None,
+        "step": last["step"],
+        "facts": [
+            ("become zero", *shares(events, "underflow")),
+            ("saturate", *shares(events, "saturated")),
+            ("largest |x|", format_text.magnitude(last.get("amax")), ""),
+            ("scale", format_text.magnitude(last.get("scale")), ""),
+        ],
+        "histogram": figures.histogram(last, name),
+        "history": figures.scale_history(events, name),
+    }
+
+
+def shares(events: list[Event], key: str) -> tuple[str, str]:
+    """The share at the last reading, and the largest of all if that is another."""
+    last, worst = format_text.percent(events[-1].get(key)), format_text.percent(worst_share(events, key))
+    return last, f"worst {worst}" if worst != last and last != "–" else ""
+
+
+def worst_share(events: list[Event], key: str) -> float:
+    found = [event.get(key) for event in events]
+    return max((share for share in found if share is not None and math.isfinite(share)), default=0.0)
+
+
+def role(event: Event) -> str:
+    return ROLES.get(event.get("role", ""), str(event.get("role", "?")))
+
+
+def happenings(recorded: Recorded) -> list[str]:
+    """A sentence or two for each switch, resumption, reading of the GPU's idle time, and amax that was not finite."""
+    found = []
+    for event in recorded.of("switch"):
+        if {"layers", "before", "after"} <= event.keys():
+            what = f"{', '.join(event['before'])} to {', '.join(event['after'])}"
+            found.append((event["step"], f"{format_text.plural(event['layers'], 'layer')} went from {what}."))
+    for event in recorded.of("resume"):
+        skipped = ", ".join(event.get("skipped") or [])
+        text = (
+            f"The run resumed from {event.get('path') or 'its beginning'}."
+            + f" Passed over as corrupt: {skipped}." * bool(skipped)
+        )
+        found.append((event["step"], text))
+    for event in recorded.of("launches"):
+        if {"words", "advice"} <= event.keys():
+            found.append((event["step"], " ".join([f"{event['words']}.", *event["advice"]])))
+    nonfinite: dict[str, list[Event]] = {}
+    for event in recorded.of("nonfinite_amax"):
+        nonfinite.setdefault(f"{role(event)} of {event.get('module', '?')}", []).append(event)
+    for where, events in nonfinite.items():
+        count = format_text.plural(sum(event.get("count", 1) for event in events), "reading")
+        until = f", the last at step {format_text.count(events[-1]['step'])}" if len(events) > 1 else ""
+        text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the scaling window."
+        found.append((events[0]["step"], text))
+    return [f"Step {format_text.count(step)}: {text}" for step, text in sorted(found)]
+
+
+def environment(recorded: Recorded) -> list[str]:
+    """What the run was made with, in short; run.json has the rest."""
+    run = recorded.run
+    labels = {
+        "narrowgauge": "narrowgauge {}",
+        "torch": "PyTorch {}",
+        "python": "Python {}",
+        "device": "{}",
+        "precision": "precision {}",
+    }
+    return [text.format(run[key]) for key, text in labels.items() if run.get(key)]

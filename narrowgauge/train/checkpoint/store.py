@@ -1,0 +1,355 @@
+"""Checkpoints that are whole or not there, and in which one changed bit is noticed.
+
+    step-00000100/
+      weights-0.safetensors    the tensors of group `weights`, in shards of at most SHARD_BYTES
+      optimizer-0.safetensors  ...
+      facts.json               what is no tensor
+      manifest.json            format, step, ties, and size and SHA-256 of every other file; its last key hashes itself
+
+Writing: everything into `.tmp-step-...` in the same parent, each file synced, the manifest last, the folder synced,
+renamed, the parent synced. A kill or a power cut at any point leaves the older checkpoints whole, and the new one
+whole or absent. Reading: a file's bytes are read once, hashed, and parsed from memory, so nothing can change between
+the check and the use. No pickle anywhere. Measured peak beside the tensors: one shard when reading, two when writing.
+
+Two names of one tensor (tied weights) are stored once and come back as one tensor. Tensors that merely overlap are
+stored apart. Left out: several writers of one folder (the run folder's lock sees to that), and asynchronous saves.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from narrowgauge.errors import CheckpointError, NumericsError
+from narrowgauge.train import storage
+from narrowgauge.train.checkpoint.manifest import (
+    FACTS,
+    GROUP,
+    NAME,
+    STEP,
+    Manifest,
+    NewerFormatError,
+    listed,
+    read,
+    read_file,
+)
+
+SHARD_BYTES = 2**29
+LEFTOVER = re.compile(r"\.tmp-step-\d{8}(-\d+)?|\.old-step-\d{8}")
+# What safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
+DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
+    | {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8}
+)
+
+Tensors = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was saved: tensors on the CPU by group and name, and the JSON facts."""
+
+    step: int
+    tensors: Tensors
+    facts: dict[str, Any]
+    path: Path
+
+
+# Saving
+
+
+def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Path:
+    """Writes checkpoint `step` into `folder` and returns its path. When this returns, the checkpoint is on the disk.
+
+    StorageError if the file system refuses, NumericsError if a tensor of group `weights` is not finite, CheckpointError
+    if something cannot be stored as it is; in each case nothing is left behind and older checkpoints are untouched.
+    A valid checkpoint of the same step is replaced.
+    """
+    if not 0 <= step < 10**8:
+        raise CheckpointError(f"save: step {step} is not from 0 to 99999999. Count optimizer steps.")
+    ties = _check(tensors)
+    facts_json = _facts_json(facts)
+    with storage.refusals("save a checkpoint in", folder):
+        _create(folder)
+        total_bytes = sum(_bytes(group, ties.get(name, {})) for name, group in tensors.items())
+        storage.require_space(folder, 1.2 * (total_bytes + len(facts_json)), f"checkpoint {step}")
+        temporary = folder / f".tmp-step-{step:08d}-{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            _write(temporary, step, tensors, ties, facts_json)
+            return _publish(temporary, folder / f"step-{step:08d}")
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _create(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        storage.sync_folder(folder.parent)
+
+
+def _check(tensors: Tensors) -> dict[str, dict[str, str]]:
+    """Refuses what could not be stored as it is; returns the names of tied tensors, group -> name -> first name."""
+    ties: dict[str, dict[str, str]] = {}
+    for group, members in tensors.items():
+        if not GROUP.fullmatch(group):
+            raise CheckpointError(
+                f"save: group {group!r} is not a lower-case word. Name it as 'weights' or 'optimizer'."
+            )
+        for name, tensor in members.items():
+            _check_storable(f"{group}: {name}", name, tensor)
+            if group == "weights":
+                _check_finite(name, tensor)
+        ties[group] = _ties(members)
+    return ties
+
+
+def _check_storable(place: str, name: str, tensor: Tensor) -> None:
+    reason = ""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        reason = f"is a {type(tensor).__name__}, not a plain tensor"
+    elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+        reason = f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
+    elif name == "__metadata__" or not _is_text(name):
+        reason = "is a name that safetensors reserves or cannot hold"
+    if reason:
+        raise CheckpointError(f"save: {place!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
+
+
+def _is_text(name: Any) -> bool:
+    return isinstance(name, str) and not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    """One pass, no copy: minimum and maximum pass on NaN, and show infinities."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    values = tensor.detach()
+    extremes = torch.aminmax(values.float() if values.element_size() == 1 else values)
+    if not all(bool(extreme.isfinite()) for extreme in extremes):
+        count = int((~values.float().isfinite()).sum())
+        raise NumericsError(
+            f"refuse to save: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
+            "Resume from the last checkpoint with a lower learning rate or a wider recipe."
+        )
+
+
+def _ties(members: Mapping[str, Tensor]) -> dict[str, str]:
+    first: dict[tuple[Any, ...], str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in members.items():
+        if tensor.numel():
+            identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if first.setdefault(identity, name) != name:
+                ties[name] = first[identity]
+    return ties
+
+
+def _bytes(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for name, tensor in members.items() if name not in ties)
+
+
+def _facts_json(facts: dict[str, Any]) -> bytes:
+    try:
+        text = json.dumps(facts, allow_nan=False)
+        same = json.loads(text) == facts
+        data = text.encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables."
+        ) from None
+    if not same:
+        raise CheckpointError("save: the facts would come back changed. Use lists for tuples and text for keys.")
+    return data
+
+
+def _write(folder: Path, step: int, tensors: Tensors, ties: dict[str, dict[str, str]], facts_json: bytes) -> None:
+    storage.write_synced(folder / FACTS, facts_json)
+    files = {FACTS: listed(facts_json)}
+    for group, members in tensors.items():
+        for index, shard in enumerate(_shards(members, ties[group])):
+            name, data = f"{group}-{index}.safetensors", safetensors.torch.save(shard)
+            storage.write_synced(folder / name, data)
+            files[name] = listed(data)
+    storage.write_synced(folder / NAME, Manifest(step, list(tensors), ties, files).signed())
+    storage.sync_folder(folder)
+
+
+def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a group that are not tied to an earlier one, on the CPU, in storages of their own, a shard at a time."""
+    shard: dict[str, Tensor] = {}
+    taken: set[int] = set()  # addresses of the storages in the shard
+    size = 0
+    for name, tensor in members.items():
+        if name in ties:
+            continue
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if shard and size + tensor_bytes > SHARD_BYTES:
+            yield shard
+            shard, taken, size = {}, set(), 0
+        shard[name] = _own(tensor, taken)
+        taken.add(shard[name].untyped_storage().data_ptr())
+        size += tensor_bytes
+    if shard:
+        yield shard
+
+
+def _own(tensor: Tensor, taken: set[int]) -> Tensor:
+    """Dense, on the CPU, and alone in a storage that is not taken: safetensors refuses what shares one."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    place = dense.untyped_storage()
+    is_alone = place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken
+    return dense if is_alone else dense.clone()
+
+
+def _publish(temporary: Path, final: Path) -> Path:
+    """Renames the new folder into place. What stood there is moved aside first and put back by `recover` after a crash."""
+    old = final.with_name(f".old-{final.name}")
+    replaces = os.path.lexists(final)
+    if replaces:
+        _remove(old)
+        os.rename(final, old)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaces:
+            os.rename(old, final)
+        raise
+    storage.sync_folder(final.parent)
+    if replaces:
+        _remove(old)
+    return final
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# Loading
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint at `path`. CheckpointError says what is wrong with it, if anything is."""
+    manifest = read(path)
+    tensors: Tensors = {group: {} for group in manifest.groups}
+    try:
+        facts = json.loads(read_file(path, FACTS, manifest))
+        for name in manifest.files:
+            if name != FACTS:
+                tensors[name.rpartition("-")[0]].update(safetensors.torch.load(read_file(path, name, manifest)))
+        for group, ties in manifest.ties.items():
+            tensors[group].update({name: tensors[group][first] for name, first in ties.items()})
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: has right hashes, but no right contents: {error}. Restore it.") from error
+    return Checkpoint(manifest.step, tensors, facts, path)
+
+
+def verify(path: Path) -> None:
+    """CheckpointError unless every byte at `path` is the one that was written. Costs one read of it."""
+    manifest = read(path)
+    for name in manifest.files:
+        read_file(path, name, manifest)
+
+
+def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The checkpoint with the largest step that is intact, and the newer ones passed over, each with the reason.
+
+    (None, []) if there is none at all. CheckpointError if there are some but none is intact: starting anew would be a
+    loss that nobody asked for. One that a newer narrowgauge wrote is an error too, not passed over.
+    """
+    skipped: list[tuple[Path, str]] = []
+    for path in sorted(_step_paths(folder), reverse=True):
+        try:
+            return load(path), skipped
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            skipped.append((path, str(error)))
+    if skipped:
+        reasons = "\n".join(f"  {reason}" for _, reason in skipped)
+        raise CheckpointError(
+            f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}"
+        )
+    return None, []
+
+
+def _step_paths(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+
+
+# Keeping house
+
+
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Removes all but the `keep` newest checkpoints, by step, and returns what was removed.
+
+    Counts and removes only folders whose manifest is ours and whose files have their sizes: a damaged checkpoint never
+    displaces a whole one, and a folder of somebody else's is never touched.
+    """
+    if keep < 1:
+        raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
+    ours = sorted((path for path in _step_paths(folder) if _looks_whole(path)), reverse=True)
+    _remove_all(folder, ours[keep:])
+    return ours[keep:]
+
+
+def remove(folder: Path, keep: Path) -> list[Path]:
+    """Removes all checkpoints in `folder` but `keep`, and returns them; what `prune` would not touch stays."""
+    others = [path for path in _step_paths(folder) if path != keep and _looks_whole(path)]
+    _remove_all(folder, others)
+    return others
+
+
+def _remove_all(folder: Path, paths: list[Path]) -> None:
+    with storage.refusals("remove old checkpoints from", folder):
+        for path in paths:
+            doomed = path.with_name(f".tmp-{path.name}")
+            _remove(doomed)
+            os.rename(path, doomed)  # a kill in the midst of deletion leaves no half checkpoint
+            shutil.rmtree(doomed)
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        files = read(path).files
+        return all((path / name).lstat().st_size == entry["bytes"] for name, entry in files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def recover(folder: Path) -> list[Path]:
+    """Clears what a crash left in `folder`, and returns it. Call it while holding the run folder's lock.
+
+    Half-written checkpoints are removed; one that was moved aside by a save that did not finish is put back.
+    """
+    if not folder.is_dir():
+        return []
+    leftovers = [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name) and path.is_dir()]
+    with storage.refusals("clear leftovers from", folder):
+        for path in leftovers:
+            final = path.with_name(path.name.split("-", 1)[1])
+            if path.name.startswith(".old-") and not os.path.lexists(final):
+                os.rename(path, final)
+            else:
+                _remove(path)
+    return leftovers

@@ -1,0 +1,1 @@
+"""What a run watches and does beside its steps."""

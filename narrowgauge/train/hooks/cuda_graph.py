@@ -1,0 +1,70 @@
+"""The steps of a run as CUDA graphs, if it asks for them: refused before training where they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.cuda_graphs import GraphedStep, Recorder, make_capturable, refuse
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import Batch, check_labels
+
+TARGETS = "targets of the step"  # among the inputs of a micro-batch
+
+
+def graphed_step(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: object | None,
+    device: torch.device,
+    backward: Callable[[Batch, Tensor], Tensor],
+    recorder: Recorder | None = None,
+) -> GraphedStep | None:
+    """What takes the steps of a run with cuda_graph = true; None for another, whose optimizer is told so.
+
+    backward  of a micro-batch on the device and the number of targets in its step, a scalar
+    Raises ConfigError with every reason.
+    """
+    if not config.cuda_graph:
+        for group in optimizer.param_groups:  # a checkpoint of a run with graphs brings it
+            if group.get("capturable"):
+                group["capturable"], group["lr"] = False, float(group["lr"])
+        return None
+    if device.type == "cuda":
+        make_capturable(optimizer, device)
+    reasons = [] if recorder is not None else refuse(model, optimizer, device, scaler)
+    if reasons:
+        raise ConfigError(f"cuda_graph = true: {'; '.join(reasons)}. Train without --cuda-graph, or change that.")
+
+    def call(**inputs: Tensor) -> Tensor:
+        targets = inputs.pop(TARGETS)
+        return backward(inputs, targets)
+
+    return GraphedStep(model, optimizer, call, clip=config.clip or None, recorder=recorder)
+
+
+def accumulate(step: GraphedStep, batch: Batch, targets: int, classes: int | None) -> None:
+    """One micro-batch. Its labels are looked at here: on the device they would be out of reach without waiting."""
+    if classes is not None:
+        check_labels(batch["labels"], classes)
+    step.accumulate({**batch, TARGETS: torch.tensor(float(targets))})
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Of every group, where it lies: a graph reads it from the device."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def classes_of(objective: Any) -> int | None:
+    """Rows of the head that the loss is taken in chunks with, whose labels are to be checked on the host."""
+    head = objective.head
+    return None if head is None else int(head.weight.shape[0])

@@ -1,0 +1,171 @@
+"""The loss of an optimizer step: nats per valid target token, over all of its micro-batches together.
+
+    loss = sum over valid targets of -log p(target) / number of valid targets in the step
+
+Each micro-batch divides by the step's count, not by its own, so the gradient does not depend on how a batch is cut.
+
+The output head and the loss are computed together, over chunks of tokens (`memory.chunked_cross_entropy`), wherever the head is an
+ordinary Linear and the model's logits are its product; `Objective.of` finds that out by trying, and says why where not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.data import IGNORED, valid_targets
+from narrowgauge.errors import DataError
+from narrowgauge.memory import chunked_cross_entropy
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.recipe import Gemm
+
+Batch = dict[str, Tensor]  # labels are aligned with the logits: labels[t] is what logits[t] are compared with
+NO_CACHE = {"use_cache": False}
+
+
+def count_targets(batches: list[Batch], step: int) -> int:
+    """Valid targets of a step. Raises DataError if there are none: a mean over nothing is NaN."""
+    total = sum(valid_targets(batch) for batch in batches)
+    if total == 0:
+        raise DataError(f"step {step}: the batch has no valid target, every label is {IGNORED}. Look at the data.")
+    return total
+
+
+def inputs_of(batch: Batch, device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is called with: all of a batch but its labels, so that it computes no loss of its own."""
+    moved = {name: on_device(value, device) for name, value in batch.items() if name != "labels"}
+    return moved | dict(options)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without the host waiting for a GPU, which a copy from ordinary memory does."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def check_labels(labels: Tensor, classes: int) -> bool:
+    """Whether labels in the host's memory were looked at; those on a GPU are left to the loss. DataError if one is out of range."""
+    if labels.is_cuda:
+        return False
+    counted = labels[labels != IGNORED]
+    low, high = (int(each) for each in counted.aminmax()) if counted.numel() else (0, 0)
+    if low < 0 or high >= classes:
+        raise DataError(
+            f"target {low if low < 0 else high} is outside the {classes} classes (0 ... {classes - 1}). "
+            f"Use the tokenizer that the model was made for, or {IGNORED} for tokens that do not count."
+        )
+    return True
+
+
+def summed_loss(model: Any, batch: Batch, device: torch.device, options: Mapping[str, Any] = NO_CACHE) -> Tensor:
+    """Sum of -log p over the valid targets of one micro-batch, float32 scalar. Holds the logits once more in float32."""
+    logits = model(**inputs_of(batch, device, options)).logits
+    return _cross_entropy(logits, on_device(batch["labels"], device))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """summed_loss of one model; called with a micro-batch.
+
+    forward  the model below its head, or the whole model where head is None; compiled if the run is
+    head     the Linear whose product and loss are taken in chunks
+    softcap  of the logits, or None
+    words    how the loss is computed, and why not in chunks
+    options  that the model is called with besides the batch
+    """
+
+    forward: Callable[..., Any]
+    head: nn.Linear | None
+    softcap: float | None
+    words: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Objective:
+        """Of a language model: tries it on a few tokens, without a trace in its generators, and decides."""
+        reason, softcap = _refuse_chunks(model, computes_in)
+        part = model if reason else model.base_model
+        forward = torch.compile(part) if compiled else part
+        if reason:
+            return cls(forward, None, None, f"whole logits: {reason}", NO_CACHE)
+        words = "in chunks of tokens, never the whole logits"
+        return cls(forward, model.get_output_embeddings(), softcap, words, NO_CACHE)
+
+    @classmethod
+    def of_classes(cls, model: Any, *, compiled: bool) -> Objective:
+        """Of a classifier: one row of logits for each example."""
+        return cls(torch.compile(model) if compiled else model, None, None, "of one class for each example", {})
+
+    def scored(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """summed_loss, and the whole logits that it was taken of; for models without a chunked head."""
+        logits = self.forward(**inputs_of(batch, device, self.options)).logits
+        return _cross_entropy(logits, on_device(batch["labels"], device)), logits
+
+    def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
+        """Sum of -log p over the valid targets of a micro-batch, float32 scalar. checked: `check_labels` has seen its labels."""
+        if self.head is None:
+            return summed_loss(self.forward, batch, device, self.options)
+        # On a GPU the labels are looked at before they go there; on a CPU tokens that do not count are left out, which is faster.
+        checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
+        hidden = self.forward(**inputs_of(batch, device, self.options)).last_hidden_state
+        loss, _ = chunked_cross_entropy(
+            hidden, self.head.weight, on_device(batch["labels"], device),
+            bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked,
+        )  # fmt: skip
+        return loss
+
+
+def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | None]:
+    """Why the loss needs the whole logits, or ''; and the softcap of the logits if the model has one."""
+    head = model.get_output_embeddings()
+    if type(head) not in (nn.Linear, QLinear):
+        return f"the output head is a {type(head).__name__}, not an nn.Linear", None
+    recipe = head.recipe if isinstance(head, QLinear) else None
+    if recipe is not None and (
+        any(gemm != Gemm() for gemm in recipe.gemms().values()) or computes_in not in (torch.bfloat16, torch.float16)
+    ):
+        return f"the output head follows the recipe {recipe.name!r}", None
+    if model.base_model is model:
+        return f"{type(model).__name__} has no part below its output head", None
+    modes = [(module, module.training) for module in model.modules()]
+    ids = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
+    inputs = {"input_ids": ids, **NO_CACHE}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    devices = [head.weight.device] if head.weight.is_cuda else []
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            logits = model(**inputs).logits
+            product = head(model.base_model(**inputs).last_hidden_state)
+    except (TypeError, AttributeError) as error:
+        return f"{type(model).__name__} cannot be called below its output head ({error})", None
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    product = product.to(logits.dtype)  # a float32 buffer added to 16-bit logits, as Marian has, widens them
+    for cap in {None, softcap}:
+        if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
+            return "", cap
+    return "the logits are not the product of the output head with the last hidden state", None
+
+
+def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, lowest: float) -> float:
+    """Linear warm-up over `warmup_steps`, then a half cosine down to `lowest` at the last step; step counts from 1."""
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0), dtype=torch.float64)).item())
+    return lowest + (peak - lowest) * cosine

@@ -1,0 +1,144 @@
+"""`narrowgauge info` on this CPU, on simulated ones and on simulated GPUs (exact, in words)."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from narrowgauge import recipes
+from narrowgauge.diagnose import machine
+from narrowgauge.ops.mm.selfcheck import Verdict
+from narrowgauge.ops.registry import Device
+
+
+@pytest.fixture
+def simulate(monkeypatch):
+    """simulate(cpu=Device(...), cuda=(9, 0)): what the registry and torch say of the machine."""
+    mm = importlib.import_module("narrowgauge.ops.mm")  # the package's attribute of that name is the function
+
+    def install(cpu=None, cuda=None):
+        def facts(kind, index):
+            return Device("cuda", cuda) if kind == "cuda" else cpu or Device("cpu")
+
+        for module in (machine, mm):
+            monkeypatch.setattr(module, "device_facts", facts)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda is not None))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Simulated GPU")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(total_memory=80 * 2**30)
+        )
+
+    return install
+
+
+def verdicts(text, device):
+    """recipe -> words, from the block of one device."""
+    block = text.partition(f"{device}:")[2].split("\n\n")[1]
+    return dict(line.strip().split(maxsplit=1) for line in block.splitlines())
+
+
+def test_every_recipe_is_listed_for_every_device(simulate):
+    simulate(cuda=(9, 0))
+    for device in ("cuda:0", "cpu"):
+        assert tuple(verdicts(machine.info(), device)) == recipes.names()
+
+
+def test_the_real_machine():
+    text = machine.info()
+    assert text.startswith("narrowgauge ") and f"torch {torch.__version__}" in text.splitlines()[0]
+    assert machine.processor_name() in text and "cpu:" in text
+
+
+def test_a_plain_cpu_says_that_it_multiplies_in_float32(simulate):
+    simulate(cpu=Device("cpu", bf16_gemm=False, int8_gemm=False))
+    text = machine.info()
+    assert "no fast bfloat16 or int8 GEMM" in text
+    found = verdicts(text, "cpu")
+    assert found["bf16"] == "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
+    assert found["fp8-current"] == "emulated exactly in float32: cpu has no FP8 units"
+    assert "no VNNI" in found["int8"]
+
+
+def test_a_cpu_with_narrow_units(simulate):
+    simulate(cpu=Device("cpu", bf16_gemm=True, int8_gemm=True))
+    text = machine.info()
+    assert "fast bfloat16 and int8 (VNNI) GEMM" in text
+    found = verdicts(text, "cpu")
+    assert found["bf16"] == "native" and found["int8"] == "native"
+    assert found["fp8-current"].startswith("emulated exactly in ")
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [
+        ((8, 0), set()),
+        ((8, 9), {"fp8-delayed", "fp8-current", "fp8-row"}),
+        ((9, 0), {"fp8-delayed", "fp8-current", "fp8-row"}),
+    ],
+)
+def test_gpus(simulate, capability, native):
+    """4-bit integers whose gradients are integers with one scale per row run as INT8 in all three products."""
+    native = native | {"bf16", "int8", "int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
+    simulate(cuda=capability)
+    text = machine.info()
+    major, minor = capability
+    assert f"cuda:0: Simulated GPU, compute capability {major}.{minor}, 80 GiB" in text
+    found = verdicts(text, "cuda:0")
+    assert {name for name, words in found.items() if words == "native"} == native
+    if capability >= (8, 9):
+        assert found.pop("fp8-block") == "Triton"
+    assert all("emulated exactly in " in words for name, words in found.items() if name not in native)
+    assert found["int4-lsq-luq"].startswith("output: native; grad_input, grad_weight: emulated exactly in ")
+    assert all(": " in words for name, words in found.items() if name not in native), "an emulation without its reason"
+
+
+def test_what_proofs_found_is_told(simulate, monkeypatch):
+    simulate(cuda=(9, 0))
+    assert "Checked here" not in machine.info()
+    right, wrong = Verdict(None, 0.25, 0.5), Verdict("it hides NaN on cuda:0", 0.0, 0.25)
+    monkeypatch.setattr(
+        machine, "VERDICTS", {("a", None, None, 0): right, ("b", None, None, 0): wrong, ("a", 1, 2, 1): right}
+    )
+    words = "Checked here against the definition: 1 of 2 kernels and casts are right (largest error 25% of what is allowed), in 0.8 s."
+    assert words in machine.info()
+
+
+def test_the_compiler_is_the_one_that_torch_takes(monkeypatch, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.cpp_compiler() == "g++"
+    assert "C++ compiler: g++" in machine.info()
+    monkeypatch.setenv("CXX", "icpx")  # torch would call this one, and fail
+    assert machine.cpp_compiler() is None
+    compiler.rename(tmp_path / "clang++")
+    monkeypatch.delenv("CXX")
+    assert "C++ compiler: none" in machine.info()
+
+
+def test_the_c_compiler(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.c_compiler() is None
+    compiler = tmp_path / "clang"
+    compiler.write_text("#!/bin/sh\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    assert machine.c_compiler() == "clang"
+    monkeypatch.setenv("CC", str(tmp_path / "missing"))
+    assert machine.c_compiler() is None
+
+
+def test_a_machine_without_proc(monkeypatch):
+    monkeypatch.setattr(machine, "Path", lambda name: SimpleNamespace(read_text=_refuse))
+    assert machine.processor_name()
+
+
+def _refuse(encoding):
+    raise FileNotFoundError(encoding)

@@ -1,0 +1,165 @@
+"""Casts shared by layers that read one tensor: the same bits as without (exact), bytes kept (exact), and what never is served."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowgauge as ng
+from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.linear import QLinear
+from tests.compare import assert_same
+
+TOKENS, WIDTH = 24, 64
+
+
+class Attention(nn.Module):
+    """Three layers that read one x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q(x), self.k(x), self.v(x)], dim=-1)
+
+
+def built(recipe: str, shared: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    model = ng.convert(Attention(), recipe)
+    if not shared:
+        for layer in layers(model):
+            layer.share_inputs(None)
+    return model
+
+
+def layers(model: nn.Module) -> list[QLinear]:
+    return [module for module in model.modules() if isinstance(module, QLinear)]
+
+
+def step(model: nn.Module, through: str = "plain") -> tuple[list[Tensor], int]:
+    """Output and gradients of a step, and bytes kept for backward, each storage once, without weights and x."""
+    torch.manual_seed(1)
+    x = torch.randn(2, TOKENS // 2, WIDTH, requires_grad=True)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (x, *model.parameters())}
+    held: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        h = x * 1.5
+        known.add(h.untyped_storage().data_ptr())
+        y = model(h) if through == "plain" else checkpoint(model, h, use_reentrant=through == "reentrant")
+    kept = sum(tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in known)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], kept
+
+
+RECIPES = [
+    "int4-hq-bs",
+    "int4-hq-lss",
+    "int4-minmax-sr",
+    "fp8-current",
+    "fp8-delayed",
+    "fp8-block",
+    "mxfp8",
+    "int8",
+    "nvfp4",
+    "mxfp4",
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sharing_changes_no_bit(recipe):
+    together, alone = built(recipe), built(recipe, shared=False)
+    for _ in range(2):
+        for mine, theirs in zip(step(together)[0], step(alone)[0], strict=True):
+            assert_same(mine, theirs)
+        ng.advance(together), ng.advance(alone)
+
+
+def test_one_copy_of_the_codes_is_kept():
+    """Per layer: 5/8 byte per element, a scale of x, and one of w; the three share all of x's."""
+    of_x, of_w = TOKENS * WIDTH * 5 // 8 + 4, 4
+    assert step(built("int4-hq-bs"))[1] == of_x + 3 * of_w
+    assert step(built("int4-hq-bs", shared=False))[1] == 3 * (of_x + of_w)
+
+
+@pytest.mark.parametrize("through", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("recipe", ["int4-hq-bs", "fp8-current"])
+def test_checkpointing_is_bitwise_neutral(recipe, through):
+    for mine, theirs in zip(step(built(recipe), through)[0], step(built(recipe))[0], strict=True):
+        assert_same(mine, theirs)
+
+
+def test_codes_are_made_once_and_never_for_another_tensor_or_version(monkeypatch):
+    from narrowgauge.nn import straight_through
+
+    made = []
+    encode = straight_through.encode
+    monkeypatch.setattr(straight_through, "encode", lambda y, *a, **o: made.append(len(y)) or encode(y, *a, **o))
+    model = built("int4-hq-bs").eval()
+    x = torch.randn(TOKENS, WIDTH)
+
+    def casts() -> int:
+        made.clear()
+        model(x)
+        return made.count(TOKENS)
+
+    with torch.no_grad():
+        assert casts() == 1 and casts() == 1, "once for three layers, and anew in each forward pass"
+        first = model(x)
+        x.mul_(2)
+        assert casts() == 1
+        x.div_(2)
+        assert casts() == 1
+        assert_same(model(x), first)
+        ng.advance(model)
+        assert casts() == 1
+    with torch.inference_mode():
+        x = torch.randn(TOKENS, WIDTH)  # has no version
+        assert casts() == 3
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "int4-hq-bs"])
+def test_a_buffer_that_is_refilled_behind_its_version_is_cast_again(recipe):
+    """As numpy, shared memory and `.data` do; the head reads the hidden state, so no other entry comes in between."""
+    model = ng.convert(nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 8)), recipe).eval()
+    x, other = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)
+    with torch.no_grad():
+        model(x)
+        x.data.copy_(other)
+        assert_same(model(x), model(other))
+    attention = built(recipe)
+    attention(x)
+    x.data.copy_(torch.randn(TOKENS, WIDTH))
+    assert_same(attention(x), attention(x.clone()))
+
+
+def test_the_entry_goes_with_its_tensor():
+    shared, x = SharedInputs(), torch.randn(3)
+    share = shared.of(x)
+    assert share is not None and share.get("a", lambda: [1]) == share.get("a", lambda: [2]) == [1]
+    share.close()
+    assert share.get("a", lambda: [3]) == [3]
+    del x
+    gc.collect()
+    assert shared._entry is None
+
+
+def test_copies_share_among_themselves_and_begin_empty():
+    model = built("int4-hq-bs")
+    model(torch.randn(TOKENS, WIDTH))
+    original = layers(model)[0].shared_inputs
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        (one,) = {id(layer.shared_inputs) for layer in layers(twin)}
+        assert one != id(original) and layers(twin)[0].shared_inputs._entry is None

@@ -1,0 +1,217 @@
+"""Kernels that quantize prove themselves before they compute: right ones pass, wrong ones are refused in words (exact).
+
+The device is the CPU; wrong kernels are the reference with one mistake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.errors import BackendError
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT4
+from narrowgauge.ops import selfcheck
+from narrowgauge.ops.hadamard import encoding
+from narrowgauge.ops.hadamard import selfcheck as rotation
+from narrowgauge.ops.hadamard.codes import Codes
+from narrowgauge.ops.quantize import definition, tile_amax
+from narrowgauge.ops.quantize import selfcheck as proof
+from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.pair import _both_delayed_in_turn, _delayed_in_turn
+from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.registry import Device, Kernel, Registry
+from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.scaling import E8M0_CEIL, POW2
+
+CPU, HERE = torch.device("cpu"), Device("cpu", index=0)
+CASTS = (
+    Cast(format=E4M3),
+    Cast(format=E4M3, tile=(1, WHOLE)),
+    Cast(format=E4M3, tile=(1, 128), scale=POW2),
+    Cast(format=E4M3, tile=(128, 128), scale=POW2),
+    Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL, rounding="stochastic", headroom=4 / 3),
+    Cast(format=E5M2, rounding="stochastic"),
+)
+
+
+def spec(cast: Cast, **changes) -> Spec:
+    noise = "key" if cast.rounding == "stochastic" else None
+    return replace(Spec(HERE, torch.bfloat16, (64, 64), cast, noise), **changes)
+
+
+def right(x, cast, amax, key, expand):
+    return definition.quantize(x, cast, amax, None if key is None else key.uniform(tuple(x.shape)), expand)
+
+
+def right_both(x, cast, key, turned_key):
+    return right(x, cast, None, key, None), right(x.T, cast, None, turned_key, None)
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_the_reference_passes(cast):
+    assert proof.examine(right, spec(cast), proof.check_one, CPU).reason is None
+    assert proof.examine(right_both, spec(cast), proof.check_both, CPU).reason is None
+
+
+def test_other_ways_of_calling_pass():
+    cast = Cast(format=E4M3)
+    assert proof.examine(right, spec(cast, amax=True), proof.check_one, CPU).reason is None
+    assert proof.examine(right, spec(cast, expand=torch.bfloat16), proof.check_one, CPU).reason is None
+    assert proof.examine(right, spec(cast, dtype=torch.float16), proof.check_one, CPU).reason is None
+    for run in (_delayed_in_turn, _both_delayed_in_turn):
+        assert proof.examine(run, spec(cast), proof.check_delayed, CPU).reason is None
+
+
+def one_code_off(x, cast, amax, key, expand):
+    q = right(x, cast, amax, key, expand)
+    q.data.view(torch.uint8)[100, 7] ^= 1
+    return q
+
+
+def next_scale(x, cast, amax, key, expand):
+    q = right(x, cast, amax, key, expand)
+    return replace(q, scale=q.scale.roll(1, 0))
+
+
+def hides_nan(x, cast, amax, key, expand):
+    return right(x.nan_to_num(0.0, 1.0, -1.0), cast, amax, key, expand)
+
+
+def forgets_the_transpose(x, cast, amax, key, expand):
+    """Reads the memory in its order, whatever the strides are."""
+    return right(x if x.stride(1) == 1 else x.T.contiguous().reshape(x.shape), cast, amax, key, expand)
+
+
+def other_noise(x, cast, amax, key, expand):
+    return right(x, cast, amax, replace(key, low=key.low + 1), expand)
+
+
+@pytest.mark.parametrize(
+    ("run", "cast", "words"),
+    [
+        (one_code_off, CASTS[0], r"its codes is wrong on cpu in 1 of 36992 elements, first at \[100, 7\]: bits 0x"),
+        (next_scale, CASTS[1], "its scale is wrong on cpu in "),
+        (hides_nan, CASTS[2], "NaN within"),
+        (forgets_the_transpose, CASTS[3], "x.T in memory"),
+        (other_noise, CASTS[5], "its codes is wrong on cpu in "),
+        (lambda *call: 1 / 0, CASTS[0], "it failed when it was tried on cpu: ZeroDivisionError: division by zero"),
+        (lambda x, *call: right(x[:-1], *call), CASTS[1], r"its scale is float32 \[135, 1\] on cpu, not float32 \[136, 1\]"),
+    ],
+    ids=["a code", "a scale", "nan", "strides", "noise", "raises", "shape"],
+)  # fmt: skip
+def test_wrong_kernels_are_found(run, cast, words):
+    verdict = proof.examine(run, spec(cast), proof.check_one, CPU)
+    assert verdict.worst == float("inf")
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(verdict.reason)
+
+
+def never_records(x, cast, live, records):
+    amax = observe(live, tile_amax(x, (WHOLE, WHOLE)), records=False)
+    return right(x, cast, amax, None, None), amax
+
+
+def ignores_the_window(x, cast, live, records):
+    observe(live, tile_amax(x, (WHOLE, WHOLE)))
+    amax = tile_amax(x, (WHOLE, WHOLE))
+    return right(x, cast, amax, None, None), amax
+
+
+@pytest.mark.parametrize(("run", "words"), [(never_records, "its window"), (ignores_the_window, "its amax")])
+def test_a_window_that_is_kept_wrongly_is_found(run, words):
+    reason = proof.examine(run, spec(Cast(format=E4M3)), proof.check_delayed, CPU).reason
+    assert reason is not None and reason.startswith(words)
+
+
+def test_a_second_orientation_with_the_first_ones_scales_is_found():
+    def run(x, cast, key, turned_key):
+        plain, turned = right_both(x, cast, key, turned_key)
+        return plain, replace(turned, scale=turned.scale.flip(0))
+
+    reason = proof.examine(run, spec(CASTS[1]), proof.check_both, CPU).reason
+    assert reason is not None and "scale of x.T" in reason
+
+
+# --- the registry --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def book(monkeypatch):
+    monkeypatch.setattr(selfcheck, "BOOK", {})
+
+
+def registry_of(run) -> Registry[Spec]:
+    registry: Registry[Spec] = Registry("quantize")
+    registry.register(proof.proven("quantize", Kernel("fast", lambda spec: None, run), proof.check_one))
+    registry.register(Kernel("reference", lambda spec: None, right))
+    return registry
+
+
+def test_a_proof_is_made_once_for_a_kind_of_call(book):
+    calls = []
+
+    def run(*call):
+        calls.append(call)
+        return right(*call)
+
+    registry = registry_of(run)
+    for shape in ((64, 64), (3, 5), (64, 64)):
+        assert registry.choose(spec(CASTS[0], shape=shape)).kernel.name == "fast"
+    assert len(calls) == 4, "as it lies and transposed, with NaN and without"
+    registry.choose(spec(CASTS[0], dtype=torch.float32))
+    assert len(calls) == 8
+    registry.choose(spec(CASTS[0], device=Device("cuda", (9, 0))))
+    assert len(calls) == 8, "a device that is not here asks for no proof"
+
+
+def test_a_refused_kernel_is_named_and_replaced(book):
+    registry = registry_of(one_code_off)
+    with pytest.warns(
+        RuntimeWarning, match="quantize: the fast kernel is not used, .* because its codes is wrong on cpu"
+    ):
+        choice = registry.choose(spec(CASTS[0]))
+    assert choice.kernel.name == "reference" and "its codes is wrong on cpu" in choice.refusals[0][1]
+    with pytest.raises(BackendError, match="quantize: fast refused: its codes is wrong"):
+        registry.choose(spec(CASTS[0]), "fast")
+
+
+def test_no_proof_while_a_graph_is_captured(book, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(BackendError, match=r"triton was never checked on cuda:0, .* Run one step before the capture"):
+        selfcheck.once("quantize", "triton", None, "cuda", 0, lambda device: (0.0, None))
+
+
+# --- rotation ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_rotation_passes(order, dtype):
+    worst, reason = rotation.compare(encoding._in_turn, order, INT4, dtype, CPU)
+    assert reason is None and 0.9 < worst < 1
+
+
+def changed(**parts):
+    def run(x, hadamard, signs, *rest):
+        found = encoding._in_turn(x, hadamard, signs, *rest)
+        return Codes(**{**found._asdict(), **{name: change(getattr(found, name)) for name, change in parts.items()}})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (lambda x, h, signs, *rest: encoding._in_turn(x, h, -signs.abs(), *rest), "its codes are wrong on cpu: off by"),
+        (changed(codes=lambda codes: codes.roll(16, 1)), "its codes are wrong on cpu: off by"),
+        (changed(bits=lambda bits: bits.flip(1)), "its bits of what was not clipped are wrong"),
+        (changed(packed=lambda pairs: (pairs >> 4) | (pairs << 4)), "its packed codes are not its codes"),
+        (lambda x, *rest: encoding._in_turn(x.nan_to_num(), *rest), "it makes numbers of NaN"),
+    ],
+    ids=["signs", "blocks", "bits", "nibbles", "nan"],
+)
+def test_wrong_rotations_are_found(run, words):
+    worst, reason = rotation.compare(run, 32, INT4, torch.bfloat16, CPU)
+    assert reason is not None and reason.startswith(words) and worst > 1

@@ -1,0 +1,274 @@
+"""Kernels prove themselves before they compute: right ones pass, wrong ones are refused in words (exact and bounded).
+
+The device is the CPU; wrong kernels are right ones with one mistake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from packaging.version import Version
+
+from narrowgauge import recipes
+from narrowgauge.errors import BackendError, OutOfMemoryError
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
+from narrowgauge.ops.mm import cublas as native
+from narrowgauge.ops.mm import cublas_block, cublas_mx, definition, selfcheck
+from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.registry import Device, Kernel, Registry
+from narrowgauge.recipe import GEMMS, WHOLE, Cast, Window
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
+from tests.ops import cublas
+
+CPU = torch.device("cpu")
+TENSOR, ROW, VECTOR, SQUARE = (
+    Cast(format=E4M3, tile=tile, scale=FP32) for tile in ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128))
+)
+MXFP8 = Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)
+NVFP4 = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
+INTEGERS = Cast(format=INT8, tile=(1, WHOLE))
+CASTS = {
+    "tensor": (Cast(format=E5M2), TENSOR),
+    "row": (ROW, ROW),
+    "blocks": (VECTOR, SQUARE),
+    "mxfp8": (MXFP8, MXFP8),
+    "nvfp4": (NVFP4, NVFP4),
+    "int8": (INTEGERS, INTEGERS),
+}
+
+
+@pytest.fixture
+def empty_book(monkeypatch):
+    monkeypatch.setattr(selfcheck, "VERDICTS", {})
+    monkeypatch.setattr(selfcheck, "_RUNS", {})
+
+
+@pytest.mark.parametrize("casts", CASTS.values(), ids=CASTS)
+def test_the_reference_passes(casts):
+    verdict = selfcheck.examine(definition.run, *casts, CPU)
+    assert verdict.reason is None and 0 < verdict.worst < 0.2
+
+
+@pytest.mark.parametrize(
+    ("casts", "run"),
+    [
+        (CASTS["tensor"], native.run_scaled),
+        pytest.param(
+            CASTS["row"],
+            native.run_scaled,
+            marks=pytest.mark.skipif(
+                Version(torch.__version__).release < (2, 13), reason="its CPU version knows one scale per tensor"
+            ),
+        ),
+        (CASTS["int8"], native.run_int8),
+    ],
+    ids=["tensor", "row", "int8"],
+)
+def test_torchs_own_kernels_pass_on_the_cpu(casts, run):
+    assert selfcheck.examine(run, *casts, CPU).reason is None
+
+
+@pytest.mark.parametrize("which", ["blocks", "mxfp8", "nvfp4"])
+def test_block_kernels_pass_on_a_stand_in_for_cublas(which, monkeypatch):
+    module = cublas_block if which == "blocks" else cublas_mx
+    monkeypatch.setattr(module, "scaled_mm", cublas.scaled_mm)
+    assert selfcheck.examine(module.run, *CASTS[which], CPU).reason is None
+
+
+def changed(**parts):
+    """A kernel that multiplies another left operand than it was given."""
+
+    def run(lhs, rhs, bias, out_dtype, fast_accumulate):
+        lhs = replace(lhs, **{name: change(lhs) for name, change in parts.items()})
+        return definition.run(lhs, rhs, bias, out_dtype, fast_accumulate)
+
+    return run
+
+
+def without_the_last_columns(lhs, rhs, bias, out_dtype, fast_accumulate):
+    """What a GEMM does that drops a ragged block of K."""
+    keep = lhs.inner - 16
+    values = [definition.times_scale(q.values(), q.scale, q.cast.tile)[:, :keep] for q in (lhs, rhs)]
+    return values[0] @ values[1].T
+
+
+def cut_to(bits):
+    """Sums with so many bits: the tensor cores of Hopper keep 13 behind the point, of fewer a result is not usable."""
+
+    def run(lhs, rhs, bias, out_dtype, fast_accumulate):
+        left, right = (definition.times_scale(q.values(), q.scale, q.cast.tile) for q in (lhs, rhs))
+        out = torch.zeros(lhs.shape[0], rhs.shape[0])
+        for start in range(0, lhs.inner, 32):
+            out += left[:, start : start + 32] @ right[:, start : start + 32].T
+            mantissa, exponent = torch.frexp(out)
+            out = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+        return out
+
+    return run
+
+
+WRONG = {
+    "scales of rows turned round": (CASTS["row"], changed(scale=lambda q: q.scale.flip(0))),
+    "one scale for all": (CASTS["row"], changed(scale=lambda q: torch.full_like(q.scale, q.scale[0, 0].item()))),
+    "scales of blocks in the wrong order": (CASTS["blocks"], changed(scale=lambda q: q.scale.T.reshape(q.scale.shape))),
+    "scales moved by one block": (CASTS["blocks"], changed(scale=lambda q: q.scale.roll(1, 1))),
+    "no swizzle": (CASTS["mxfp8"], changed(scale=lambda q: q.scale.T.reshape(q.scale.shape))),
+    "the tensor's scale forgotten": (
+        CASTS["nvfp4"],
+        changed(global_scale=lambda q: torch.ones_like(q.global_scale)),
+    ),
+    "nibbles exchanged": (CASTS["nvfp4"], changed(data=lambda q: (q.data >> 4) | (q.data << 4))),
+    "a block left out": (CASTS["blocks"], without_the_last_columns),
+    "an accumulator of 7 bits": (CASTS["row"], cut_to(7)),
+    "integers rounded to bfloat16": (
+        CASTS["int8"],
+        lambda *call: definition.run(*call).to(torch.bfloat16).to(torch.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize(("casts", "run"), WRONG.values(), ids=WRONG)
+def test_wrong_numbers_are_found(casts, run):
+    verdict = selfcheck.examine(run, *casts, CPU)
+    assert verdict.worst > 1.5, "too close to the limit to be told from a right kernel"
+    assert verdict.reason.startswith("its result is wrong on cpu: off by ") and "is allowed" in verdict.reason
+
+
+def test_a_narrow_accumulator_is_accepted():
+    """13 bits per partial sum are what the hardware has; a proof that refuses them would refuse Hopper."""
+    assert selfcheck.examine(cut_to(13), *CASTS["row"], CPU).reason is None
+
+
+def hides_nan(*call):
+    return definition.run(*call).nan_to_num(nan=0.0)
+
+
+def spreads_nan(*call):
+    out = definition.run(*call)
+    out[0, 0] = float("nan")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (hides_nan, "it hides NaN on cpu"),
+        (spreads_nan, "it makes NaN of numbers on cpu"),
+        (lambda *call: definition.run(*call)[:, :-1], "its result has the shape [136, 263] on cpu, not [136, 264]"),
+    ],
+    ids=["hides", "spreads", "shape"],
+)
+def test_other_failures_have_their_words(run, words):
+    assert selfcheck.examine(run, *CASTS["row"], CPU).reason == words
+
+
+def test_a_kernel_that_raises_is_refused_with_its_own_words():
+    def run(*call):
+        raise NotImplementedError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nand more")
+
+    verdict = selfcheck.examine(run, *CASTS["row"], CPU)
+    assert verdict.reason == (
+        "it failed when it was tried on cpu: NotImplementedError: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"
+    )
+
+
+def test_no_memory_is_no_refusal():
+    """It says nothing about the kernel, and another would need as much."""
+
+    def run(*call):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    with pytest.raises(OutOfMemoryError, match=r"mm: cpu has no memory left .* lower the batch size\. .*2 GiB"):
+        selfcheck.examine(run, *CASTS["row"], CPU)
+
+
+# --- once, and only where there is a device ------------------------------------------------------------------------------------
+
+
+def registry_of(run):
+    registry: Registry[MmSpec] = Registry("mm")
+    registry.register(selfcheck.proven(Kernel("fast", lambda spec: None, run)))
+    registry.register(Kernel("reference", lambda spec: None, definition.run))
+    return registry
+
+
+def test_a_proof_is_made_once_per_device_and_pair_of_casts(empty_book):
+    calls = []
+
+    def run(*call):
+        calls.append(call)
+        return definition.run(*call)
+
+    registry, here = registry_of(run), Device("cpu", index=0)
+    for _ in range(3):
+        assert registry.choose(MmSpec(ROW, ROW, here)).kernel.name == "fast"
+    assert len(calls) == 4, "with and without fast accumulation, with and without NaN"
+    registry.choose(MmSpec(TENSOR, TENSOR, here))
+    assert len(calls) == 8
+    delayed = replace(TENSOR, calibrate=Window())
+    registry.choose(MmSpec(delayed, delayed, here))
+    assert len(calls) == 8, "where the amax came from is nothing to a GEMM"
+
+
+def test_a_device_that_is_not_here_asks_for_no_proof(empty_book):
+    registry = registry_of(lambda *call: pytest.fail("was run"))
+    assert registry.choose(MmSpec(ROW, ROW, Device("cuda", (9, 0)))).kernel.name == "fast"
+
+
+def test_a_refused_kernel_is_named_and_replaced(empty_book):
+    registry, spec = registry_of(hides_nan), MmSpec(ROW, ROW, Device("cpu", index=0))
+    choice = registry.choose(spec)
+    assert choice.kernel.name == "reference" and choice.refusals == (("fast", "it hides NaN on cpu:0"),)
+    with pytest.raises(BackendError, match=r"mm: fast refused: it hides NaN on cpu:0\. Available here: reference\."):
+        registry.choose(spec, "fast")
+
+
+def test_a_proof_changes_nothing_around_it(empty_book):
+    """Random state, autograd, autocast and a running trace are left alone."""
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+        verdict = selfcheck.examine(definition.run, *CASTS["row"], CPU)
+        assert torch.is_grad_enabled() and torch.is_autocast_enabled("cpu")
+    assert verdict.reason is None and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("run", "wanted"), [(definition.run, "fast"), (hides_nan, "reference")], ids=["good", "bad"])
+def test_a_proof_in_the_middle_of_a_compilation(run, wanted, empty_book):
+    """Dynamo calls it with real tensors and keeps the answer; no graph break."""
+    torch._dynamo.reset()
+    registry, here = registry_of(run), Device("cpu", index=0)
+
+    def choose(x):
+        name = registry.choose(MmSpec(ROW, ROW, here)).kernel.name
+        return x + (1 if name == "fast" else 2)
+
+    seen = torch.compile(choose, backend="eager", fullgraph=True)(torch.zeros(2))
+    assert seen.tolist() == ([1, 1] if wanted == "fast" else [2, 2])
+    assert len(selfcheck.VERDICTS) == 1
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_casts_go_to_an_older_tracer_as_words(recipe):
+    """torch before 2.13 hands no dataclass to what is constant while it traces; nothing that a GEMM sees is lost in words."""
+    for gemm in GEMMS:
+        for cast in (getattr(recipes.get(recipe), gemm).lhs, getattr(recipes.get(recipe), gemm).rhs):
+            if cast is not None:
+                assert selfcheck._of_words(*selfcheck._words(cast)) == selfcheck._plain(cast)
+
+
+def test_what_words_cannot_name_is_refused_while_an_older_torch_traces(empty_book, monkeypatch):
+    own = replace(FP32, name="mine")
+    kernel = selfcheck.proven(Kernel("good", lambda spec: None, definition.run))
+    here = Device("cpu", index=0)
+    monkeypatch.setattr(selfcheck, "TAKES_DATACLASSES", False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert kernel.refuse(MmSpec(TENSOR, TENSOR, here)) is None and len(selfcheck.VERDICTS) == 1
+    assert "cannot prove itself while torch" in kernel.refuse(MmSpec(replace(TENSOR, scale=own), TENSOR, here))
+    assert len(selfcheck.VERDICTS) == 1
+
+
+def test_power_of_two_scales_too():
+    cast = Cast(format=E4M3, tile=(1, 128), scale=POW2)
+    assert selfcheck.examine(definition.run, cast, cast, CPU).reason is None

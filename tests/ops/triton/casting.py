@@ -1,0 +1,208 @@
+"""Runs the optimizer's kernel with the casts of the weights under Triton's interpreter; a process of its own, as tests.ops.triton.stepped.
+
+    TRITON_INTERPRET=1 python -m tests.ops.triton.casting      a JSON object for each case: its name, and "" or what differs
+
+Codes are rounded in integer arithmetic and quotients divided outright, as on compute capability (0, 0); all bits are compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.ops.mm import plan
+from narrowgauge.ops.quantize import precast_weight, triton_launch, triton_transpose
+from narrowgauge.ops.quantize import selfcheck as of_casts
+from narrowgauge.ops.quantize.amax_state import AmaxWindow
+from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
+from narrowgauge.optim.triton import kernel as triton_kernel
+from narrowgauge.recipe import Cast, Window
+from narrowgauge.scaling import POW2
+from tests.compare import assert_same
+from tests.ops.triton.stepped import INTERPRETED, Guards, choose_interpreted, gradients, run, tell
+
+DELAYED, CURRENT = Cast(format=E4M3, calibrate=Window()), Cast(format=E4M3)
+POW = Cast(format=E5M2, calibrate=Window(length=3, margin=1), scale=POW2)
+INTEGER = Cast(format=INT8, calibrate=Window(length=1, algorithm="most_recent"))
+# Rows that are no multiple of a band, of a program, of 16; rows of an odd number of elements, and of one tile.
+SHAPES = {"ragged": (35, 141), "low": (5, 271), "even": (16, 144), "wide": (5, 304)}
+STEPS = (
+    ("8bit", None, torch.float32, DELAYED, "low"),
+    ("8bit", "stochastic", torch.bfloat16, DELAYED, "ragged"),
+    ("8bit", "bf16-remainder", torch.bfloat16, CURRENT, "ragged"),
+    ("fp32", "fp32", torch.float16, POW, "even"),
+    ("fp8", "fp16-scaled", torch.bfloat16, DELAYED, "even"),
+    ("fp8-lm", "fp16-scaled", torch.float16, INTEGER, "wide"),
+    ("4bit", None, torch.float32, POW, "ragged"),
+    ("4bit", "stochastic", torch.bfloat16, CURRENT, "even"),
+)
+
+
+class Casting:
+    """Stands in for `optim.precast_weights.WeightCasts`: one weight, its cast in guarded memory."""
+
+    def __init__(self, weight: torch.Tensor, cast: Cast, guards: Guards) -> None:
+        window = AmaxWindow(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
+        self.stepped = Stepped.of(weight, cast, window)
+        if self.stepped.codes is not None:
+            for name in ("plain", "turned"):
+                codes = getattr(self.stepped, name)
+                codes.view(torch.uint8).fill_(0x77)
+                setattr(self.stepped, name, guards.home(codes))
+
+    def of(self, parameter: torch.Tensor) -> Stepped:
+        return self.stepped
+
+    def pass_step(self, step: int, seen: float) -> None:
+        """What happens to the window between steps, and an amax of the next one."""
+        window = self.stepped.window
+        if window is not None:
+            window.live.copy_(torch.tensor([0.1 * step, seen, 0.0]))
+            window.history[:2] = torch.tensor([0.05, 0.03])[: len(window.history)]
+
+
+def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
+    torch.manual_seed(4)
+    return nn.Parameter((torch.randn(shape) * 0.02).to(dtype))
+
+
+def compare(
+    states: str, master: str | None, dtype: torch.dtype, cast: Cast, shape: str, poison: float | None = None
+) -> None:
+    """Weight, states and what is left of the cast, after two steps; the second makes the weight smaller."""
+    found = []
+    for interpreted in (True, False):
+        parameter, guards = weight(SHAPES[shape], dtype), Guards()
+        build = Lion if states == "fp32" else AdamW
+        optimizer: Any = build([parameter], states=states, master=master, lr=1e-2, weight_decay=20.0, backend="torch")
+        casting = Casting(parameter.detach(), cast, guards)
+        if interpreted:
+            optimizer._kernel = lambda task: INTERPRETED
+            optimizer.casting = casting
+        for step, seen in enumerate((0.06, 0.0)):
+            casting.pass_step(step, seen)
+            gradients([parameter], step, poison)
+            optimizer.step()
+            if not interpreted:
+                precast_weight.write(casting.stepped, parameter.detach())
+        guards.check()
+        kept = casting.stepped
+        left = [kept.maxima.amax().view(torch.float32), kept.expected, kept.plain, kept.turned]
+        found.append((parameter.detach(), optimizer.state_dict()["state"], left))
+    assert_same(*found, any_nan=poison is not None)
+
+
+def examine(cast: Cast, dtype: torch.dtype) -> None:
+    """What a GPU is asked for before it takes up what a step left."""
+    spec = Spec.of(torch.zeros(2, 2, dtype=dtype), cast)
+    verdict = of_casts.examine(precast_weight._in_triton, spec, precast_weight.check, torch.device("cpu"))
+    assert verdict.reason is None, verdict.reason
+
+
+def prove(kind: selfcheck.Kind) -> None:
+    worst, reason = selfcheck.compare(run, kind, torch.device("cpu"))
+    assert reason is None and worst == 0, reason
+
+
+SMALL = selfcheck.Kind(
+    rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=True,
+)  # fmt: skip
+
+
+def find_the_broken_kernel() -> None:
+    """One that counts a bit more for every magnitude, and one whose quotients are off, pass no proof."""
+    for name, cast, change, words in (
+        ("magnitude_bits", CURRENT, lambda whole: lambda x: whole(x) + 65536, "its amax of tensor"),
+        (
+            "divided",
+            DELAYED,
+            lambda whole: lambda x, by, C: whole(x, by, C) * 1.03125,
+            "its codes of tensor 0 is wrong",
+        ),
+    ):
+        whole = getattr(triton_kernel, name)
+        setattr(triton_kernel, name, change(whole))
+        try:
+            worst, reason = selfcheck.compare(run, replace(SMALL, cast=cast), torch.device("cpu"))
+        finally:
+            setattr(triton_kernel, name, whole)
+        assert worst == float("inf") and reason is not None and reason.startswith(words), reason
+
+
+def train(recipe: str, micro_batches: int, casts: bool, dtype: torch.dtype) -> tuple[list[Any], Any]:
+    """Losses, and what is there after three steps; and the optimizer's WeightCasts."""
+    torch.manual_seed(1)
+    layers = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 16)).to(dtype)
+    model = ng.convert(layers, recipe)
+    master = None if dtype == torch.float32 else "stochastic"
+    optimizer: Any = AdamW(
+        model.parameters(), states="8bit", master=master, lr=3e-2, backend="auto" if casts else "torch"
+    )
+    linked = None
+    if casts:
+        optimizer._kernel = choose_interpreted
+        linked = optimizer.cast_weights(model)
+    ng.advance(model)
+    losses = []
+    for _ in range(3):
+        for _ in range(micro_batches):
+            loss = model(torch.randn(8, 24).to(dtype)).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        ng.advance(model)
+        optimizer.zero_grad()
+    return [losses, dict(model.state_dict()), optimizer.state_dict()["state"]], linked
+
+
+def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> None:
+    """Losses, weights, states and windows with what the step leaves are those without."""
+    launched = []
+    whole = triton_launch.launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+        expected, _ = train(recipe, micro_batches, False, dtype)
+        # The kernel that takes up what was left, and no other: all else has the same bits, and takes long to interpret.
+        patch.setattr(
+            precast_weight.STEPPED, "kernels", [replace(precast_weight.STEPPED.kernels[0], refuse=lambda spec: None)]
+        )
+        patch.setattr(
+            triton_launch, "launch", lambda kernel, *a, **o: launched.append(kernel) or whole(kernel, *a, **o)
+        )
+        got, casts = train(recipe, micro_batches, True, dtype)
+    assert_same(got, expected)
+    what = "codes in both orientations" if recipe == "fp8-delayed" else "amax"
+    assert dict(casts) == dict.fromkeys(("0", "2"), f"{what}, taken after 2 of 3 steps"), str(casts)
+    kernel = triton_transpose.settle_stepped if recipe == "fp8-delayed" else triton_transpose.turn
+    assert launched == [kernel] * 4, launched
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    for states, master, dtype, cast, shape in STEPS:
+        name = f"step {states} {master} {str(dtype).removeprefix('torch.')} {cast} {shape}"
+        yield name, lambda call=(states, master, dtype, cast, shape): compare(*call)
+    for cast in (DELAYED, CURRENT):
+        call = ("8bit", "stochastic", torch.bfloat16, cast, "wide", float("nan"))
+        yield f"poison {cast}", lambda call=call: compare(*call)
+    for cast, dtype in ((DELAYED, torch.bfloat16), (CURRENT, torch.float32), (INTEGER, torch.float32)):
+        yield f"take {cast}", lambda cast=cast, dtype=dtype: examine(cast, dtype)
+    yield "proof delayed", lambda: prove(replace(SMALL, cast=DELAYED))
+    yield "broken", find_the_broken_kernel
+    for recipe in ("fp8-delayed", "fp8-current"):
+        for micro_batches, dtype in ((1, torch.bfloat16), (2, torch.float32)):
+            call = (recipe, micro_batches, dtype)
+            yield f"training {recipe} {micro_batches}", lambda call=call: compare_training(*call)
+
+
+if __name__ == "__main__":
+    tell(cases(), *sys.argv[1:])

@@ -1,0 +1,315 @@
+"""Runs the kernels under Triton's interpreter and says which results differ from the reference; a process of its own.
+
+    TRITON_INTERPRET=1 python -m tests.ops.triton.interpreted      one JSON object: name of the case -> "" or what differs
+
+The interpreter computes with numpy. Faithful there: integer arithmetic, float32 sums, products and divisions. Not faithful: its casts
+to 8-bit floats and its fma, which rounds the product (3.9). So elements are rounded in integer arithmetic here and quotients divided
+outright, as on compute capability 8.0 and (0, 0); the instructions in their place are checked in test_compiled, test_division
+and, on a GPU, in tests/ops/test_quantize_triton.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowgauge as ng
+from narrowgauge.formats import E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, INT4, INT4X2, INT8
+from narrowgauge.ops.hadamard import draw_signs, encoding
+from narrowgauge.ops.hadamard import selfcheck as rotation
+from narrowgauge.ops.hadamard import triton_kernel as hadamard
+from narrowgauge.ops.hadamard import triton_launch as rotating
+from narrowgauge.ops.hadamard.encoding import rotate_and_encode
+from narrowgauge.ops.mm import plan
+from narrowgauge.ops.quantize import (
+    quantize,
+    selfcheck,
+    tile_amax,
+    triton,
+    triton_block,
+    triton_launch,
+    triton_transpose,
+)
+from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.random import Key
+from narrowgauge.ops.triton import noise
+from narrowgauge.ops.triton.cast_constants import settings
+from narrowgauge.ops.triton.launch import launch
+from narrowgauge.recipe import WHOLE, Cast, Hadamard
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
+from tests.compare import assert_same
+
+KEY, TURNED_KEY = Key(123456789, 4000000000), Key(2**32 - 1, 9)
+ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E3M0, E2M1, INT8, INT4, INT4X2)
+TILED = (
+    Cast(format=E4M3),
+    Cast(format=E4M3, tile=(1, WHOLE)),
+    Cast(format=E5M2, tile=(1, WHOLE), rounding="stochastic"),
+    Cast(format=E4M3, tile=(1, 128), scale=POW2),
+    Cast(format=E4M3, tile=(128, 128), scale=POW2),
+    Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL),
+    Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
+    Cast(format=INT4, rounding="stochastic"),
+    Cast(format=INT4, tile=(1, WHOLE)),
+    Cast(format=E2M1, tile=(16, 16)),
+    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
+    Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL),
+    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16),
+)
+# Recipe, a kernel that must run in its layers, and whether the numbers are the reference's to the bit.
+LAYERS = (
+    ("fp8-delayed", triton_transpose.turn_delayed, True),
+    ("fp8-current", triton_transpose.turn, True),
+    ("fp8-block", triton_block.cast_blocks, True),
+    ("nvfp4", triton_block.cast_blocks, True),
+    ("int4-hq-bs", hadamard.rotate_and_encode, False),
+)
+SPECIAL = (0.0, -0.0, 1e-40, -1e-30, 448.0, 1.0)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, width: float = 8.0) -> Tensor:
+    """Magnitudes over some dozens of octaves, so that every rounding of a format happens, with special values in front."""
+    x = torch.randn(rows, columns) * torch.exp2(width * torch.randn(rows, columns))
+    x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    return x.to(dtype)
+
+
+def words(key: Key | None) -> Tensor | None:
+    return None if key is None else key.on_device(torch.device("cpu"))
+
+
+def compare(x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tensor | None = None) -> None:
+    """One orientation."""
+    key = KEY if cast.rounding == "stochastic" else None
+    got = triton_launch.one(x, cast, settings(cast, (0, 0), expand is not None), amax, words(key), expand)
+    expected = quantize(x, cast, amax=amax, noise=key, expand=expand, backend="reference")
+    same(got, expected)
+
+
+def same(got: triton_launch.QTensor, expected: triton_launch.QTensor) -> None:
+    assert_same(got.scale.contiguous(), expected.scale.contiguous(), any_nan=True, at="scale")
+    assert_same(got.data, expected.data, any_nan=True, at="data")
+    assert_same(got.global_scale, expected.global_scale, any_nan=True, at="global scale")
+
+
+def compare_both(x: Tensor, cast: Cast) -> None:
+    key, turned = (KEY, TURNED_KEY) if cast.rounding == "stochastic" else (None, None)
+    got = triton_launch.both(x, cast, settings(cast, (0, 0)), None, words(key), words(turned))
+    same(got[0], quantize(x, cast, noise=key, backend="reference"))
+    same(got[1], quantize(x.T, cast, noise=turned, backend="reference"))
+
+
+def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None:
+    """The codes by the scale of earlier steps, what was seen of this one, and the first step, which has no earlier one."""
+    x, cast = matrix(70, 130, width=1.0), Cast(format=E4M3)
+    if spoiled is not None:
+        x[3, 5] = spoiled
+    live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
+    got, used = triton_launch.delayed(x, cast, settings(cast, (0, 0)), live, records, None)
+    amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
+    expected = quantize(x, cast, amax=amax, backend="reference")
+    assert_same(live, expected_live, at="live")
+    assert_same(used, amax, any_nan=True, at="amax")
+    if spoiled is None:
+        same(got, expected)
+    else:
+        assert got.scale.isnan().all() and expected.scale.isnan().all()
+
+
+def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool) -> None:
+    """As compare_delayed, both orientations."""
+    x, cast = matrix(70, 130, width=1.0), Cast(format=E4M3)
+    if spoiled is not None:
+        x[3, 5] = spoiled
+    x = x.T.contiguous().T if transposed else x
+    live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
+    *found, used = triton_launch.both_delayed(x, cast, settings(cast, (0, 0)), live, True)
+    amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)))
+    assert_same(live, expected_live, at="live")
+    assert_same(used, amax, any_nan=True, at="amax")
+    for got, of in zip(found, (x, x.T), strict=True):
+        if spoiled is None:
+            same(got, quantize(of.contiguous(), cast, amax=amax, backend="reference"))
+        else:
+            assert got.scale.isnan().all()
+
+
+def prove(cast: Cast, dtype: torch.dtype) -> None:
+    """What a GPU is asked for before it may compute."""
+    spec = Spec.of(torch.zeros(2, 2, dtype=dtype), cast, None, KEY if cast.rounding == "stochastic" else None)
+    cpu = torch.device("cpu")
+    runs = [(triton.run, selfcheck.check_one), (triton.both, selfcheck.check_both)]
+    if cast.tile == (WHOLE, WHOLE) and cast.rounding == "nearest":
+        delayed = (lambda x, cast, live, records: triton.delayed(x, cast, live, records)), selfcheck.check_delayed
+        runs += [delayed, (triton.both_delayed, selfcheck.check_delayed)]
+    for run, check in runs:
+        verdict = selfcheck.examine(run, spec, check, cpu)
+        assert verdict.reason is None, verdict.reason
+
+
+def prove_rotation(order: int) -> None:
+    worst, reason = rotation.compare(encoding._in_triton, order, INT4, torch.bfloat16, torch.device("cpu"))
+    assert reason is None and worst < 1, reason
+
+
+def find_a_broken_kernel() -> None:
+    """Scales without their headroom, and a cast that takes the next power of two: neither passes."""
+    for cast, change in (
+        (Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, headroom=4 / 3), {"headroom": 1.0}),
+        (Cast(format=E4M3, tile=(1, 128), scale=POW2), {"carry": 0}),
+    ):
+        C = replace(settings(cast, (0, 0)), **change)
+
+        def broken(x: Tensor, cast: Cast, amax: None, key: None, expand: None, C: object = C) -> triton_launch.QTensor:
+            return triton_launch.one(x, cast, C, amax, key, expand)
+
+        spec = Spec.of(torch.zeros(2, 2, dtype=torch.bfloat16), cast)
+        verdict = selfcheck.examine(broken, spec, selfcheck.check_one, torch.device("cpu"))
+        assert verdict.reason is not None and "is wrong on cpu" in verdict.reason, verdict
+
+
+def train_layers(recipe: str) -> dict[str, object]:
+    """Two steps of two layers with the weights cast once; a matrix in each orientation."""
+    torch.manual_seed(1)
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(80, 48), torch.nn.GELU(), torch.nn.Linear(48, 32)), recipe)
+    ng.advance(model)
+    found = []
+    for _ in range(2):
+        x = torch.randn(40, 80, requires_grad=True)
+        y = model(x)
+        y.backward(torch.randn_like(y))
+        found += [y.detach(), x.grad]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+        ng.advance(model)
+    return {"outputs": found, "state": dict(model.state_dict())}
+
+
+def compare_layers(recipe: str, kernel: object, exact: bool) -> None:
+    """A model whose casts are these kernels', as on a GPU, beside one whose casts are the reference's."""
+    found, launches = [], []
+    whole = triton_launch.launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+        found.append(train_layers(recipe))
+        for module in (triton, encoding):
+            patch.setattr(module, "refuse_device", lambda *device: None)
+        for module in (triton_launch, rotating):
+            patch.setattr(
+                module, "launch", lambda kernel, *call, **o: launches.append(kernel) or whole(kernel, *call, **o)
+            )
+        found.append(train_layers(recipe))
+    assert kernel in launches, "it was another that ran"
+    if exact:
+        assert_same(found[1], found[0])
+    else:
+        for mine, theirs in zip(found[1]["outputs"], found[0]["outputs"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+def compare_rotated(order: int, dtype: torch.dtype) -> None:
+    """Whole numbers small enough that every order of summation gives the same, and a scale that they seldom tie on (exact)."""
+    for shape in ((5, 37), (40, 300)):
+        x = torch.randint(-9, 10, shape).to(dtype)
+        if dtype == torch.float32:
+            x += torch.randint(-9, 10, shape) * 2.0**-12
+        hadamard, scale = Hadamard(block=order, signs="random"), torch.tensor([[0.7]])
+        signs = draw_signs(hadamard, shape[1], x.device)
+        constants = settings(Cast(format=INT4), (0, 0))
+        got = rotating.rotate_and_encode(x, order, signs, scale, constants, True, True)
+        expected = rotate_and_encode(x, hadamard, signs, scale, INT4, packed=True, bits=True, backend="reference")
+        for name, mine, theirs in zip(("codes", "packed", "bits"), got, expected, strict=True):
+            assert_same(mine, theirs.view(torch.uint8), at=name)
+
+
+def compare_noise() -> None:
+    out = torch.empty(3000)
+    launch(noise.fill, 3, out, words(KEY), 3000, BLOCK=1024, warps=4)
+    assert_same(out, KEY.uniform((3000,)))
+
+
+def cases() -> Iterator[tuple[str, object]]:
+    yield "noise", compare_noise
+    for format in ELEMENTS:
+        for rule in (FP32, POW2, E8M0_FLOOR):
+            for rounding in ("nearest", "stochastic"):
+                cast = Cast(format=format, scale=rule, rounding=rounding, headroom=4 / 3 if rule is FP32 else 1.0)
+                yield f"{cast}", lambda cast=cast: compare(matrix(33, 62), cast)
+    for cast in TILED:
+        for shape in ((37, 53), (130, 260)):
+            yield f"both {cast} {shape}", lambda cast=cast, shape=shape: compare_both(matrix(*shape), cast)
+        yield f"turned {cast}", lambda cast=cast: compare(matrix(60, 37).T, cast)
+        yield f"float16 {cast}", lambda cast=cast: compare(matrix(20, 34, torch.float16, 2.0), cast)
+        yield f"values {cast}", lambda cast=cast: compare(matrix(20, 35, torch.float32), cast, torch.bfloat16)
+    for order in (2, 4, 16, 64):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield f"rotated {order} {dtype}", lambda order=order, dtype=dtype: compare_rotated(order, dtype)
+    for in_use in (0.0, 3.0):
+        for value in (None, float("nan")):
+            yield (
+                f"both delayed, in use {in_use}, {value} within",
+                lambda in_use=in_use, value=value: compare_both_delayed(in_use, value, in_use > 0),
+            )
+    for cast in (TILED[0], TILED[3], TILED[6], TILED[-1]):
+        yield f"proof {cast}", lambda cast=cast: prove(cast, torch.bfloat16)
+    yield "proof of rotations", lambda: prove_rotation(32)
+    yield "broken kernels", find_a_broken_kernel
+    for recipe, kernel, exact in LAYERS:
+        yield f"layers {recipe}", lambda call=(recipe, kernel, exact): compare_layers(*call)
+    yield from _at_the_edges()
+
+
+def _at_the_edges() -> Iterator[tuple[str, object]]:
+    for cast in (Cast(format=E4M3), Cast(format=INT8), Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL), TILED[-3]):
+        for name, value in (("nan", float("nan")), ("infinity", float("inf")), ("huge", 3e38), ("tiny", 1e-44)):
+
+            def spoiled(cast: Cast = cast, value: float = value) -> None:
+                x = matrix(20, 40, torch.float32)
+                x[7, 9] = value
+                compare_both(x, cast)
+                compare(x * 1e-44, cast)
+
+            yield f"{name} {cast}", spoiled
+    amax = torch.tensor([[0.75]])
+    for cast in (Cast(format=E5M2), Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=INT4)):
+        yield f"given amax {cast}", lambda cast=cast: compare(matrix(9, 50), cast, amax=_as_scales(amax, cast))
+        yield f"one column {cast}", lambda cast=cast: compare(matrix(50, 1), cast)
+        yield f"long rows {cast}", lambda cast=cast: compare(matrix(2, 8193, width=1.0), cast)
+    for in_use in (0.0, 3.0):
+        for value in (None, float("nan"), float("-inf")):
+            for records in (True, False):
+                name = f"delayed, in use {in_use}, {value} within, records {records}"
+                yield (
+                    name,
+                    lambda in_use=in_use, value=value, records=records: compare_delayed(in_use, value, records),
+                )
+
+
+def _as_scales(amax: Tensor, cast: Cast) -> Tensor:
+    return amax if cast.tile[0] == WHOLE else amax.expand(9, 1).contiguous()
+
+
+def main(beginning: str = "") -> None:
+    torch.manual_seed(0)
+    found = {}
+    for name, case in cases():
+        if name.startswith(beginning):
+            try:
+                case()  # type: ignore[operator]
+                found[name] = ""
+            except Exception as error:  # told to the test that started this process
+                found[name] = f"{type(error).__name__}: {error}"
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,177 @@
+"""Runs the kernels of `ops.norm_act` under Triton's interpreter and says what differs from the definition; a process of its own.
+
+    TRITON_INTERPRET=1 python -m tests.ops.triton.interpreted_produced      one JSON object: name of the case -> "" or what differs
+
+Before the cast: each value within 8 units of float32's rounding of the largest one of its row (sums of 200 terms, in another order),
+and one unit of its dtype. After it: the codes and scales are to the bit those that `quantize` gives of the values that were stored.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.ops.norm_act import definition, triton_launch
+from narrowgauge.ops.norm_act.spec import KINDS, Kind, Made, Order
+from narrowgauge.ops.quantize import quantize, tile_amax
+from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.triton.cast_constants import settings
+from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.scaling import E8M0_CEIL, POW2
+from tests.compare import assert_same
+
+TENSOR, ROW = Cast(format=E4M3), Cast(format=INT8, tile=(1, WHOLE))
+VECTOR, MX = Cast(format=E4M3, tile=(1, 128), scale=POW2), Cast(format=E5M2, tile=(1, 32), scale=E8M0_CEIL)
+LIVE = (0.0, 3.0)
+UNIT = {torch.float32: 2.0**-23, torch.float16: 2.0**-10}
+
+
+def kind_of(name: str) -> Kind:
+    return Kind(name, 1e-5)  # type: ignore[arg-type]
+
+
+def tensors_of(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    x = torch.randn(rows, columns) * torch.exp2(torch.randn(rows, 1)) + (0.5 if kind.name == "layer-norm" else 0.0)
+    x.view(-1)[:4] = torch.tensor([0.0, -0.0, 8.0, -8.0])
+    if kind.is_norm:
+        return [x.to(dtype), *(1 + 0.2 * torch.randn(2, columns)).to(dtype)[: 1 + (kind.name == "layer-norm")]]
+    return [x.to(dtype)] + [torch.randn(rows, columns).to(dtype)] * (kind.name == "swiglu")
+
+
+def near(got: Tensor, expected: Tensor, name: str, units: float = 1.0, sums: float = 0.0) -> None:
+    """Within `units` of the dtype's rounding, element by element, and rounding of sums relative to the largest of a row."""
+    wide, other = got.to(torch.float64), expected.to(torch.float64)
+    largest = other.abs().amax(-1, keepdim=True)
+    bound = units * UNIT[got.dtype] * other.abs() + (8 + sums) * 2.0**-23 * largest
+    excess = ((wide - other).abs() - bound).max().item()
+    assert excess <= 0, f"{name}: off by {excess:.3g} more than the bound {bound.min().item():.3g}"
+
+
+def order_of(cast: Cast, turned: bool, in_use: float | None) -> Order:
+    live = None if in_use is None else torch.tensor([in_use, 0.5, 0.0])
+    return Order(cast, live, True, turned)
+
+
+def check_casts(made: Made, order: Order, spoiled: bool = False) -> None:
+    """The codes of what was stored."""
+    assert made.plain is not None
+    amax = None
+    if order.live is not None:
+        live = torch.tensor([order.live[0].item(), 0.5, 0.0])
+        amax = observe(live, tile_amax(made.value, (WHOLE, WHOLE)))
+        assert_same(order.live, live, at="live")
+        assert made.amax is not None
+        assert_same(made.amax, amax, any_nan=True, at="amax")
+    expected = quantize(made.value, order.cast, amax=amax, backend="reference")
+    turned = quantize(made.value.T, order.cast, amax=amax, backend="reference")
+    for name, got, wanted in (("codes", made.plain, expected), ("turned", made.turned, turned)):
+        if got is None:
+            assert name == "turned" and not order.turned
+            continue
+        assert_same(got.scale.contiguous(), wanted.scale.contiguous(), any_nan=True, at=f"{name}: scale")
+        if not spoiled:
+            assert_same(got.data, wanted.data, at=name)
+
+
+def compare_forward(
+    kind: Kind, order: Order, shape: tuple[int, int], dtype: torch.dtype, spoiled: float | None = None
+) -> None:
+    tensors = tensors_of(kind, *shape, dtype)
+    if spoiled is not None:
+        tensors[0][1, 2] = spoiled
+    made, statistics = triton_launch.forward(kind, tensors, order, settings(order.cast, (0, 0)))
+    check_casts(made, order, spoiled is not None)
+    if spoiled is None:
+        wide = [each.to(torch.float64) for each in tensors]
+        near(made.value, definition.value(kind, tensors), "y", 2.0)
+        for name, got, expected in zip("ab", statistics, definition.statistics(kind, wide), strict=False):
+            assert ((got - expected).abs() <= 2.0**-20 * expected.abs() + 1e-6).all(), f"statistic {name}"
+
+
+def compare_gradients(kind: Kind, orders: list[Order | None], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Beside autograd's of the definition in float64; the sums of a weight's gradient over rows among them."""
+    tensors = tensors_of(kind, *shape, dtype)
+    gy = torch.randn(shape).to(dtype)
+    constants = [None if order is None else settings(order.cast, (0, 0)) for order in orders]
+    statistics = tuple(each.to(torch.float32) for each in definition.statistics(kind, tensors))
+    made, of_parameters = triton_launch.gradients(kind, tensors, statistics, gy, orders, constants)
+    expected, expected_parameters = definition.gradients(kind, tensors, statistics, gy, [None] * len(orders))
+    for number, (got, wanted, order) in enumerate(zip(made, expected, orders, strict=True)):
+        near(got.value, wanted.value, f"gradient {number}", 1.0, sums=32.0)
+        if order is not None:
+            check_casts(got, order)
+    for got_sum, wanted_sum in zip(of_parameters, expected_parameters, strict=True):
+        near(got_sum, wanted_sum, "gradient of a weight", 1.0, sums=64.0)
+
+
+def cases() -> Iterator[tuple[str, object]]:
+    orders = {
+        "delayed": (TENSOR, True, 3.0), "delayed, first step": (TENSOR, True, 0.0), "delayed, plain": (TENSOR, False, 3.0),
+        "current": (TENSOR, True, None), "current, plain": (TENSOR, False, None), "row": (ROW, False, None),
+        "vector": (VECTOR, False, None), "mx": (MX, False, None),
+    }  # fmt: skip
+    for name in KINDS:
+        kind = kind_of(name)
+        for title, (cast, turned, in_use) in orders.items():
+            for shape, dtype in (((37, 131), torch.float32), ((5, 1030), torch.float16)):
+                order = order_of(cast, turned, in_use)
+                yield (
+                    f"{name} {title} {shape}",
+                    lambda kind=kind, order=order, shape=shape, dtype=dtype: compare_forward(kind, order, shape, dtype),
+                )
+        for value in (float("nan"), float("inf")):
+            for title in ("delayed", "vector", "row"):
+                order = order_of(*orders[title])
+                yield (
+                    f"{name} {title} {value} within",
+                    lambda kind=kind, order=order, value=value: compare_forward(
+                        kind, order, (9, 140), torch.float32, value
+                    ),
+                )
+        yield from _gradients(kind)
+
+
+def _gradients(kind: Kind) -> Iterator[tuple[str, object]]:
+    count = 2 if kind.name == "swiglu" else 1
+    choices: dict[str, list[Order | None]] = {"none": [None] * count}
+    if not kind.is_norm:
+        e5m2 = Cast(format=E5M2)
+        choices["delayed"] = [order_of(e5m2, True, in_use) for in_use in (3.0, 0.0)][:count]
+        choices["current"] = [order_of(e5m2, True, None) for _ in range(count)]
+        choices["vector"] = [order_of(VECTOR, False, None) for _ in range(count)]
+        choices["mixed"] = [None, order_of(e5m2, True, 3.0)][-count:]
+    for title, orders in choices.items():
+        for shape, dtype in (((37, 131), torch.float32), ((150, 260), torch.float16)):
+            yield (
+                f"gradient of {kind.name} {title} {shape}",
+                lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(kind, _fresh(orders), shape, dtype),
+            )
+
+
+def _fresh(orders: list[Order | None]) -> list[Order | None]:
+    return [
+        each and Order(each.cast, None if each.live is None else each.live.clone(), True, each.turned)
+        for each in orders
+    ]
+
+
+def main() -> None:
+    triton_launch.PARTS = 16  # each of them is a program to interpret; less than there are pieces, so they are shared
+    torch.manual_seed(0)
+    found = {}
+    for name, case in cases():
+        try:
+            case()  # type: ignore[operator]
+            found[name] = ""
+        except Exception as error:  # told to the test that started this process
+            found[name] = f"{type(error).__name__}: {error}"
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Runs the optimizer's kernel under Triton's interpreter and says which results differ from the definition; a process of its own.
+
+    TRITON_INTERPRET=1 python -m tests.ops.triton.stepped      a JSON object for each case: its name, and "" or what differs
+
+Everything in the kernel is float32 and whole numbers, in which the interpreter is faithful, so all bits are compared: weights, masters,
+codes and scales, after two steps of a matrix with ragged tiles of odd length, one with whole rows, and a vector; and that the
+margins of their memory are as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.cuda_graphs import GraphedStep
+from narrowgauge.ops.registry import Choice, Kernel
+from narrowgauge.optim import SGD, AdamW, Lion, base, moments, rules, selfcheck
+from narrowgauge.optim.masters import KINDS
+from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.step import Kept, Task, allocate
+from narrowgauge.optim.triton import kernel, launch
+from tests.compare import assert_same
+
+BUILD: dict[str, Callable[..., Any]] = {
+    "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
+    "lion": lambda p, **o: Lion(p, lr=1e-3, weight_decay=0.1, **o),
+    "sgd": lambda p, **o: SGD(p, lr=1e-2, nesterov=True, weight_decay=0.1, **o),
+}
+MASTERS = [
+    (None, torch.float32),
+    *((master, torch.bfloat16) for master in KINDS if master),
+    ("fp32", torch.float16),
+    ("fp16-scaled", torch.float16),
+]
+SHAPES = ((5, 557), (3, 512), (77,))
+INTERPRETED: Kernel[Any] = Kernel("interpreted", lambda spec: None, launch.step)
+
+
+class Guards:
+    """Memory with a margin on both sides, which must stay as it is: a kernel that writes beyond a tensor is seen."""
+
+    MARGIN, FILL = 4096, 0x5A
+
+    def __init__(self) -> None:
+        self.buffers: list[torch.Tensor] = []
+
+    def home(self, x: torch.Tensor) -> torch.Tensor:
+        """x in such memory."""
+        size = x.numel() * x.element_size()
+        buffer = torch.full((size + 2 * self.MARGIN,), self.FILL, dtype=torch.uint8)
+        self.buffers.append(buffer)
+        return buffer[self.MARGIN : self.MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
+
+    def allocate(self, *call: Any) -> Kept:
+        kept = allocate(*call)
+        if kept.codes is None or kept.codes.is_meta:
+            return kept
+        parts = {name: getattr(kept, name) for name in ("codes", "scale", "expansion")}
+        return replace(kept, **{name: self.home(x) for name, x in parts.items() if x is not None})
+
+    def check(self) -> None:
+        for buffer in self.buffers:
+            margins = torch.cat((buffer[: self.MARGIN], buffer[-self.MARGIN :]))
+            assert bool((margins == self.FILL).all()), "written beyond a tensor"
+
+
+def weights(dtype: torch.dtype) -> list[nn.Parameter]:
+    torch.manual_seed(4)
+    return [nn.Parameter((torch.randn(shape) * 0.02).to(dtype)) for shape in SHAPES]
+
+
+def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = None) -> None:
+    """Nine decades, a zero row, a zero column, subnormals; and what poisons a tile."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        shape = parameter.shape
+        g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+        if g.ndim == 2 and len(g):
+            g[2], g[:, 7], g[1, :5] = 0.0, 0.0, 1e-39
+            g[:, 40:80] = 1e-3  # held, see `rules.bound`
+            g[:, 80:120] *= step == 0  # only decays
+            g[:, 120:140] *= 1e-6**step
+            if poison is not None:
+                g[-1, 300] = poison
+        parameter.grad = g.to(parameter.dtype)
+
+
+def compare(
+    rule: str, states: str, master: str | None, dtype: torch.dtype, poison: float | None = None, steps: int = 2
+) -> None:
+    found = []
+    for interpreted in (True, False):
+        parameters, guards = weights(dtype), Guards()
+        with pytest.MonkeyPatch.context() as patch:
+            if interpreted:
+                parameters = [nn.Parameter(guards.home(p.detach())) for p in parameters]
+                patch.setattr(base, "allocate", guards.allocate)
+            optimizer = BUILD[rule](parameters, states=states, master=master, backend="torch")
+            if interpreted:
+                optimizer._kernel = lambda task: INTERPRETED
+            for step in range(steps):
+                gradients(parameters, step, poison)
+                optimizer.step()
+        guards.check()
+        found.append(([p.detach() for p in parameters], optimizer.state_dict()["state"]))
+    assert_same(*found, any_nan=poison is not None)
+
+
+def compare_groups() -> None:
+    """Groups of other rates and states, a tensor that comes later, and one of another layout: several launches, the same numbers."""
+    found = []
+    for interpreted in (True, False):
+        parameters = [*weights(torch.float32), nn.Parameter(torch.randn(512, 12).T), nn.Parameter(torch.zeros(0, 5))]
+        groups = [
+            {"params": parameters[:1], "lr": 1e-3},
+            {"params": parameters[1:], "states": "4bit", "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, states="8bit", seed=7, backend="torch")
+        if interpreted:
+            optimizer._kernel = lambda task: INTERPRETED  # type: ignore[method-assign]
+        for step in range(3):
+            gradients(parameters if step else parameters[:2], step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(([p.detach() for p in parameters], optimizer.state_dict()["state"]))
+        if interpreted:
+            launches = len({id(batch) for batch in optimizer._kept.values()})
+            assert 2 <= launches <= 6, launches
+    assert_same(*found)
+
+
+def compare_replayed() -> None:
+    """Launches whose numbers come from memory. There is no graph here, so that capturing launches as well: of a sheet of zeros, undone."""
+    found = []
+    launched: list[Any] = []
+    for replays in (True, False):
+        parameters = weights(torch.bfloat16)
+        optimizer = AdamW(parameters, states="8bit", master="stochastic", lr=1e-2, backend="torch")
+        optimizer._kernel = lambda task: INTERPRETED  # type: ignore[method-assign]
+        gradients(parameters, 0)
+        optimizer.step()
+        if replays:
+            replayed = optimizer.replayable()
+            replayed.refuse = lambda: ""  # type: ignore[method-assign]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launch, "run", lambda *call: launched.append(call))
+                replayed.capture()
+        for step in (1, 2):
+            fresh = [nn.Parameter(torch.zeros_like(p)) for p in parameters]
+            gradients(fresh, step)
+            for parameter, other in zip(parameters, fresh, strict=True):
+                parameter.grad.copy_(other.grad)
+            optimizer.param_groups[0]["lr"] *= 0.5
+            if replays:
+                replayed.before_replay()
+                for call in launched:
+                    launch.run(*call)
+            else:
+                optimizer.step()
+        found.append(([p.detach() for p in parameters], optimizer.state_dict()["state"]))
+    assert_same(*found)
+
+
+class Undone:
+    """Stands in for CUDA's graphs: a capture changes nothing, a replay makes the calls again."""
+
+    step: GraphedStep
+
+    def warm(self, call: Callable[[], None]) -> None:
+        call()
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        written = [self.step._loss, *(p.grad for p in self.step.model.parameters() if p.grad is not None)]
+        before = [x.clone() for x in written]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "run", lambda *call: None)
+            call()
+        for x, value in zip(written, before, strict=True):
+            x.copy_(value)
+        return call
+
+
+def compare_graphed() -> None:
+    """Whole steps of `GraphedStep`: the optimizer's launches read what the host sent ahead of the replay."""
+    found = []
+    for warmup in (1, 99):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(77, 64), nn.GELU(), nn.Linear(64, 5)).to(torch.bfloat16)
+        optimizer = AdamW(model.parameters(), states="8bit", master="stochastic", lr=1e-2)
+        optimizer._kernel = lambda task: choose_interpreted(task)  # type: ignore[method-assign]
+
+        def backward(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            loss = model(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        recorder = Undone()
+        step = recorder.step = GraphedStep(model, optimizer, backward, clip=1.0, warmup=warmup, recorder=recorder)
+        for number in range(4):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            generator = torch.Generator().manual_seed(number)
+            step.accumulate({"x": torch.randn(4, 77, generator=generator).bfloat16()})
+            found.append([step.readings().clone()])
+            step.update()
+        assert step.graphs.captured == ({"forward and backward": 1, "clipping": 1, "update": 1} if warmup == 1 else {})
+        found.append([p.detach() for p in model.parameters()] + list(state_tensors(optimizer)))
+    for eager, replayed in zip(found[5:], found[:5], strict=True):
+        assert_same(replayed, eager)
+
+
+def choose_interpreted(task: Task) -> Kernel[Any]:
+    task.backend = None, Choice(replace(INTERPRETED, name="triton"), ())
+    return task.backend[1].kernel  # type: ignore[no-any-return]
+
+
+def state_tensors(optimizer: AdamW) -> Iterator[torch.Tensor]:
+    for state in optimizer.state_dict()["state"].values():
+        yield from state.values()
+
+
+STEPS = (
+    *(("adamw", states, None, torch.float32) for states in STATES),
+    *(("adamw", "8bit", master, dtype) for master, dtype in MASTERS[1:]),
+    ("adamw", "fp8", "stochastic", torch.bfloat16),
+    ("adamw", "fp8-lm", "fp16-scaled", torch.bfloat16),
+    ("adamw", "4bit", "bf16-remainder", torch.bfloat16),
+    ("lion", "8bit", None, torch.float32),
+    ("lion", "fp32", "bf16-remainder", torch.bfloat16),
+    ("sgd", "4bit", "stochastic", torch.bfloat16),
+    ("sgd", "fp8", None, torch.float32),
+)
+POISONS = (
+    *((states, "fp16-scaled", float("nan")) for states in STATES),
+    ("8bit", "stochastic", float("inf")),
+    ("8bit", "bf16-remainder", 1e38),
+)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    for rule, states, master, dtype in STEPS:
+        name = f"{rule} {states} {master} {str(dtype).removeprefix('torch.')}"
+        yield name, lambda call=(rule, states, master, dtype): compare(*call)
+    for states, master, value in POISONS:
+        yield f"poison {value} {states}", lambda call=("adamw", states, master, torch.bfloat16, value): compare(*call)
+    yield "groups", compare_groups
+    yield "replayed", compare_replayed
+    yield "graphed", compare_graphed
+    for name, kind in PROVEN.items():
+        yield f"proof {name}", lambda kind=kind: prove(kind)
+    yield "broken", find_the_broken_kernel
+
+
+PROVEN = {
+    "8bit": selfcheck.Kind(
+        rules.ADAMW, False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
+    ),
+    "4bit": selfcheck.Kind(
+        rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
+    ),
+}  # fmt: skip
+
+
+def run(tasks: Sequence[Task]) -> None:
+    launch.step(tasks, {})
+
+
+def prove(kind: selfcheck.Kind) -> None:
+    worst, reason = selfcheck.compare(run, kind, torch.device("cpu"))
+    assert reason is None and worst == 0, reason
+
+
+def find_the_broken_kernel() -> None:
+    """A kernel that rounds with half the noise passes no proof, and the same with its noise back does."""
+    from narrowgauge.optim.triton import moment_codes
+
+    whole = moment_codes.noise_bits
+    kernel.noise_bits = lambda key, first, column: whole(key, first, column) >> 1
+    try:
+        worst, reason = selfcheck.compare(run, PROVEN["8bit"], torch.device("cpu"))
+    finally:
+        kernel.noise_bits = whole
+    assert worst == float("inf") and reason is not None and reason.startswith("its weight of tensor 0 is wrong"), reason
+
+
+def tell(cases: Iterator[tuple[str, Callable[[], None]]], beginning: str = "") -> None:
+    """Runs the cases whose names begin so, and prints of each what differs."""
+    for name, case in cases:
+        if name.startswith(beginning):
+            try:
+                case()
+                words = ""
+            except Exception as error:  # told to the test that started this process
+                words = f"{type(error).__name__}: {error}"
+            print(json.dumps({"case": name, "words": words}), flush=True)
+
+
+if __name__ == "__main__":
+    tell(cases(), *sys.argv[1:])

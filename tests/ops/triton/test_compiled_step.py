@@ -1,0 +1,75 @@
+"""The optimizer's kernel compiled for the GPUs it is for, without one: instructions in the ptx, spills in the binary (exact)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.ops.registry import Kernel
+from narrowgauge.optim import AdamW, Lion
+from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.triton import launch
+from tests.ops.triton.compiling import TARGETS, Compiled, compiled
+
+KERNEL = Kernel("compiled", lambda spec: None, launch.step)
+QUICK = [
+    ("8bit", None, torch.float32, 90), ("8bit", "stochastic", torch.bfloat16, 90), ("fp8", None, torch.float32, 90),
+    ("fp8-lm", "fp16-scaled", torch.bfloat16, 90), ("4bit", "bf16-remainder", torch.bfloat16, 90),
+    ("fp32", "fp32", torch.float16, 90), ("8bit", None, torch.float32, 80), ("8bit", "bf16-remainder", torch.bfloat16, 89),
+    ("8bit", "stochastic", torch.bfloat16, 100),
+]  # fmt: skip
+MASTERS = [
+    (None, torch.float32), ("stochastic", torch.bfloat16), ("bf16-remainder", torch.bfloat16), ("fp16-scaled", torch.bfloat16),
+    ("fp32", torch.bfloat16),
+]  # fmt: skip
+# On each GPU every state with two of the masters, in turn, so that all pairs occur on one or another.
+MATRIX = [
+    (states, *MASTERS[(row + column + 2 * turn) % len(MASTERS)], sm)
+    for row, sm in enumerate(TARGETS)
+    for column, states in enumerate(STATES)
+    for turn in range(2)
+]
+MATRIX = [each for each in MATRIX if each not in QUICK]
+
+
+def kernel(states: str, master: str | None, dtype: torch.dtype, sm: int, columns: int = 512, build=AdamW) -> Compiled:
+    parameter = nn.Parameter(torch.zeros(16, columns, dtype=dtype))
+    optimizer = build([parameter], states=states, master=master, backend="torch")
+    optimizer._kernel = lambda task: KERNEL
+    parameter.grad = torch.zeros_like(parameter)
+    return compiled([launch], sm, optimizer.step)["step"]
+
+
+def check(found: Compiled) -> None:
+    instructions = found.instructions()
+    assert found.spills == 0, found.usage
+    assert {"sqrt.rn.f32", "div.rn.f32"} <= instructions, "correctly rounded"
+    wrong = ("fma", "div.full", "div.approx", "sqrt.approx", "mad.rn.f32")
+    flushing = {name for name in instructions if ".ftz" in name} - {"cvt.rmi.ftz.f32.f32"}  # floor: 0 for them anyway
+    assert not flushing and not [name for name in instructions if name.startswith(wrong) or ".NaN" in name]
+    assert any(name.startswith("ld.global") and ".v4" in name for name in instructions), "16 bytes per load"
+    assert any(name.startswith("st.global") and ".v4" in name for name in instructions), "16 bytes per store"
+
+
+@pytest.mark.parametrize(("states", "master", "dtype", "sm"), QUICK, ids=str)
+def test_it_compiles_without_spills(states, master, dtype, sm):
+    """Roots and quotients correctly rounded, nothing contracted, subnormal numbers kept, accesses of 16 bytes."""
+    check(kernel(states, master, dtype, sm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("states", "master", "dtype", "sm"), MATRIX, ids=str)
+def test_more_forms_compile_without_spills(states, master, dtype, sm):
+    check(kernel(states, master, dtype, sm))
+
+
+@pytest.mark.parametrize("columns", [511])
+def test_odd_rows_compile_without_spills(columns):
+    found = kernel("8bit", None, torch.float32, 90, columns)
+    assert found.spills == 0, found.usage
+
+
+def test_a_rule_without_a_second_moment_compiles():
+    found = kernel("8bit", None, torch.float32, 90, build=Lion)
+    assert found.spills == 0, found.usage

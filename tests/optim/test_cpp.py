@@ -1,0 +1,169 @@
+"""The compiled step against its definition in torch: the same bits, for every format, rule, master and dtype (exact)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import platform
+import shutil
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.errors import BackendError, ConfigError
+from narrowgauge.ops.cpp import build
+from narrowgauge.optim import SGD, AdamW, Lion, backends
+from narrowgauge.optim.cpp import binding
+from narrowgauge.optim.masters import KINDS
+from narrowgauge.optim.moments import STATES
+from tests.compare import assert_same
+
+needs_compiler = pytest.mark.skipif(shutil.which(build.compiler_name()) is None, reason="needs a C++ compiler")
+BUILD: dict[str, Any] = {
+    "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
+    "lion": lambda p, **o: Lion(p, lr=1e-3, weight_decay=0.1, **o),
+    "sgd": lambda p, **o: SGD(p, lr=1e-2, nesterov=True, weight_decay=0.1, **o),
+}
+
+
+def weights(dtype: torch.dtype) -> list[nn.Parameter]:
+    """A matrix with whole and ragged tiles of odd length, and a vector."""
+    torch.manual_seed(4)
+    return [nn.Parameter((torch.randn(8, 557) * 0.02).to(dtype)), nn.Parameter(torch.randn(77).to(dtype))]
+
+
+def gradients(parameters: list[nn.Parameter], step: int, dtype: torch.dtype) -> None:
+    """Nine decades, a zero row, a zero column, subnormals; columns that stay, stop and fade: first moments are held and only decay."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        shape = parameter.shape
+        g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+        if g.ndim == 2:
+            g[2], g[:, 7], g[3, :5] = 0.0, 0.0, 1e-39
+            g[:, 40:80] = 1e-3
+            g[:, 80:120] *= 1.0 if step == 0 else 0.0
+            g[:, 120:140] *= 1e-6**step
+        parameter.grad = g.to(dtype).to(parameter.dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", BUILD)
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize(
+    ("master", "dtype"),
+    [(None, torch.float32)]
+    + [(master, torch.bfloat16) for master in KINDS if master]
+    + [("fp32", torch.float16), ("fp16-scaled", torch.float16)],
+    ids=str,
+)
+def test_both_backends_compute_the_same_bits(rule, states, master, dtype):
+    found = []
+    for backend in ("native", "torch"):
+        parameters = weights(dtype)
+        optimizer = BUILD[rule](parameters, states=states, master=master, backend=backend)
+        for step in range(3):
+            gradients(parameters, step, dtype)
+            optimizer.step()
+        found.append(([p.detach() for p in parameters], optimizer.state_dict()["state"]))
+    assert_same(found[0], found[1])
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="has vectors of one width")
+@pytest.mark.parametrize("without", [["-mno-avx512f"], ["-mno-avx512f", "-mno-avx"]], ids=["avx2", "sse2"])
+def test_every_width_of_vectors_computes_the_same_bits(without, monkeypatch):
+    """Builds the library twice (3 s each): 8 and 4 elements at a time, where the test above has what this processor has."""
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *without))
+    monkeypatch.setattr(binding, "_library", functools.cache(binding._library.__wrapped__))
+    for rule in BUILD:
+        for states in STATES:
+            test_both_backends_compute_the_same_bits(rule, states, None, torch.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("states", STATES)
+def test_threads_change_nothing(states, monkeypatch):
+    found = []
+    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
+    for threads in (1, 3):
+        monkeypatch.setattr(binding.torch, "get_num_threads", lambda threads=threads: threads)
+        parameters = weights(torch.float32)
+        optimizer = AdamW(parameters, states=states, backend="native")
+        gradients(parameters, 0, torch.float32)
+        optimizer.step()
+        found.append([p.detach() for p in parameters])
+    assert_same(found[0], found[1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("states", STATES)
+def test_a_poisoned_gradient_stays_visible_and_its_tile_alone_is_lost(backend, states):
+    parameter = nn.Parameter(torch.randn(8, 1024))
+    optimizer = AdamW([parameter], states=states, backend=backend)
+    for step in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        if step == 0:
+            parameter.grad[2, 300] = float("nan")
+        optimizer.step()
+    assert parameter[2, 300].isnan()
+    tile = STATES[states].tile
+    rest = parameter.detach().clone()
+    rest[2, 300 // tile * tile : (300 // tile + 1) * tile] = 0.0
+    assert rest.isfinite().all()
+    if states != "fp32":
+        assert parameter[2, 301].isnan()  # the moments of the tile are gone, and say so
+
+
+def test_without_a_compiler_it_says_so_once_and_steps_in_torch(monkeypatch):
+    def none() -> None:
+        raise BackendError("optim: no C++ compiler 'none' is here.")
+
+    monkeypatch.setattr(binding, "_library", none)
+    backends.tell_once.cache_clear()
+    parameters = weights(torch.float32)
+    optimizer = AdamW(parameters, states="8bit")
+    before = parameters[0].detach().clone()
+    gradients(parameters, 0, torch.float32)
+    with pytest.warns(RuntimeWarning, match="plain torch, several times slower: optim: no C"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert not torch.equal(before, parameters[0])
+    with pytest.raises(ConfigError, match='backend = "native" cannot be had here'):
+        AdamW(weights(torch.float32), backend="native")
+    backends.tell_once.cache_clear()
+
+
+@needs_compiler
+def test_a_failing_compiler_is_named(tmp_path, monkeypatch):
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho nothing works >&2\nexit 1\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(binding, "_library", binding._library.__wrapped__)
+    assert "could not build the fused step: nothing works" in binding.refuse()
+    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    assert "no C++ compiler" in binding.refuse()
+
+
+def test_a_deep_copy_goes_its_own_way():
+    parameters = weights(torch.float32)
+    optimizer = AdamW(parameters, states="8bit")
+    gradients(parameters, 0, torch.float32)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    theirs = twin.param_groups[0]["params"]
+    assert theirs[0] is not parameters[0] and twin.backend == optimizer.backend
+    gradients(parameters, 1, torch.float32)
+    gradients(theirs, 1, torch.float32)
+    before = theirs[0].detach().clone()
+    optimizer.step()
+    assert_same(theirs[0].detach(), before)
+    twin.step()
+    assert_same([p.detach() for p in theirs], [p.detach() for p in parameters])

@@ -1,0 +1,117 @@
+"""What an installation brings (exact): requirements against pins, and the files of a built wheel against the package folder."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from narrowgauge.ops import triton
+from tests.processes import PYTHON, ROOT, run_ok
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+REQUIREMENTS = [Requirement(line) for group in [PROJECT["dependencies"], *EXTRAS.values()] for line in group]
+
+
+def pins() -> dict[str, Version]:
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            assert canonicalize_name(name) == name and name not in found, line
+            found[name] = Version(version)
+    return found
+
+
+UNPINNED = {"triton"}  # each CUDA build of torch asks for one exact version of its own
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_the_pin_fits_the_requirement(requirement):
+    if requirement.name in UNPINNED:
+        assert requirement.name not in pins()
+        return
+    pin = pins().get(canonicalize_name(requirement.name))
+    assert pin is not None, f"constraints.txt has no {requirement.name}. Install it, then run scripts/pin.py."
+    assert requirement.specifier.contains(pin), f"pinned to {pin}"
+    assert any(each.operator in (">=", "==") for each in requirement.specifier), "a lower bound is missing"
+
+
+def test_pins_fit_every_build_of_a_version():
+    """No local tag: torch==2.13.0 takes the CPU build 2.13.0+cpu as well as the CUDA one."""
+    assert not [name for name, version in pins().items() if version.local or version.is_prerelease]
+
+
+def test_the_core_needs_torch_alone():
+    assert [Requirement(line).name for line in PROJECT["dependencies"]] == ["torch"]
+
+
+def test_every_import_is_declared():
+    """By core, train or tensorboard: what another package happens to bring may be gone with its next release."""
+    declared = {"torch", *(Requirement(line).name for extra in ("train", "tensorboard") for line in EXTRAS[extra])}
+    declared |= {"triton"}  # comes with torch's GPU builds; the kernels that import it are refused without it
+    distributions = packages_distributions()
+    undeclared = {
+        f"{path.relative_to(ROOT)}: {root}"
+        for path in (ROOT / "narrowgauge").rglob("*.py")
+        for root in imported_roots(ast.parse(path.read_text(encoding="utf-8")))
+        - sys.stdlib_module_names
+        - {"narrowgauge"}
+        if declared.isdisjoint({root, *map(canonicalize_name, distributions.get(root, []))})
+    }
+    assert not undeclared, f"imported but not in pyproject.toml: {sorted(undeclared)}"
+
+
+def imported_roots(tree: ast.AST) -> set[str]:
+    """First parts of the names that a module imports, at its top or within a function."""
+    nodes = list(ast.walk(tree))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return {name.partition(".")[0] for name in names}
+
+
+def test_no_package_index_is_named():
+    """Where packages come from is the user's decision, in pip's own configuration."""
+    for name in ("pyproject.toml", "constraints.txt", "Makefile", ".ci/run"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert not re.search(r"index-url|find-links|https?://", text), name
+
+
+def test_the_documents_name_every_dependency():
+    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    missing = [each.name for each in REQUIREMENTS if f"`{each.name}`" not in text]
+    assert not missing, f"docs/dependencies.md does not say what {missing} are for"
+
+
+def test_a_wheel_holds_every_file_of_the_package(tmp_path):
+    """Built without isolation by the installed setuptools, from a copy, so that the checkout gains no build folder."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "narrowgauge", copy / "narrowgauge", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    build = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"
+    wheel = run_ok([PYTHON, "-c", build], cwd=copy, import_from=copy).stdout.split()[-1]
+    inside = {name for name in zipfile.ZipFile(copy / "dist" / wheel).namelist() if ".dist-info/" not in name}
+    on_disk = {path.relative_to(copy).as_posix() for path in (copy / "narrowgauge").rglob("*") if path.is_file()}
+    assert inside == on_disk
+    assert "narrowgauge/py.typed" in inside
+
+
+def test_the_oldest_versions_are_those_that_are_asked_for():
+    """`make oldest` tries what pyproject.toml promises, and what kernels refuse below."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    oldest = dict(re.findall(r"^OLDEST_(TORCH|TRITON) := (\d+\.\d+)\.\d+$", makefile, re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    asked = {name.upper(): re.search(rf'"{name}>=(\d+\.\d+)', project)[1] for name in ("torch", "triton")}
+    assert oldest == asked
+    assert ".".join(map(str, triton.OLDEST)) == oldest["TRITON"]

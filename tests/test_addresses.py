@@ -1,0 +1,240 @@
+"""Kernels that read memory never get a tensor whose memory is elsewhere: they refuse in words, and torch computes (exact)."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pkgutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
+
+import narrowgauge as ng
+from narrowgauge import addresses, recipes
+from narrowgauge.errors import BackendError
+from narrowgauge.formats import INT4
+from narrowgauge.ops import hadamard as rotate
+from narrowgauge.ops import random
+from narrowgauge.ops.cpp import int4 as cpp
+from narrowgauge.ops.hadamard import codes
+from narrowgauge.ops.registry import Device, Registry, device_of
+from narrowgauge.ops.triton.launch import launch
+from narrowgauge.optim.cpp import binding
+from narrowgauge.recipe import Cast, Hadamard
+from tests.compare import assert_same
+
+PACKAGE = Path(ng.__file__).parent
+# Kernels that compute by torch's operators alone. A kernel that takes an address does not belong here.
+BY_TORCH = {"reference", "torch"} | {"native", "native-block", "native-mx", "native-int8"}
+
+
+class Wrapper(torch.Tensor):
+    """As DTensor: a tensor without memory, in front of one that has it."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map(lambda x: x.inner if isinstance(x, cls) else x, (args, kwargs or {}))
+        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, function(*args, **kwargs))
+
+
+class Plain(torch.Tensor):
+    """A subclass that computes as any tensor does."""
+
+
+def fake(x: torch.Tensor) -> FakeTensor:
+    return FakeTensorMode().from_tensor(x)
+
+
+@pytest.fixture(scope="module")
+def registries() -> list[Registry]:
+    for module in pkgutil.walk_packages([str(PACKAGE)], "narrowgauge."):
+        if module.name.startswith(("narrowgauge.ops.", "narrowgauge.optim.", "narrowgauge.fuse.")):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:  # Triton's own modules, where it is not installed
+                assert error.name == "triton"
+    return [each for each in gc.get_objects() if type(each) is Registry and each.op in OPS]
+
+
+OPS = {
+    "mm", "quantize", "quantize_both", "quantize_delayed", "quantize_both_delayed", "quantize_stepped", "rotate", "rotate_and_encode",
+    "codes", "codes, two to a byte", "unclipped", "produce", "produce's gradients", "rotary", "optim",
+}  # fmt: skip
+
+
+def test_every_registered_kernel_that_reads_memory_refuses_wrappers(registries):
+    assert {each.op for each in registries} == OPS
+    for registry in registries:
+        for name in ("DTensor", "FakeTensor", "FunctionalTensor"):
+            device = Device("cpu", wrapper=name)
+            for kernel in registry.kernels:
+                if kernel.by_torch:
+                    assert kernel.name in BY_TORCH, f"{registry.op}: {kernel.name}"
+                    continue
+                for spec in (device, SimpleNamespace(device=device)):
+                    assert f"a {name} hides the memory" in kernel.refuse(spec), f"{registry.op}: {kernel.name}"
+
+
+def test_no_other_file_takes_an_address_or_starts_a_kernel():
+    """So that the next kernel cannot forget to ask; a checkpoint compares the places of tensors that it writes."""
+    holding: dict[str, set[str]] = {"data_ptr()": set(), ", enable_fp_fusion=": set()}
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for words, found in holding.items():
+            if words in text:
+                found.add(str(path.relative_to(PACKAGE)))
+    assert holding["data_ptr()"] == {"addresses.py", "train/checkpoint/store.py"}
+    assert holding[", enable_fp_fusion="] == {"ops/triton/launch.py", "ops/mm/triton.py"}
+
+
+@pytest.mark.parametrize("hide", [Wrapper, fake])
+def test_compiled_code_raises_for_what_was_not_refused(hide):
+    x, row = hide(torch.randn(4, 16)), torch.ones(1, 1)
+    as_codes = hide(torch.ones(4, 16, dtype=torch.int8))
+    calls = [
+        lambda: cpp.turn(x, 16, 16, 16, None, None, inverse=False),
+        lambda: cpp.turn(torch.randn(4, 16), 16, 16, 16, hide(torch.ones(16)), None, inverse=False),
+        lambda: cpp.encode(x, 1.0, 7, True, True),
+        lambda: cpp.decode(hide(torch.ones(4, 8, dtype=torch.uint8)), 16),
+        lambda: cpp.round_stochastically(x, row, 7, (1, 2)),
+        lambda: cpp.gemm(as_codes, torch.ones(4, 16, dtype=torch.int8), row, row, True, 7),
+        lambda: binding._moment(SimpleNamespace(format=INT4, codes=x, scale=None, expansion=None)),
+        lambda: launch(None, 1, x, warps=4),
+    ]
+    if cpp.unavailable():
+        calls = calls[-1:]
+    elif not cpp.has_gemm():
+        calls.pop(5)
+    for call in calls:
+        with pytest.raises(BackendError, match="whose memory is elsewhere"):
+            call()
+
+
+def test_what_a_wrapper_is():
+    x = torch.randn(3)
+    plain = (x, nn.Parameter(x), nn.Buffer(x), x.as_subclass(Plain), None, torch.empty(0))
+    assert addresses.wrapper(*plain) == ""
+    assert all(addresses.address(each) == (0 if each is None else each.data_ptr()) for each in plain)
+    assert addresses.wrapper(x, Wrapper(x)) == "Wrapper" and addresses.wrapper(nn.Parameter(fake(x))) == "FakeTensor"
+    with FakeTensorMode():
+        assert addresses.wrapper(x) == "FakeTensorMode"
+    assert torch.func.vmap(lambda x: x * len(addresses.wrapper(x)))(x).eq(x * len("transform of torch.func")).all()
+    with pytest.raises(BackendError):
+        addresses.address(torch._to_functional_tensor(x))
+
+
+@pytest.mark.parametrize("hide", [Wrapper, fake], ids=["wrapper", "fake"])
+def test_ops_compute_wrappers_by_torch_and_refuse_a_kernel_by_name(hide):
+    x, hadamard, cast = torch.randn(16, 32), Hadamard(block=16), Cast(format=INT4, tile=(1, -1))
+    inside = codes.pack_bits(torch.rand(16, 32) > 0.5)
+    calls = {
+        "quantize": lambda wrap, **how: ng.quantize(wrap(x), cast, **how).data,
+        "rotate": lambda wrap, **how: rotate.rotate(wrap(x), hadamard, **how),
+        "codes": lambda wrap, **how: codes.encode(wrap(x), torch.ones(1, 1), INT4, **how).codes,
+        "decode": lambda wrap: codes.decode(wrap(torch.ones(16, 16, dtype=torch.uint8)), INT4, 32),
+        "unclipped": lambda wrap: codes.unclipped(wrap(x), inside if wrap is Wrapper else wrap(inside)),
+    }
+    for op, call in calls.items():
+        if hide is fake:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                found, expected = call(mode.from_tensor), call(lambda x: x)
+                assert isinstance(found, FakeTensor) and found.shape == expected.shape and found.dtype == expected.dtype
+        else:
+            found = call(hide)
+            assert_same(
+                found.inner, call(lambda x: x).to(found.dtype)
+            ) if op != "rotate" else torch.testing.assert_close(found.inner, call(lambda x: x))
+        if op in ("quantize", "rotate", "codes"):
+            with pytest.raises(BackendError, match="native-cpp refused"):
+                call(hide, backend="native-cpp")
+
+
+def test_noise_under_a_mode_that_makes_tensors_fake():
+    with FakeTensorMode():
+        assert isinstance(random.draw((4, 4), torch.device("cpu")), FakeTensor)
+        assert isinstance(random.Key(1, 2).uniform((4, 4)), FakeTensor)
+
+
+def test_a_device_that_is_not_here_may_hold_fake_tensors():
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with FakeTensorMode():
+        assert device_of(torch.empty(2, device="cuda")) == Device("cuda", wrapper="FakeTensor")
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+@pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch")
+@pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
+def test_a_model_trains_on_fake_tensors(recipe):
+    with FakeTensorMode():
+        layers = ng.convert(model(), {"*": recipe})
+        optimizers = [ng.optim.AdamW(layers.parameters(), states=states) for states in ("8bit", "fp8", "4bit")]
+        for optimizer in optimizers:
+            layers(torch.randn(32, 64)).sum().backward()
+            optimizer.step()
+            ng.advance(layers)
+    assert all(isinstance(each.grad, FakeTensor) for each in layers.parameters())
+    assert "layers" in str(ng.describe(layers)) or recipe.name in str(ng.describe(layers))
+    assert optimizers[0].computed_by(layers[0].weight).startswith("torch")
+
+
+@pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)
+def test_a_layer_goes_from_fake_tensors_back_to_its_kernels(recipe):
+    """Nothing of the fake pass is kept: the same bits as a layer that has seen none."""
+    torch.manual_seed(0)
+    layers = ng.convert(model(), {"*": recipe})
+    x, results = torch.randn(32, 64), []
+    for fakes in (0, 1):
+        if fakes:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                layers.eval()(torch.randn(32, 64))
+            layers.train()
+        torch.manual_seed(1)
+        if recipe.has_memory:
+            layers.eval()  # which remembers nothing
+        results.append(layers(x))
+    assert type(results[1]) is torch.Tensor
+    assert_same(results[1].detach(), results[0].detach())
+
+
+def test_a_model_that_fuses_runs_on_fake_tensors(llama):
+    for recipe in ("fp8-current", "fp8-delayed", "int4-hq-lss"):
+        with FakeTensorMode():
+            made = llama()
+            ng.convert(made, recipe, fuse=True)
+            made(
+                input_ids=torch.zeros(2, 8, dtype=torch.int64), labels=torch.zeros(2, 8, dtype=torch.int64)
+            ).loss.backward()
+        assert all(isinstance(each.grad, FakeTensor) for each in made.parameters())
+
+
+@pytest.fixture
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return lambda: transformers.LlamaForCausalLM(config)

@@ -1,0 +1,64 @@
+"""Weights that somebody else multiplies by: said at convert and by describe; torch's fused encoder is refused (exact)."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.unconverted import read_weights
+from tests.compare import assert_same
+
+
+class Attention(nn.Module):
+    """As timm's eva02: the bias of q, k and v is put together, and the Linear not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj, self.wo, self.tied = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        qkv = F.linear(x, weight=self.qkv.weight, bias=torch.cat((self.qkv.bias,)))
+        qkv = qkv.to(self.wo.weight.dtype) if isinstance(self.wo.weight, torch.Tensor) else qkv
+        return self.wo(self.proj(qkv)) @ self.tied.weight.T
+
+
+def test_a_weight_that_its_owner_multiplies_by_is_told_of():
+    assert read_weights(Attention()) == {"qkv", "tied"} and not read_weights(nn.Linear(2, 2))
+    model = nn.Sequential(Attention(), Attention())
+    with pytest.warns(
+        UserWarning,
+        match=r"Attention.forward multiplies by the weight of '0.qkv' without calling it \(and so for 3 more",
+    ):
+        ng.convert(model, "fp8-current")
+    notes = {row.name: row.note for row in ng.describe(model)}
+    assert all(("without calling it" in notes[name]) == ("qkv" in name or "tied" in name) for name in notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ng.convert(model, {"*.qkv": None, "*.tied": None})
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()])
+def test_the_fused_encoder_does_not_pass_the_recipe_by(activation):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, activation=activation, batch_first=True)
+    encoder, before = nn.TransformerEncoder(layer, 1), layer.activation_relu_or_gelu
+    ng.convert(encoder, "fp8-current")
+    x = torch.randn(2, 5, 32)
+    encoder.eval()
+    hook = encoder.layers[0].linear1.register_forward_hook(lambda *_: None)  # for which torch leaves the fused kernel
+    with torch.no_grad():
+        expected = encoder(x)
+    hook.remove()
+    with torch.no_grad():
+        found = encoder(x)
+    assert_same(found, expected)
+    assert "bypass" not in str(ng.describe(encoder))
+    ng.convert(encoder, None)
+    assert encoder.layers[0].activation_relu_or_gelu == before > 0
+    with torch.no_grad():
+        assert not torch.equal(encoder(x), found)

@@ -1,0 +1,298 @@
+"""Configurations: every rule refuses what breaks it, every mistake in a file has its line, and files round-trip (exact)."""
+
+import dataclasses
+import math
+import string
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config import toml
+from narrowgauge.train.config.cross_checks import BELONGS, SCORES
+from narrowgauge.train.config.settings import TABLE, OneOf, Range, TrainConfig, by_key, key_of, resolved
+
+FIELDS = dataclasses.fields(TrainConfig)
+KEYS = sorted(by_key())
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        toml.parse(text, "tiny.toml")
+    return str(caught.value)
+
+
+def test_defaults_are_valid_and_frozen():
+    config = TrainConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 1  # type: ignore[misc]
+    assert hash(config) == hash(TrainConfig())
+
+
+def test_every_setting_has_a_group_and_a_sentence():
+    for each in FIELDS:
+        assert each.metadata["group"] in ("model", "data", "task", "precision", "training", "run")
+        assert each.metadata["help"].endswith("."), each.name
+
+
+WRONG_TYPES = {
+    bool: [0, 1, "true", None, 1.0, []],
+    int: [True, 2.0, "8", None, math.nan, math.inf, [1], 2**63, -(2**63), 10**400],
+    float: [True, "0.1", None, math.nan, math.inf, -math.inf, 10**400, [0.1]],
+    str: [None, 1, True, b"x", ["x"], "zero\0byte", "lone\ud800surrogate"],
+    TABLE: [None, "lm_head=bf16", [("a", "b")], {"a": 1}, {1: "a"}, {"": "bf16"}, {"a": ""}, {"a": {"b": "bf16"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(each.name, value) for each in FIELDS for value in WRONG_TYPES[each.type]], ids=repr
+)
+def test_a_wrong_type_is_refused_with_key_and_rule(name, value):
+    with pytest.raises(ConfigError, match=f"{key_of(TrainConfig.__dataclass_fields__[name])} = .*: must "):
+        TrainConfig(**{name: value})
+
+
+def just_outside(each: dataclasses.Field) -> list:
+    """The nearest values beyond each end of a range; words that are close to allowed ones."""
+    rule = each.metadata["rule"]
+    if not isinstance(rule, Range):
+        if each.type is int:
+            return [0, 3]
+        candidates = ["", "FP32", "nonsense", "gpu", "cuda:", "cuda:x"] if rule else []
+        return [value for value in candidates if rule.refuse(value)]
+    if each.type is int:
+        return [rule.low - 1, rule.high + 1]
+    below = rule.low if rule.open_low else math.nextafter(rule.low, -math.inf)
+    return [below, rule.high if rule.open_high else math.nextafter(rule.high, math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(each.name, value) for each in FIELDS for value in just_outside(each)], ids=repr
+)
+def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
+    with pytest.raises(ConfigError, match="must be") as caught:
+        TrainConfig(**{name: value})
+    assert str(TrainConfig.__dataclass_fields__[name].metadata["rule"]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 100}, "hidden_size = 100: must be a multiple of 2 * heads = 16"),
+        ({"hidden_size": 24, "heads": 8}, "multiple of 2 * heads = 16"),
+        ({"heads": 8, "kv_heads": 3}, "kv_heads = 3: must divide heads = 8"),
+        ({"batch_size": 16, "micro_batches": 3}, "micro_batches = 3: must divide batch_size = 16"),
+        ({"learning_rate": 1e-4, "min_learning_rate": 1e-3}, "min_learning_rate = 0.001: must not exceed"),
+        ({"from_scratch": True}, "from_scratch = true: needs model"),
+        ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
+        ({"cuda_graph": True, "checkpointing": "full"}, "cuda_graph = true: cannot be had with checkpointing = 'full'"),
+        ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
+    ],
+)
+def test_rules_between_values(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**changes)
+    assert words in str(caught.value)
+
+
+def test_all_broken_rules_are_listed_at_once():
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(layers=0, beta1=1.0, precision="fp8")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_resolved_writes_out_the_sizes_that_depend_on_others():
+    config = resolved(TrainConfig(hidden_size=128, heads=4, output="runs/a"))
+    assert (config.kv_heads, config.intermediate_size, config.cache) == (4, 384, "runs/cache")
+    assert resolved(config) == config
+    assert resolved(TrainConfig(model="gpt2")).kv_heads == 0
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps = 3\nlayres = 3", "tiny.toml:2: 'layres' is not a setting. Closest: 'layers'."),
+        ("Hidden-Size = 3", "tiny.toml:1: 'Hidden-Size' is not a setting. Closest: 'hidden_size'."),
+        ("# a comment\n\nlayers = '3'", "tiny.toml:3: layers = '3': must be a whole number"),
+        ("steps = 1e3", "tiny.toml:1: steps = 1000.0: must be a whole number"),
+        ("seed = true", "tiny.toml:1: seed = true: must be a whole number"),
+        ("learning_rate = nan", "tiny.toml:1: learning_rate = nan: must be a finite number"),
+        ("compile = 1", "tiny.toml:1: compile = 1: must be true or false"),
+        ('prompt = """\nlayers = 0\n"""\nlayers = 0', "tiny.toml:4: layers = 0: must be from 1"),
+        ("steps = 1\r\nlayers = 0\r\n", "tiny.toml:2: layers = 0"),
+        ("heads = 7\nhidden_size = 256", "tiny.toml:2: hidden_size = 256: must be a multiple of 2 * heads = 14"),
+        ("layers = 1\nsteps = 2\nlayers = 2", "tiny.toml:3: this key was given before"),
+        ("layers = 1\nlayers.x = 2", "tiny.toml:2: "),
+        ("layers = ", "tiny.toml:1: Invalid value"),
+        ("layers = 1\nrecipe = bf16", "tiny.toml:2: Invalid value"),
+        ("\nsteps = [\n1,", "tiny.toml:3: Invalid value"),
+        ("[model]\nlayers = 3", "tiny.toml:1: [model] is not a table of the configuration"),
+        ("[wrong]\nlayers = 3", "tiny.toml:1: [wrong] is not a table of the configuration"),
+        ("recipes = 3", "tiny.toml:1: recipes = 3: must be a table"),
+        ("steps = 3\n[recipes]\nlayers.0.up = 'bf16'", 'write a pattern with dots in quotes: "layers..." = "bf16"'),
+        ("steps = 3\n[recipes]\nlm_head = 3\n", "tiny.toml:2: recipes = {'lm_head': 3}: must be text"),
+        ("layers = " + "[" * 5000, "tiny.toml: cannot be read as TOML"),
+        ("layers = " + "9" * 5000, "tiny.toml: cannot be read as TOML"),
+    ],
+)
+def test_a_mistake_has_its_file_and_line(text, expected):
+    assert expected in refusal(text)
+
+
+def test_a_file_that_cannot_be_read_says_so(tmp_path: Path):
+    for name, data, words in [
+        ("latin.toml", b"steps = 3\nprompt = '\xe9'", "latin.toml:2: is not UTF-8"),
+        ("large.toml", b"#" * 2**17, "larger than"),
+    ]:
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=words):
+            toml.load(path)
+    for path in (tmp_path / "missing.toml", tmp_path, Path("zero\0byte")):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            toml.load(path)
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path):
+    path = tmp_path / "windows.toml"
+    path.write_bytes("steps = 3\r\nprompt = 'é'\r\n".encode("utf-8-sig"))
+    assert toml.load(path) == TrainConfig(steps=3, prompt="é")
+
+
+def typos(key: str) -> set[str]:
+    """All deletions and swaps, and an insertion at each place."""
+    deleted = {key[:i] + key[i + 1 :] for i in range(len(key))}
+    swapped = {key[:i] + key[i + 1] + key[i] + key[i + 2 :] for i in range(len(key) - 1)}
+    inserted = {key[:i] + letter + key[i:] for i in range(len(key) + 1) for letter in "x"}
+    return (deleted | swapped | inserted) - set(KEYS)
+
+
+def test_every_typo_is_refused_and_nearly_always_the_right_key_suggested():
+    """Statistical in name only: all typos of edit distance 1 of the kinds above, at least 95 % suggested rightly."""
+    right = total = 0
+    for key in KEYS:
+        for typo in typos(key):
+            total += 1
+            right += f"Closest: '{key}'" in refusal(f'"{typo}" = 1')
+    assert total > 1000
+    assert right / total >= 0.95
+
+
+def printable(maximum: int = 12) -> st.SearchStrategy[str]:
+    return st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=maximum)
+
+
+def values(each: dataclasses.Field) -> st.SearchStrategy:
+    rule = each.metadata["rule"]
+    if each.type is bool:
+        return st.booleans()
+    if isinstance(rule, OneOf):
+        return st.sampled_from(rule.names)
+    if each.name == "device":
+        return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
+    if each.name == "switch":
+        return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
+    if each.name == "checkpointing":
+        return st.sampled_from(["none", "full", "every-2", "selective", "budget:1.5GiB", "budget:9"])
+    if each.type is int:
+        return st.integers(rule.low, rule.high)
+    if each.type is float:
+        return st.floats(rule.low, rule.high, exclude_min=rule.open_low, exclude_max=rule.open_high)
+    if each.type is TABLE:
+        return st.dictionaries(printable().filter(bool), printable().filter(bool), max_size=3)
+    return printable().filter(bool) if rule else printable()
+
+
+def settle_the_task(drawn: dict) -> None:
+    """Leaves out what has no effect with the task that was drawn, and with the other settings of it."""
+    for key, tasks in BELONGS.items():
+        if drawn["task"] not in tasks:
+            del drawn[key]
+    drawn["best"] = drawn["best"] if drawn["best"] not in SCORES or drawn["task"] == "classification" else "loss"
+    left_out = {
+        "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
+        "prompt_column": drawn.get("messages_column"), "completion_column": drawn.get("messages_column"),
+        "train_on": not drawn.get("messages_column"),
+    }  # fmt: skip
+    for key, because in left_out.items():
+        if because:
+            drawn.pop(key, None)
+    if drawn.get("packing"):
+        drawn["packing"] = 16
+        drawn["token_budget"] = drawn["token_budget"] and max(16, drawn["token_budget"])
+    if drawn["task"] != "text":
+        drawn |= {"model": drawn["model"] or "m", "data": drawn["data"] + ".csv"}
+        drawn["max_length"] = max(2, drawn["max_length"])
+
+
+@st.composite
+def configurations(draw) -> TrainConfig:
+    """Any valid configuration: values drawn at large, and those that depend on each other made to agree."""
+    drawn = {each.name: draw(values(each)) for each in FIELDS}
+    settle_the_task(drawn)
+    drawn.setdefault("batch_size", 16)
+    drawn["micro_batches"] = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0]))
+    drawn["switch"] = drawn["switch"] if drawn.get("steps", 2) > 1 else ""
+    drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
+    drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
+    drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
+    drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
+    if not drawn["precision"].startswith("bf16-o"):
+        drawn["master"] = ""
+    if drawn["states"] == "fp32":
+        drawn["embedding_states"] = "fp32"
+    if drawn["tokenizer"]:
+        drawn.pop("vocab_size", None)
+    if drawn["model"]:
+        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size"):
+            drawn.pop(size, None)
+    else:
+        drawn["kv_heads"] = draw(st.sampled_from([0, 1, drawn["heads"]]))
+        drawn["hidden_size"] = 2 * drawn["heads"] * draw(st.integers(1, 128))
+    return TrainConfig(**drawn)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(configurations())
+def test_what_is_dumped_is_what_is_parsed(config):
+    text = toml.dump(config)
+    assert toml.parse(text) == config
+    assert set(toml.settings(text, "x").values) == set(KEYS)
+    assert resolved(resolved(config)) == resolved(config)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_damaged_file_is_a_configuration_or_a_config_error(data):
+    """Nothing but ConfigError comes of a file with random bytes changed, inserted or cut."""
+    text = toml.dump(TrainConfig(layers_recipe={"lm_head": "bf16"}, prompt="a\n'b'"))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(text)))
+        cut = data.draw(st.integers(0, 3))
+        text = text[:place] + data.draw(st.text(string.printable, max_size=3)) + text[place + cut :]
+    try:
+        toml.parse(text, "tiny.toml")
+    except ConfigError as error:
+        assert "tiny.toml" in str(error)
+
+
+def test_later_layers_win_and_name_themselves():
+    file = toml.settings("steps = 5\nlayers = 2\n", "tiny.toml")
+    flags = toml.Settings({"layers": 3}, {"layers": "--layers"})
+    config = toml.build(file, flags)
+    assert (config.steps, config.layers) == (5, 3)
+    with pytest.raises(ConfigError, match=r"^--layers: layers = 0: must"):
+        toml.build(file, toml.Settings({"layers": 0}, {"layers": "--layers"}))
+
+
+def test_a_master_needs_weights_of_16_bits():
+    assert TrainConfig(precision="bf16-o2", master="bf16-remainder").master == "bf16-remainder"
+    with pytest.raises(ConfigError, match=r"master = 'fp32': has no effect with precision = 'amp-bf16', whose weights"):
+        TrainConfig(precision="amp-bf16", master="fp32")
+    with pytest.raises(ConfigError, match="embedding_states = 'same': has no effect with states = 'fp32'"):
+        TrainConfig(embedding_states="same")

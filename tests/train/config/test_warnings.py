@@ -1,0 +1,33 @@
+"""Notes on settings (exact): said where they surprise, and nowhere else."""
+
+import pytest
+
+from narrowgauge.train.config import warnings
+from narrowgauge.train.config.settings import TrainConfig
+
+FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps": 100}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"learning_rate": 1e-3}, ["learning_rate = 0.001 "]),
+        ({"learning_rate": 1e-3, "model": ""}, []),
+        ({"learning_rate": 1e-3, "from_scratch": True}, []),
+        ({"learning_rate": 1e-3, "optimizer": "sgd"}, []),
+        ({"steps": 20}, ["warmup_steps = 20 does not end within the 20 steps"]),
+        ({"steps": 21}, []),
+        ({"steps": 2, "warmup_steps": 0}, []),
+        ({"recipe": "int4-hq-lss"}, []),
+        ({"recipe": "int4-hq-lss", "compile": True}, ["compile = true with int4-hq-lss: code is made anew"]),
+        ({"layers_recipe": {"up_proj": "int4-hq-lss"}, "compile": True}, ["compile = true with int4-hq-lss: "]),
+        ({"recipe": "int4-hq-bs", "compile": True}, []),
+        ({"recipe": "none", "compile": True}, []),
+        ({"steps": 9, "learning_rate": 2e-3}, ["learning_rate = 0.002 ", "warmup_steps = 20 "]),
+    ],
+    ids=str,
+)
+def test_notes(changes, said):
+    found = list(warnings.notes(TrainConfig(**(FINE | changes))))
+    assert len(found) == len(said) and all(note.startswith(start) for note, start in zip(found, said, strict=True))

@@ -1,0 +1,145 @@
+"""Runs with cuda_graph, fuse and what they say: refused where they cannot be, the same losses where a recorder stands in (exact)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from narrowgauge.diagnose import gpu_idle
+from narrowgauge.errors import ConfigError
+from narrowgauge.train import loop, trainer
+from narrowgauge.train.hooks import cuda_graph
+from narrowgauge.train.hooks import gpu_idle as launching
+from tests.test_cuda_graphs import Recorder
+from tests.train.tiny import events, losses, settings, write_text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text")
+
+
+@contextmanager
+def recorded(monkeypatch, recorder: Recorder) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graph, "graphed_step", functools.partial(cuda_graph.graphed_step, recorder=recorder))
+        yield
+
+
+def test_a_run_through_graphs_learns_what_an_eager_one_does(text, tmp_path, monkeypatch, capsys):
+    """Micro-batches, delayed scaling and a recipe that is switched on the way."""
+    changes = {"recipe": "fp8-delayed", "micro_batches": 2, "steps": 8, "switch": "bf16@6:backward"}
+    loop.run(settings(text, tmp_path / "eager", **changes))
+    recorder = Recorder()
+    with recorded(monkeypatch, recorder):
+        loop.run(settings(text, tmp_path / "graphs", cuda_graph=True, **changes))
+    assert losses(tmp_path / "graphs") == losses(tmp_path / "eager")
+    norms = [[event["grad_norm"] for event in events(tmp_path / name, "step")] for name in ("graphs", "eager")]
+    assert norms[0] == norms[1] and recorder.captures >= 3
+    assert "CUDA graphs captured: 1 of forward and backward" in capsys.readouterr().err
+
+
+def test_a_run_without_a_gpu_refuses_before_it_trains(text, tmp_path):
+    with pytest.raises(ConfigError, match="cuda_graph = true: CUDA graphs need a CUDA device, the model is on cpu"):
+        loop.run(settings(text, tmp_path / "run", cuda_graph=True))
+    assert not events(tmp_path / "run", "step")
+
+
+def test_checkpointing_and_graphs_exclude_each_other(text, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be had with checkpointing = 'full'"):
+        settings(text, tmp_path / "run", cuda_graph=True, checkpointing="full")
+
+
+def test_a_step_reads_once_from_the_device(text, tmp_path, monkeypatch):
+    calls = []
+    real = trainer.read
+    monkeypatch.setattr(trainer, "read", lambda readings: calls.append(readings.shape) or real(readings))
+    loop.run(settings(text, tmp_path / "run", micro_batches=2))
+    assert calls == [(2,)] * 6
+
+
+def test_a_fused_run_learns_what_another_does(text, tmp_path):
+    for fuse in (False, True):
+        loop.run(settings(text, tmp_path / str(fuse), recipe="fp8-delayed", fuse=fuse))
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
+
+
+def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch, capsys):
+    """With a made-up trace of one step, on a device that it is measured on."""
+
+    @contextmanager
+    def made_up() -> Iterator[list[gpu_idle.Interval]]:
+        yield [(i * 40e-6, i * 40e-6 + 10e-6) for i in range(100)]
+
+    monkeypatch.setattr(gpu_idle, "watched", made_up)
+    monkeypatch.setattr(launching.Launching, "measures", lambda self, number: number == self.config.launches_at)
+    loop.run(settings(text, tmp_path / "run", launches_at=3, micro_batches=2))
+    [event] = events(tmp_path / "run", "launches")
+    assert event["step"] == 3 and event["kernels"] == 100 and event["idle"] == pytest.approx(0.75, abs=0.01)
+    assert len(losses(tmp_path / "run")) == 6, "the step that is measured counts"
+    assert [sentence.split(":")[0] for sentence in event["advice"]] == [
+        "Launch steps as CUDA graphs",
+        "Take fewer accumulation steps",
+        "Compile the model, which joins small kernels",
+    ]
+    said = capsys.readouterr().err
+    assert "step 3: the GPU was idle for 7" in said and "--cuda-graph" in said
+    assert "the GPU was idle for" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_graphs_that_are_compiled_anew_are_counted(monkeypatch, capsys):
+    counts = iter([1, 1, 3])
+    monkeypatch.setattr(launching, "compiled_graphs", lambda: next(counts))
+    config = type("Config", (), {"compile": True})()
+    watched, said = launching.Launching(config, torch.device("cpu"), None, ""), []
+    show = type("Show", (), {"say": lambda self, words: said.append(words)})()
+    for number in (1, 2, 3):
+        watched.report(number, show)
+    assert said == [
+        "step 3: torch.compile made 2 graphs anew, 3 so far: shapes or settings changed. TORCH_LOGS=recompiles names them."
+    ]
+
+
+def test_the_counter_counts_what_was_compiled():
+    before = launching.compiled_graphs()
+
+    @functools.partial(torch.compile, backend="eager", dynamic=False)
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    for length in (3, 3, 4):
+        twice(torch.zeros(length))
+    assert launching.compiled_graphs() == before + 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"fuse": True}, {"cuda_graph": True}], ids=str)
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "bf16"])
+def test_a_step_waits_for_the_device_where_it_reads_and_nowhere_else(text, tmp_path, monkeypatch, recipe, changes):
+    """torch.cuda.set_sync_debug_mode("error") from the third step on, but for the one read."""
+    step, read = trainer.Trainer._optimizer_step, trainer.read
+
+    def guarded(self):
+        torch.cuda.set_sync_debug_mode("error" if self.step >= 2 and self.step != 3 else "default")  # step 4 captures
+        try:
+            return step(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def reading(readings):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(readings)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    monkeypatch.setattr(trainer.Trainer, "_optimizer_step", guarded)
+    monkeypatch.setattr(trainer, "read", reading)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "steps": 8, "launches_at": 0}
+    loop.run(settings(text, tmp_path / "run", device="cuda", recipe=recipe, **sizes, **changes))
+    assert len(losses(tmp_path / "run")) == 8

@@ -1,0 +1,85 @@
+"""Freezing, checkpointing and narrow activations as settings of a run (exact)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.optim import precision
+from narrowgauge.train import loop
+from narrowgauge.train.checkpoint import store
+from narrowgauge.train.config.settings import InvalidSettings
+from tests.train import tiny
+
+
+def finished(make, name, **changes):
+    config = make(name, steps=2, **changes)
+    assert loop.run(config) == 0
+    return loop.Path(config.output)
+
+
+def test_checkpointing_changes_no_bit(make):
+    plain = finished(make, "plain", recipe="fp8-delayed")
+    for policy in ("selective", "budget:3MiB"):
+        again = finished(make, policy.replace(":", "-"), recipe="fp8-delayed", checkpointing=policy)
+        assert tiny.losses(again) == tiny.losses(plain)
+        assert tiny.digests(again) == tiny.digests(plain)
+
+
+def test_frozen_layers_stay_and_have_no_optimizer_state(make, capsys):
+    run = finished(make, "frozen", freeze="embed*,layers.0", compress_activations=True, checkpointing="full")
+    said = capsys.readouterr().err
+    assert (
+        "parameters train; the others save" in said and "stored as e4m3 1x128 pow2" in said and "computed again" in said
+    )
+    found, _ = store.newest_valid(run / "checkpoints")
+    moments = [name for name in found.tensors["optimizer"] if name.endswith("exp_avg")]
+    trainable = [name for name in found.tensors["weights"] if "embed" not in name and "layers.0." not in name]
+    assert len(moments) == len(trainable)
+    start, _ = store.newest_valid(
+        finished(make, "start", freeze="embed*,layers.0", learning_rate=1e-30) / "checkpoints"
+    )
+    still = {
+        name for name, tensor in found.tensors["weights"].items() if torch.equal(tensor, start.tensors["weights"][name])
+    }
+    assert still == set(found.tensors["weights"]) - set(trainable)
+    assert "memory" in (run / "run.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"states": "fp32"}, {"states": "8bit"}, {"optimizer": "sgd", "states": "4bit", "precision": "bf16-o2"}],
+    ids=str,
+)
+def test_the_bytes_that_freezing_saves_are_those_of_the_states_chosen(make, capsys, settings):
+    """Exact but for the three digits of the sentence: two runs' optimizers, with and without the frozen layers."""
+    shape = {"hidden_size": 64, "intermediate_size": 128}
+    name = "-".join(settings.values())
+
+    def kept(run):
+        found, _ = store.newest_valid(run / "checkpoints")
+        return sum(tensor.nbytes for tensor in found.tensors["optimizer"].values())
+
+    whole = kept(finished(make, f"whole-{name}", **shape, **settings))
+    rest = kept(finished(make, f"frozen-{name}", freeze="embed*,layers.0", **shape, **settings))
+    assert f"and {(whole - rest) / 2**20:.3g} MiB of optimizer state" in capsys.readouterr().err
+
+
+def test_what_cannot_be_is_refused(make):
+    with pytest.raises(InvalidSettings, match="checkpointing = 'some': must be one of 'none'"):
+        make(checkpointing="some")
+    with pytest.raises(InvalidSettings, match="has no place in a compiled model"):
+        make(compress_activations=True, compile=True)
+    with pytest.raises(ConfigError, match="freeze: pattern 'embd'"):
+        loop.run(make(freeze="embd"))
+
+
+def test_a_run_that_would_fail_in_silence_is_refused_before_its_first_step(make, monkeypatch):
+    """16-bit weights under torch's own AdamW: no rung of the ladder asks for it, and a changed one shall not."""
+    bare = precision.Precision(name="bf16-o3", weights=torch.bfloat16)
+    monkeypatch.setitem(precision.PRECISIONS, "bf16-o3", bare)
+    config = make("bare", precision="bf16-o3", beta2=0.999)
+    with pytest.raises(ConfigError, match=r"without a master lose every update.*beta2 = 0.999 does not decay"):
+        loop.run(config)
+    assert not list((loop.Path(config.output) / "checkpoints").glob("*"))
