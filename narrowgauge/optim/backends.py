@@ -26,7 +26,7 @@ from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.selfcheck import Kind, compare
-from narrowgauge.optim.step import Task, step_in_torch
+from narrowgauge.optim.step import ParamStep, step_in_torch
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def _refuse_native(spec: Spec) -> str | None:
     return rules.refuse(spec.rule) or binding.refuse() or None
 
 
-def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
+def _step_by_triton(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
     from narrowgauge.optim.triton import launch
 
     launch.step(tasks, kept)
 
 
-def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
+def _step_in_torch(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
     for task in tasks:
         step_in_torch(task)
 
@@ -77,7 +77,7 @@ KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=Tru
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
-def choose(task: Task, backend: str) -> Choice[Spec]:
+def choose(task: ParamStep, backend: str) -> Choice[Spec]:
     """The backend of a task, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it.
 
     Where no kernel leaves the cast of the new weight, the task asks for none any more, and its `stepped` says why.
@@ -104,7 +104,7 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
     return KERNELS.choose(spec, None if backend == "auto" else backend)
 
 
-def _spec(task: Task) -> Spec:
+def _spec(task: ParamStep) -> Spec:
     device = device_of(task.source, task.gradient, *task.state)
     if device.type != "cuda" or device.wrapper or rules.refuse(task.rule):
         return Spec(device, task.rule)
@@ -129,7 +129,7 @@ def tell_once(reason: str) -> None:
     )
 
 
-def computed_by(task: Task | None, device: torch.device, backend: str, rule: Rule) -> str:
+def computed_by(task: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> str:
     """Which backend steps a tensor, by its task if it has stepped; of plain torch, unless it was asked for, with the reason."""
     if task is not None and task.backend is not None:
         choice: Choice[Spec] = task.backend[1]

@@ -34,7 +34,7 @@ from narrowgauge.optim.param_groups import groups
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.state_dict import refuse_state
-from narrowgauge.optim.step import Kept, Task, allocate
+from narrowgauge.optim.step import MomentState, ParamStep, allocate
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return params
 
     def _forget_tasks(self) -> None:
-        self._tasks: dict[Tensor, Task] = {}
+        self._tasks: dict[Tensor, ParamStep] = {}
         self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             )
         tasks = self._next(chosen)
         strided = []
-        by_backend: dict[str, tuple[Any, list[Task]]] = {}
+        by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), task in zip(chosen, tasks, strict=True):
             task.gradient = _usable(parameter.grad)
             if identity(task.weight) != task.address:  # a copy, of a parameter that is not contiguous
@@ -179,7 +179,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             if task.stepped is not None:
                 task.stepped.leave(parameter)
 
-    def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[Task]:
+    def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[ParamStep]:
         """The tasks with the constants and the key of their next step, which is counted unless it is only looked at."""
         tasks = [self._task(parameter, group) for parameter, group, _ in chosen]
         steps = [task.step for task in tasks]
@@ -198,7 +198,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """The step for a CUDA graph, to be made before its capture; see `replay`."""
         return ReplayedStep(self)
 
-    def _kernel(self, task: Task) -> Kernel[backends.Spec]:
+    def _kernel(self, task: ParamStep) -> Kernel[backends.Spec]:
         """The backend that computes the task; chosen anew when gradients come in another type, or at another alignment."""
         assert task.gradient is not None
         key = task.gradient.dtype, identity(task.gradient) % 16 == 0, type(task.gradient)
@@ -223,7 +223,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         group = next(group for group in self.param_groups if any(each is parameter for each in group["params"]))
         return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend, self._rule_of(group))
 
-    def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task:
+    def _task(self, parameter: Tensor, group: dict[str, Any]) -> ParamStep:
         """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
         state = self.state[parameter]
         if not state:
@@ -259,7 +259,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "built."
             )
 
-    def _make_task(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> Task:
+    def _make_task(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> ParamStep:
         states = self._states(parameter, group)
         rows, columns = shape_of(parameter)
         kept = []
@@ -267,15 +267,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for name, format in _formats(rule, states):
             codes = state[name].view(rows, -1) if rows * columns else state[name].view(rows, columns)
             kept.append(
-                Kept(
+                MomentState(
                     format=format, codes=codes, scale=state.get(f"{name}_scale"), expansion=state.get(f"{name}_expansion")
                 )
             )  # fmt: skip
-        kept += [Kept(format=moments.NONE)] * (2 - len(kept))
+        kept += [MomentState(format=moments.NONE)] * (2 - len(kept))
         wide = parameter.dtype == torch.float32
         master = state.get("master", state.get("remainder"))
         weight = parameter.detach()
-        return Task(
+        return ParamStep(
             source=parameter, rule=rule, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.asked(group),
             weight=(weight if weight.is_contiguous() else weight.contiguous()).view(rows, columns),
             first=kept[0], second=kept[1], master_kind=None if wide else group["master"],

@@ -30,18 +30,18 @@ from narrowgauge.ops.quantize.precast_weight import Stepped
 from narrowgauge.optim import masters, noise
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.rules import Rule
-from narrowgauge.optim.step import Task, allocate, step_in_torch
+from narrowgauge.optim.step import ParamStep, allocate, step_in_torch
 from narrowgauge.recipe import Cast, Window
 
 STEPS, SEED = 3, 20260614
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.9}
 
-Run = Callable[[Sequence[Task]], None]
+Run = Callable[[Sequence[ParamStep]], None]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a sample is made for: everything about a task but its numbers and sizes. See `update.Task`.
+    """What a sample is made for: everything about a task but its numbers and sizes. See `step.ParamStep`.
 
     cast           which the step leaves as well, or None; turns_aligned: whether that of w.T can be stored 16 bytes at a time
     """
@@ -59,7 +59,7 @@ class Kind:
     turns_aligned: bool = False
 
     @classmethod
-    def of(cls, task: Task, aligned: bool, turns_aligned: bool = False) -> Kind:
+    def of(cls, task: ParamStep, aligned: bool, turns_aligned: bool = False) -> Kind:
         """Of a task whose gradient and constants are known."""
         c, gradient = task.constants, task.gradient
         assert c is not None and gradient is not None
@@ -94,7 +94,7 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
     return 0.0, None
 
 
-def _tasks(kind: Kind, device: torch.device) -> list[Task]:
+def _tasks(kind: Kind, device: torch.device) -> list[ParamStep]:
     generator = torch.Generator().manual_seed(SEED)
     odd = 0 if kind.aligned else 5
     heights = (5, 3) if kind.cast is None else (48, 16) if kind.turns_aligned else (35, 9)
@@ -103,7 +103,7 @@ def _tasks(kind: Kind, device: torch.device) -> list[Task]:
         weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight)
         master, scale = _master(kind, weight)
         tasks.append(
-            Task(
+            ParamStep(
                 rule=kind.rule, source=weight.to(device), state=(), tile=kind.tile, weight=weight.to(device),
                 first=allocate(kind.first, rows, columns, kind.tile, device),
                 second=allocate(kind.second, rows, columns, kind.tile, device),
@@ -128,7 +128,7 @@ def _stepped(weight: Tensor, cast: Cast, number: int) -> Stepped:
     return found
 
 
-def _cast_difference(wanted: Task, got: Task, device: torch.device) -> str | None:
+def _cast_difference(wanted: ParamStep, got: ParamStep, device: torch.device) -> str | None:
     """What differs in what two steps left of the weight's cast."""
     if wanted.stepped is None or got.stepped is None:
         return None
@@ -153,7 +153,7 @@ def _master(kind: Kind, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return None, None
 
 
-def _gradient(task: Task, step: int, dtype: torch.dtype) -> Tensor:
+def _gradient(task: ParamStep, step: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(SEED + 10 * step + task.number)
     shape = task.weight.shape
     g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
@@ -164,7 +164,7 @@ def _gradient(task: Task, step: int, dtype: torch.dtype) -> Tensor:
     return g.to(dtype)
 
 
-def _tensors(task: Task) -> dict[str, Tensor]:
+def _tensors(task: ParamStep) -> dict[str, Tensor]:
     """By name all that a step changes."""
     found = {"weight": task.weight, "master": task.master, "master's scale": task.master_scale}
     for name, kept in (("first moment", task.first), ("second moment", task.second)):

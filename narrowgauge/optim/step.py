@@ -26,7 +26,7 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class MomentState:
     """A moment's tensors over the whole parameter, each with one line per row: codes, scale, expansion.
 
     codes are [rows, columns], 4-bit ones [rows, ceil(columns / 2)]; scale and expansion [rows, tiles].
@@ -39,7 +39,7 @@ class Kept:
 
 
 @dataclass(kw_only=True, eq=False)
-class Task:
+class ParamStep:
     """One parameter's step. Tensors are contiguous, on one device, and changed in place.
 
     rule               see `rules`
@@ -60,8 +60,8 @@ class Task:
     state: tuple[Tensor, ...]
     tile: int
     weight: Tensor
-    first: Kept
-    second: Kept
+    first: MomentState
+    second: MomentState
     master_kind: masters.Master = None
     master: Tensor | None = None
     master_scale: Tensor | None = None
@@ -96,7 +96,7 @@ class Task:
 
 
 @torch.no_grad()
-def step_in_torch(task: Task) -> None:
+def step_in_torch(task: ParamStep) -> None:
     """The task in chunks of rows, by torch's own operations. About 80 of them per chunk."""
     rows, columns = task.weight.shape
     if task.rule.granularity == "matrix":
@@ -107,7 +107,7 @@ def step_in_torch(task: Task) -> None:
     return None
 
 
-def _step_rows(task: Task, rows: slice) -> None:
+def _step_rows(task: ParamStep, rows: slice) -> None:
     assert task.gradient is not None and task.constants is not None
     columns = task.weight.shape[1]
     tiles = -(-columns // task.tile)
@@ -152,7 +152,7 @@ def _as_tiles(x: Tensor, tiles: int, tile: int) -> Tensor:
     return (torch.nn.functional.pad(x, (0, fill)) if fill else x).view(x.shape[0], tiles, tile)
 
 
-def _decode(kept: Kept, rows: slice, columns: int, tiles: int, tile: int, like: Tensor) -> Tensor:
+def _decode(kept: MomentState, rows: slice, columns: int, tiles: int, tile: int, like: Tensor) -> Tensor:
     if kept.codes is None:
         return torch.zeros_like(like)
     codes = _bits_of(kept.codes)[rows]
@@ -167,7 +167,7 @@ def _decode(kept: Kept, rows: slice, columns: int, tiles: int, tile: int, like: 
     return x
 
 
-def _write(kept: Kept, found: Encoded, rows: slice, columns: int) -> None:
+def _write(kept: MomentState, found: Encoded, rows: slice, columns: int) -> None:
     if kept.codes is None:
         return
     codes = _bits_of(found.codes).flatten(1)[:, :columns]
@@ -185,10 +185,10 @@ def _bits_of(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
 
 
-def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.device | str) -> Kept:
+def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.device | str) -> MomentState:
     """An empty moment: all zero."""
     if format is moments.NONE:
-        return Kept(format=format)
+        return MomentState(format=format)
     tiles = -(-columns // tile)
     width = (columns + 1) // 2 if format.bits == 4 else columns
     codes = torch.zeros(rows, width, dtype=format.dtype, device=device)
@@ -197,4 +197,4 @@ def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.d
     scale = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device) if format.has_scale else None
     expanded = isinstance(format, moments.SmallFloat) and format.expansions is not None
     expansion = torch.zeros(rows, tiles, dtype=torch.int8, device=device) if expanded else None
-    return Kept(format=format, codes=codes, scale=scale, expansion=expansion)
+    return MomentState(format=format, codes=codes, scale=scale, expansion=expansion)

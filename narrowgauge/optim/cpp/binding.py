@@ -19,7 +19,7 @@ from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 from narrowgauge.optim import masters, rules
 from narrowgauge.optim.moments import SmallFloat
-from narrowgauge.optim.step import Kept, Task
+from narrowgauge.optim.step import MomentState, ParamStep
 
 SOURCES = ("step.cpp", "floats.h", "vectors.h")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -59,7 +59,7 @@ def refuse() -> str:
     return ""
 
 
-def step(tasks: Sequence[Task]) -> None:
+def step(tasks: Sequence[ParamStep]) -> None:
     """All tasks, on as many threads as torch uses. Raises BackendError if there is no compiler."""
     library = _library()
     tasks = [task for task in tasks if task.elements]
@@ -70,7 +70,7 @@ def step(tasks: Sequence[Task]) -> None:
     build.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(tasks), k, count))
 
 
-def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
+def _job(task: ParamStep, shared: dict[int, _Constants]) -> _Job:
     """The task as the library reads it. What stays the same from step to step is made once; `shared` keeps the constants."""
     if task.native is None:
         task.native = _standing(task)
@@ -93,7 +93,7 @@ def _constants(c: rules.Constants, rule: int) -> _Constants:
     )  # fmt: skip
 
 
-def _standing(task: Task) -> _Job:
+def _standing(task: ParamStep) -> _Job:
     rows, columns = task.weight.shape
     return _Job(
         rows=rows, columns=columns, tile=task.tile, weight=address(task.weight), weight_dtype=_DTYPES[task.weight.dtype],
@@ -102,7 +102,7 @@ def _standing(task: Task) -> _Job:
     )  # fmt: skip
 
 
-def _moment(kept: Kept) -> _Moment:
+def _moment(kept: MomentState) -> _Moment:
     format = kept.format
     lowest, highest = (format.expansions if isinstance(format, SmallFloat) else None) or (0, 0)
     return _Moment(

@@ -6,7 +6,7 @@ once and written once, and none is ever float32 in memory. Elements are counted 
 
     which   int32 [programs]         the line of a program
     table   int64 [lines, F.fields]  what stays from step to step: see `triton_step.Batch`
-    sheet   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
+    step_args   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
     tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
 
 The order of operations is that of `rules`, without contraction, with square roots and quotients correctly rounded.
@@ -173,28 +173,28 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
 
 
 @triton.jit
-def _updated(w, g, m, v, sheet, F: tl.constexpr, SECOND: tl.constexpr):
+def _updated(w, g, m, v, step_args, F: tl.constexpr, SECOND: tl.constexpr):
     """`rules`: (weight, first moment, second moment, where the first only decays)."""
-    decay, one_minus_beta1, one_minus_beta2 = _constant(sheet, 0), _constant(sheet, 1), _constant(sheet, 3)
-    step_size = _constant(sheet, 5)
+    decay, one_minus_beta1, one_minus_beta2 = _constant(step_args, 0), _constant(step_args, 1), _constant(step_args, 3)
+    step_size = _constant(step_args, 5)
     decays = tl.abs(g) * 16.0 <= tl.abs(m)
     if F.rule == ADAMW:
         m = m + (g - m) * one_minus_beta1
-        v = v * _constant(sheet, 2) + g * one_minus_beta2 * g
+        v = v * _constant(step_args, 2) + g * one_minus_beta2 * g
         root = tl.sqrt_rn(v)
         if SECOND.kind != WIDE:
-            limit = root * _constant(sheet, 8)
+            limit = root * _constant(step_args, 8)
             held = tl.abs(m) > limit
             m = tl.where(held, number_of(bits_of(limit) | (bits_of(m) & -0x80000000)), m)
             decays = decays | held
-        w = w * decay + tl.div_rn(m * step_size, root * _constant(sheet, 6) + _constant(sheet, 4))
+        w = w * decay + tl.div_rn(m * step_size, root * _constant(step_args, 6) + _constant(step_args, 4))
     elif F.rule == LION:
         direction = m + (g - m) * one_minus_beta1
         sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))
         w = w * decay + sign * step_size
         m = m + (g - m) * one_minus_beta2
     else:
-        beta1 = _constant(sheet, 7)
+        beta1 = _constant(step_args, 7)
         change = g + w * decay
         m = m * beta1 + change
         w = w + (change + m * beta1 if F.nesterov else m) * step_size
@@ -202,8 +202,8 @@ def _updated(w, g, m, v, sheet, F: tl.constexpr, SECOND: tl.constexpr):
 
 
 @triton.jit
-def _constant(sheet, PLACE: tl.constexpr):
-    return number_of(tl.load(sheet + 1 + PLACE).to(tl.int32))
+def _constant(step_args, PLACE: tl.constexpr):
+    return number_of(tl.load(step_args + 1 + PLACE).to(tl.int32))
 
 
 @triton.jit
@@ -308,7 +308,7 @@ def _own_tiles(first, per_row, total, F: tl.constexpr):
 
 
 @triton.jit
-def step(which, table, sheet, tables, F: tl.constexpr):
+def step(which, table, step_args, tables, F: tl.constexpr):
     """See the module; F: a `triton_step.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
     line = table + number * F.fields
@@ -329,16 +329,16 @@ def step(which, table, sheet, tables, F: tl.constexpr):
     # length, and the tiles' numbers [T].
     place = (row, begin, inside, offset, mask, columns, tile)
 
-    # Keys of noise, by `noise.key` and `Task.weight_noise_key`.
-    key = mix(tl.load(sheet).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
+    # Keys of noise, by `noise.key` and `ParamStep.weight_noise_key`.
+    key = mix(tl.load(step_args).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
     first = tile.to(tl.uint32) * F.tile
     within = tl.arange(0, F.tile)
 
-    g = _read(tl.load(sheet + HEAD + number), offset, mask, F.gradient, F.aligned)
+    g = _read(tl.load(step_args + HEAD + number), offset, mask, F.gradient, F.aligned)
     w = _read_weight(line, offset, mask, tile, inside, F)
     m = _read_moment(line, 7, place, tables, F, FIRST)
     v = _read_moment(line, 10, place, tables, F, SECOND)
-    w, m, v, decays = _updated(w, g, m, v, sheet, F, SECOND)
+    w, m, v, decays = _updated(w, g, m, v, step_args, F, SECOND)
     w = tl.where(mask, w, 0.0)
     noise = noise_bits(key, first, within)
     _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)

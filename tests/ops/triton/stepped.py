@@ -24,7 +24,7 @@ from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.optim import SGD, AdamW, Lion, base, moments, rules, selfcheck
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.optim.step import Kept, Task, allocate
+from narrowgauge.optim.step import MomentState, ParamStep, allocate
 from narrowgauge.optim.triton import kernel, launch
 from tests.compare import assert_same
 
@@ -58,7 +58,7 @@ class Guards:
         self.buffers.append(buffer)
         return buffer[self.MARGIN : self.MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
 
-    def allocate(self, *call: Any) -> Kept:
+    def allocate(self, *call: Any) -> MomentState:
         kept = allocate(*call)
         if kept.codes is None or kept.codes.is_meta:
             return kept
@@ -137,7 +137,7 @@ def compare_groups() -> None:
 
 
 def compare_replayed() -> None:
-    """Launches whose numbers come from memory. There is no graph here, so that capturing launches as well: of a sheet of zeros, undone."""
+    """Launches whose numbers come from memory. There is no graph here: capturing would launch as well, which is undone."""
     found = []
     launched: list[Any] = []
     for replays in (True, False):
@@ -215,7 +215,7 @@ def compare_graphed() -> None:
         assert_same(replayed, eager)
 
 
-def choose_interpreted(task: Task) -> Kernel[Any]:
+def choose_interpreted(task: ParamStep) -> Kernel[Any]:
     task.backend = None, Choice(replace(INTERPRETED, name="triton"), ())
     return task.backend[1].kernel  # type: ignore[no-any-return]
 
@@ -267,7 +267,7 @@ PROVEN = {
 }  # fmt: skip
 
 
-def run(tasks: Sequence[Task]) -> None:
+def run(tasks: Sequence[ParamStep]) -> None:
     launch.step(tasks, {})
 
 
