@@ -93,17 +93,20 @@ int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
 //   encode(codes, x, random, decays)     writes their codes; the scale is at least the amax of the tile. random: 16 bits each
 
 struct Format {
+  static constexpr bool IS_NARROW = true, EXPANDS = false;
   F scale, inverse;
   int log_k;
   Format(float scale, int log_k) : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), log_k(log_k) {}
 };
 
 struct None : Format {
+  static constexpr bool IS_NARROW = false;
   static constexpr int BITS = 0;
   using Format::Format;
 };
 
 struct Wide : Format {  // in place: there is nothing to decode
+  static constexpr bool IS_NARROW = false;
   static constexpr int BITS = 32;
   using Format::Format;
   F decode(const uint8_t* codes) const { return load<F>(codes); }
@@ -139,6 +142,7 @@ struct UE5M3Format : Format {
 };
 
 template <bool SIGNED> struct Small : Format {  // E4M3 of 2^8 t^k
+  static constexpr bool EXPANDS = true;
   static constexpr int BITS = 8;
   static constexpr uint32_t DROPS = 0x7FFFFF;
   using Format::Format;
@@ -203,7 +207,8 @@ struct Dynamic4 : Format {
   void encode(uint8_t* codes, F x, U random, I decays) const {
     const F share = magnitude(x) * inverse;
     I code = integers(0);
-    for (int k = 0; k < 7; k++) code -= decays ? share >= DYNAMIC_LEVELS[k + 1] : share > DYNAMIC_BOUNDARIES[k];
+    for (int k = 0; k < 7; k++) code -= share > DYNAMIC_BOUNDARIES[k];
+    code += decays & (share < lookup8(DYNAMIC_LEVELS, code));  // the level below
     store_nibbles(codes, x < 0.f ? 8 - code : 8 + code);
   }
 };
@@ -336,14 +341,16 @@ void prefetch_tile(const Job& job, int64_t at, int64_t n) {
 // ---- a tile -------------------------------------------------------------------------------------------------------------
 
 // The bits of the largest magnitude, NaN being the largest of all; and of the smallest but 0.
-struct Extent {
+template <class FORMAT> struct Extent {
   I largest = integers(0);
   U smallest = U(integers(-1));
   void see(F x) {
     const I size = bits(x) & 0x7FFFFFFF;
     largest = larger(largest, size);
-    const U less = U(size) - 1;
-    smallest = less < smallest ? less : smallest;
+    if constexpr (FORMAT::EXPANDS) {
+      const U less = U(size) - 1;
+      smallest = less < smallest ? less : smallest;
+    }
   }
   uint32_t most() const {
     int32_t found = 0;
@@ -355,6 +362,12 @@ struct Extent {
     for (int l = 0; l < LANES; l++) found = std::min(found, smallest[l]);
     return found + 1;
   }
+};
+
+// Both moments of a tile as float32, and where the first only decays.
+struct Buffers {
+  alignas(64) float m[TILE], v[TILE];
+  alignas(64) int32_t shrinks[TILE];
 };
 
 template <class FORMAT> FORMAT format_of(const Moment& q, int64_t tile) {
@@ -370,39 +383,50 @@ template <int BITS> void copy_codes(uint8_t* to, const uint8_t* from, int count)
   if (BITS == 4 && count % 2) to[count / 2] &= 0xF;
 }
 
-// Encodes x, n elements and zeros up to a whole vector, by the scale that its extent asks for.
-template <class FORMAT>
-void encode(const Moment& q, const Place& at, float* x, const int32_t* decays, int n, uint32_t key, const Extent& extent) {
-  const uint32_t amax = extent.most();
-  const float scale = scale_from(amax, FORMAT::DROPS);
-  q.scale[at.tile] = uint16_t(as_bits(scale) >> 16);
-  if (scale != scale) std::fill(x, x + TILE, 0.f);  // a poisoned tile: its scale says so
-  const int log_k = q.expansion ? chosen_expansion(q, extent.least(), amax) : 0;
-  if (q.expansion) q.expansion[at.tile] = int8_t(log_k);
-  const FORMAT format(scale, log_k);
-  uint8_t* codes = codes_of<FORMAT>(q, at);
-  const auto vector = [&](uint8_t* to, int i) __attribute__((always_inline)) {
-    format.encode(to, load<F>(x + i), noise16s(key, uint32_t(at.index + i)), load<I>(decays + i));
+// The format by which x, a tile, is encoded, of the scale that its extent asks for; keeps the scale.
+template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, float* x, const Extent<FORMAT>& extent) {
+  if constexpr (FORMAT::IS_NARROW) {
+    const uint32_t amax = extent.most();
+    const float scale = scale_from(amax, FORMAT::DROPS);
+    q.scale[at.tile] = uint16_t(as_bits(scale) >> 16);
+    if (scale != scale) std::fill(x, x + TILE, 0.f);  // a poisoned tile: its scale says so
+    const int log_k = q.expansion ? chosen_expansion(q, extent.least(), amax) : 0;
+    if (q.expansion) q.expansion[at.tile] = int8_t(log_k);
+    return FORMAT(scale, log_k);
+  }
+  return FORMAT(1.f, 0);
+}
+
+// Encodes both moments of a tile, n elements and zeros up to a whole vector. Together: a root of one hides behind the bits of the other.
+template <class FIRST, class SECOND>
+void encode(const FIRST first, const SECOND second, uint8_t* firsts, uint8_t* seconds, const Buffers& buffers, int n, uint32_t key,
+            uint32_t index) {
+  const auto vector = [&](uint8_t* to_first, uint8_t* to_second, int i) __attribute__((always_inline)) {
+    const U random = noise16s(key, index + i);
+    if constexpr (FIRST::IS_NARROW) first.encode(to_first, load<F>(buffers.m + i), random, load<I>(buffers.shrinks + i));
+    if constexpr (SECOND::IS_NARROW) second.encode(to_second, load<F>(buffers.v + i), random, I{});
   };
   const int whole = n / BLOCK * BLOCK;
   for (int i = 0; i < whole; i += BLOCK)  // the vectors of a block share their random bits
-    for (int j = i; j < i + BLOCK; j += LANES) vector(codes + j * FORMAT::BITS / 8, j);
+    for (int j = i; j < i + BLOCK; j += LANES) vector(firsts + j * FIRST::BITS / 8, seconds + j * SECOND::BITS / 8, j);
   for (int i = whole; i < n; i += LANES) {
-    uint8_t end[4 * LANES];
-    vector(end, i);
-    copy_codes<FORMAT::BITS>(codes + i * FORMAT::BITS / 8, end, std::min(LANES, n - i));
+    uint8_t a[4 * LANES], b[4 * LANES];
+    vector(a, b, i);
+    const int count = std::min(LANES, n - i);
+    if (FIRST::IS_NARROW) copy_codes<FIRST::BITS>(firsts + i * FIRST::BITS / 8, a, count);
+    if (SECOND::IS_NARROW) copy_codes<SECOND::BITS>(seconds + i * SECOND::BITS / 8, b, count);
   }
 }
 
 template <class RULE, class FIRST, class SECOND>
 void step_moments(const Job& job, const Place& at, int n, float* weights, const float* gradients) {
-  alignas(64) float m[TILE], v[TILE];
-  alignas(64) int32_t shrinks[TILE];
+  Buffers buffers;
   const Constants c = *job.constants;  // apart from the memory that is written
   const FIRST first = format_of<FIRST>(job.first, at.tile);
   const SECOND second = format_of<SECOND>(job.second, at.tile);
   uint8_t *const firsts = codes_of<FIRST>(job.first, at), *const seconds = codes_of<SECOND>(job.second, at);
-  Extent of_first, of_second;
+  Extent<FIRST> of_first;
+  Extent<SECOND> of_second;
   I all_decay = integers(-1);
   const auto vector = [&](float* w_at, const float* g_at, uint8_t* first_at, uint8_t* second_at, int i, int count)
       __attribute__((always_inline)) {
@@ -413,18 +437,18 @@ void step_moments(const Job& job, const Place& at, int n, float* weights, const 
     RULE::step(c, w, g, x, y, decays);
     store(w_at, w);
     if (count < LANES) x = LANE < count ? x : all(0.f), y = LANE < count ? y : all(0.f);
-    if constexpr (FIRST::BITS == 32) {
-      store(first_at, x);
-    } else {
+    if constexpr (FIRST::IS_NARROW) {
       of_first.see(x);
-      store(m + i, x);
-      store(shrinks + i, decays);
+      store(buffers.m + i, x);
+      store(buffers.shrinks + i, decays);
       all_decay &= decays;
+    } else {
+      store(first_at, x);
     }
     if constexpr (SECOND::BITS == 32) store(second_at, y);
-    if constexpr (SECOND::BITS > 0 && SECOND::BITS < 32) {
+    if constexpr (SECOND::IS_NARROW) {
       of_second.see(y);
-      store(v + i, y);
+      store(buffers.v + i, y);
     }
   };
   const int whole = n / LANES * LANES, rest = n - whole;
@@ -445,17 +469,18 @@ void step_moments(const Job& job, const Place& at, int n, float* weights, const 
   if constexpr (FIRST::BITS == 4) {  // the scale of a tile that decays as a whole follows
     bool whole = true;
     for (int l = 0; l < LANES; l++) whole &= all_decay[l] != 0;
-    if (whole) std::fill(shrinks, shrinks + TILE, 0);
+    if (whole) std::fill(buffers.shrinks, buffers.shrinks + TILE, 0);
   }
-  if constexpr (FIRST::BITS < 32) encode<FIRST>(job.first, at, m, shrinks, n, job.noise, of_first);
-  if constexpr (SECOND::BITS > 0 && SECOND::BITS < 32) encode<SECOND>(job.second, at, v, shrinks, n, job.noise, of_second);
+  if constexpr (FIRST::IS_NARROW)
+    encode(format_for<FIRST>(job.first, at, buffers.m, of_first), format_for<SECOND>(job.second, at, buffers.v, of_second), firsts,
+           seconds, buffers, n, job.noise, uint32_t(at.index));
 }
 
 using Step = void (*)(const Job&, const Place&, int, float*, const float*);
 
 template <class FIRST, class SECOND> Step step_of_rule(int rule) {
   switch (rule) {
-    case ADAMW: return step_moments<AdamW<SECOND::BITS < 32>, FIRST, SECOND>;
+    case ADAMW: return step_moments<AdamW<SECOND::IS_NARROW>, FIRST, SECOND>;
     case LION: return step_moments<Lion, FIRST, None>;
     default: return step_moments<Sgd, FIRST, None>;
   }
