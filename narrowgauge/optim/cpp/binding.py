@@ -116,7 +116,7 @@ def _pointer(x: Tensor | None) -> int | None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = build.library("narrowgauge.optim", SOURCES, "the fused step", 'take backend="torch"')
+    library = build.library("narrowgauge.optim.cpp", SOURCES, "the fused step", 'take backend="torch"')
     library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
     library.narrowgauge_step.restype = None
     library.narrowgauge_job_bytes.restype = ctypes.c_int64
