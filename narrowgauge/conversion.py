@@ -29,11 +29,12 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.fuse import unfuse
 from narrowgauge.model_blocks import Block, blocks
+from narrowgauge.nn.amax_history import AmaxHistory, roll_history
 from narrowgauge.nn.caches import SharedInputs
-from narrowgauge.nn.learned_step import decide, warn_of_untrained
+from narrowgauge.nn.learned_step import warn_of_untrained
+from narrowgauge.nn.leverage_score import decide
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.ops.quantize.amax_state import AmaxWindow, roll
 from narrowgauge.patterns import matches
 from narrowgauge.recipe import Recipe
 
@@ -211,7 +212,7 @@ def advance(model: nn.Module) -> None:
             layer.steps.advance()
     warn_of_untrained([(name, layer, layer.steps) for name, layer in named.items() if layer.steps is not None])
     decide([layer.sampling for layer in layers if layer.sampling is not None])
-    roll([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
+    roll_history([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
 
 
 def _check_model(model: object) -> None:
@@ -224,7 +225,7 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     found = {}
     for name, layer in _quantized(model):
         for role, window in (layer.scaling or {}).items():
-            assert isinstance(window, AmaxWindow)
+            assert isinstance(window, AmaxHistory)
             if count := int(window.nonfinite):
                 found[name, role] = count
     return found
@@ -250,10 +251,10 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
     return ((name, layer) for name, layer in _linears(model) if isinstance(layer, QLinear))
 
 
-def _windows(layer: QLinear) -> Iterator[AmaxWindow]:
+def _windows(layer: QLinear) -> Iterator[AmaxHistory]:
     assert layer.scaling is not None
     for window in layer.scaling.values():
-        assert isinstance(window, AmaxWindow)
+        assert isinstance(window, AmaxHistory)
         yield window
 
 
@@ -267,7 +268,7 @@ def _restore(layer: QLinear) -> None:
         "reason",
         "decision",
         "_cache",
-        "_stepped",
+        "_precast",
         "_shared",
         "_written",
         "_recipe",

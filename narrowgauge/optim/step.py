@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.moments import Encoded, Moment
 
@@ -66,7 +66,7 @@ class Task:
     native: Any = None
     backend: tuple[Any, Any] | None = None
     asked: tuple[Any, ...] = ()
-    stepped: Stepped | None = None
+    stepped: PrecastWeight | None = None
     step: Tensor
     address: int = field(init=False)
     elements: int = field(init=False)

@@ -13,7 +13,7 @@ from narrowgauge.formats import INT4, INT4X2
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 LONGEST_SUM = (2**31 - 1) // (14 * 98)  # of products within 32 bits
 
@@ -37,7 +37,7 @@ def refuse(spec: MmSpec) -> str | None:
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Codes of INT4 may come packed, or one to a byte under a cast to INT8 (see `straight_through`)."""
+    """Codes of INT4 may come packed, or one to a byte (see `nn.straight_through`)."""
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
         out = torch.zeros(m, n, device="cpu")

@@ -26,7 +26,7 @@ from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
 from narrowgauge.ops.registry import Device, constant_while_compiling
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
+from narrowgauge.scaling import WHOLE, tile_sizes, times_scale
 
 
 def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:

@@ -19,6 +19,8 @@ on the CPU for integers with one scale per tensor or row whose noise comes as a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import scale_shape
+from narrowgauge.scaling import scale_shape
 
 
 def _in_torch(
@@ -47,6 +49,16 @@ KERNELS.register(Kernel("reference", lambda spec: None, _in_torch))
 
 tile_amax = definition.tile_amax
 calibrated_amax = definition.calibrated_amax
+
+
+def plan(
+    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
+) -> Callable[..., QTensor]:
+    """What computes `quantize` for such arguments: run(x, cast, amax, noise, expand), without a check of them.
+
+    It serves other tensors of the same device and type, as empty and with as many columns modulo 2, and noise of the same kind.
+    """
+    return KERNELS.choose(Spec.of(x, cast, amax, noise, expand)).kernel.run
 
 
 @torch.no_grad()

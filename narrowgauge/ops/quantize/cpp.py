@@ -12,7 +12,7 @@ from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 
 def refuse(spec: Spec) -> str | None:

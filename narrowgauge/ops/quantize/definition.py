@@ -13,8 +13,16 @@ from torch import Tensor
 from narrowgauge.errors import ShapeError
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
-from narrowgauge.scaling import two_level_scales
-from narrowgauge.tiles import WHOLE, as_tiles, filled_up, per_tile, scale_shape, tile_sizes, times_scale
+from narrowgauge.scaling import (
+    WHOLE,
+    as_tiles,
+    filled_up,
+    per_tile,
+    scale_shape,
+    tile_sizes,
+    times_scale,
+    two_level_scales,
+)
 
 _SHRINK = 2.0**-100  # of numbers whose squares overflow: nothing that counts beside them vanishes
 
