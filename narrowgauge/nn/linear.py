@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import InputCasts, PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.leverage_score import RowSampling
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
-from narrowgauge.nn.operands import Rotation, find
-from narrowgauge.nn.plan import CastSource, LinearContext, LinearPlan, Observer
+from narrowgauge.nn.operands import CastSource, Rotation, find
+from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
 from narrowgauge.nn.straight_through import steps_from_data
 from narrowgauge.ops.quantize import precast_weight
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
@@ -99,10 +100,12 @@ class QLinear(nn.Linear):
         self._precast: PrecastWeight | None = None
         self._shared: SharedInputs | None = None
         self._written = (0, 0)
+        self.step_ended = False  # by an optimizer of torch, so that the next `advance` has nothing to end
         self._recipe: Recipe | None = None
         self._plans: dict[torch.device, LinearPlan] = {}
         self.scaling = self.steps = self.sampling = None
         self.recipe = recipe
+        step_end.follow_layer(self)
 
     def use_precast(self, precast: PrecastWeight | None) -> None:
         """Takes its weight's cast from what the optimizer's step leaves (see `optim.precast_weights`); None: no longer."""
@@ -366,9 +369,13 @@ class QLinear(nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        step_end.follow_layer(self)
+
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
-        return self.__dict__ | {"_cache": None, "_precast": None, "observer": None, "_plans": {}}
+        return self.__dict__ | {"_cache": None, "_precast": None, "observer": None, "_plans": {}, "step_ended": False}
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

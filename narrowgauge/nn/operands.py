@@ -12,7 +12,7 @@ the product says so. Everything works on plain tensors, so that torch.compile tr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -257,6 +257,13 @@ class Operand:
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
         """(x, w) the gradient of t and that of its learned step, from d, that of the decoded operand."""
         return d, None
+
+
+class CastSource(Protocol):
+    """Who may have the casts of a tensor. Another one (gathered codes, a message's, a stored export's) is one more in `sources`."""
+
+    def lookup(self, tensor: Tensor, request: CastRequest) -> Operand | None:
+        """The tensor as an Operand with the casts that there are, or that will be kept here; None: nothing is known of it."""
 
 
 KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}

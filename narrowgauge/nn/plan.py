@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.scaling import WHOLE
-
-if TYPE_CHECKING:
-    from narrowgauge.nn.operands import Operand
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
@@ -46,7 +43,7 @@ class OperandPlan:
     """
 
     role: str
-    kind: type[Operand]
+    kind: type[Any]
     rows: Cast | None
     cols: Cast | None
     rows_expand: torch.dtype | None
@@ -112,7 +109,7 @@ class LinearPlan:
     has_memory: bool
 
     @classmethod
-    def of(cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Operand]]) -> LinearPlan:
+    def of(cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Any]]) -> LinearPlan:
         """kinds: role -> the class of its Operand."""
         plans = {name: plan(gemm, device) for name, gemm in recipe.gemms().items()}
         roles = {role: _operand_plan(role, kind, recipe, plans) for role, kind in kinds.items()}
@@ -139,7 +136,7 @@ class LinearPlan:
         return w.rows, ""
 
 
-def _operand_plan(role: str, kind: type[Operand], recipe: Recipe, plans: dict[str, Plan]) -> OperandPlan:
+def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, Plan]) -> OperandPlan:
     rows, cols = recipe.roles()[role]
     first, second = PRODUCTS[role]
     rotations = getattr(recipe, first).rotate, getattr(recipe, second).rotate
@@ -166,7 +163,7 @@ class LinearContext:
     out_dtype      of the result
     records        whether delayed scaling notes what it sees: in training, not in evaluation
     grads          whether autograd records, so that a backward pass may come
-    sources        who may have an operand's casts already, in the order in which they are asked
+    sources        who may have an operand's casts already (operands.CastSource), in the order in which they are asked
     cache          the one of them that keeps the weight's casts
     is_cold        whether learned steps are in their cold start
     sampled        the products whose rows are sampled in this step
@@ -177,8 +174,8 @@ class LinearContext:
     out_dtype: torch.dtype
     records: bool = True
     grads: bool = True
-    sources: tuple[CastSource, ...] = ()
-    cache: CastSource | None = None
+    sources: tuple[Any, ...] = ()
+    cache: Any = None
     observer: Observer | None = None
     is_cold: bool = False
     sampled: tuple[str, ...] = ()
@@ -199,10 +196,3 @@ class CastRequest:
     context: LinearContext
     needs: tuple[bool, bool]
     state: Tensor | None = None
-
-
-class CastSource(Protocol):
-    """Who may have the casts of a tensor. Another one (gathered codes, a message's, a stored export's) is one more in `sources`."""
-
-    def lookup(self, tensor: Tensor, request: CastRequest) -> Operand | None:
-        """The tensor as an Operand with the casts that there are, or that will be kept here; None: nothing is known of it."""
