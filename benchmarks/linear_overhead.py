@@ -4,8 +4,9 @@
     python -m benchmarks.linear_overhead --recipe int4-hq-lss
     python -m benchmarks.linear_overhead --json results.jsonl    appends the row, with versions, commit and command
 
-A call is an event "call" of `sys.setprofile` in a file of this package (a generator that resumes counts again); a move, a call from one
-file into another; depth, frames of the package above each other. One layer of 64 x 64 reads [32, 64] float32, forward and backward,
+A call is an event "call" of `sys.setprofile` in a file of this package (a generator that resumes counts again); a move, a call in
+another file than the one before it; depth, frames of the package above each other. One layer of 64 x 64 reads [32, 64] float32,
+forward and backward,
 after `advance`, so that its weight is cast too. Times are seconds of this process on the CPU, medians of rounds that alternate between
 the layers, one thread; torchao's emulated float8 Linear is timed beside them where it is installed.
 """
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,15 +45,14 @@ def counted(run: Callable[[], Any]) -> dict[str, int]:
     """calls, files, moves and depth of what `run` calls in the package."""
     files: list[str] = []
     stack: list[str] = []
-    moves = depth = 0
+    depth = 0
 
     def see(frame: FrameType, event: str, _: object) -> None:
-        nonlocal moves, depth
+        nonlocal depth
         name = frame.f_code.co_filename
         if not name.startswith(PACKAGE):
             return
         if event == "call":
-            moves += bool(stack) and stack[-1] != name
             stack.append(name)
             files.append(name)
             depth = max(depth, len(stack))
@@ -63,6 +64,7 @@ def counted(run: Callable[[], Any]) -> dict[str, int]:
         run()
     finally:
         sys.setprofile(None)
+    moves = sum(one != other for one, other in pairwise(files))
     return {"calls": len(files), "files": len(set(files)), "moves": moves, "depth": depth}
 
 
@@ -108,6 +110,7 @@ def measured(recipe: str) -> dict[str, Any]:
     run()  # the weight's casts are kept from here on
     ng.advance(layer)
     found: dict[str, Any] = {"recipe": recipe, **counted(run)}
+    run()
     runs = {"nn.Linear": trip(nn.Linear(WIDTH, WIDTH)), recipe: run}
 
     def first() -> None:

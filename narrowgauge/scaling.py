@@ -49,6 +49,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ class ScaleRule:
         return self.function(amax.to(torch.float32), format)
 
 
+@cache
 def smallest_scale(format: Format) -> float:
     """The smallest scale of a tile of `format`: a power of two; see the module for the reason."""
     exact = 2 * SMALLEST_NORMAL / format.smallest

@@ -85,9 +85,10 @@ class LinearFunction(torch.autograd.Function):
             grad_weight = d.to(weight.dtype)
         if ctx.bias_dtype is not None:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        learns = ctx.needs_input_grad[4], ctx.needs_input_grad[5]
-        steps = straight_through.step_gradients((x_step, w_step), learns, context.is_cold, gy.device)
-        return grad_input, grad_weight, grad_bias, None, *steps, None
+        learns = ctx.needs_input_grad[4:6]
+        if True in learns:
+            x_step, w_step = straight_through.step_gradients((x_step, w_step), learns, context.is_cold, gy.device)
+        return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
 
 
 def _mm(

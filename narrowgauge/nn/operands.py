@@ -37,17 +37,14 @@ class Rotation:
 
     hadamard: Hadamard | None = None
     signs: Tensor | None = None
+    is_random: bool = False
 
     @classmethod
     def draw(cls, hadamard: Hadamard | None, operand: Tensor) -> Rotation:
         """Along the last axis of `operand`, with new signs where they are random."""
         if hadamard is None:
             return NONE
-        return cls(hadamard, draw_signs(hadamard, operand.shape[1], operand.device))
-
-    @property
-    def is_random(self) -> bool:
-        return self.hadamard is not None and self.hadamard.signs == "random"
+        return cls(hadamard, draw_signs(hadamard, operand.shape[1], operand.device), hadamard.signs == "random")
 
     def __call__(self, operand: Tensor) -> Tensor:
         return operand if self.hadamard is None else rotate(operand, self.hadamard, self.signs)
@@ -236,7 +233,7 @@ class Operand:
             rotate = request.plan.cols_rotate
             inner = shape[0] if rotate is None else rotated_length(shape[0], rotate)
             casts.cols = QTensor(
-                data=tensor, scale=scale, cast=request.plan.cols, inner=inner, global_scale=global_scale
+                data=tensor, scale=scale, cast=request.plan.cols, inner=inner, global_scale=global_scale, checked=True
             )
         assert tensor is not None or not request.needs[1]
         cache = request.context.cache

@@ -34,18 +34,10 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import scale_shape
 
-
-def _in_torch(
-    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
-) -> QTensor:
-    made = noise if noise is None or isinstance(noise, Tensor) else noise.uniform(tuple(x.shape))
-    return definition.quantize(x, cast, amax, made, expand)
-
-
 KERNELS: Registry[Spec] = Registry("quantize")
 KERNELS.register(selfcheck.proven("quantize", Kernel("triton", triton.refuse, triton.run), selfcheck.check_one))
 KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_torch))
+KERNELS.register(Kernel("reference", lambda spec: None, definition.quantize))
 
 tile_amax = definition.tile_amax
 calibrated_amax = definition.calibrated_amax
@@ -101,7 +93,7 @@ def quantize(
     if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
         raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
     if backend is None and torch.compiler.is_compiling():  # all others refuse, which need not be traced
-        return _in_torch(x, cast, amax, noise, expand)
+        return definition.quantize(x, cast, amax, noise, expand)
     return KERNELS.choose(Spec.of(x, cast, amax, noise, expand), backend).kernel.run(x, cast, amax, noise, expand)
 
 
