@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import CastRequest
-from narrowgauge.ops.quantize.precast_weight import PrecastWeight, quantize_precast
 from narrowgauge.ops.validity import Key, validity
 from narrowgauge.recipe import Cast
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
 # --- the weight ------------------------------------------------------------------------------------------------------------------
 
@@ -80,6 +83,8 @@ class PrecastSource:
         found = self.cache.lookup(tensor, request)
         if found is None or found.casts.rows is not None:
             return None
+        from narrowgauge.ops.quantize.precast_weight import quantize_precast
+
         casts = found.casts
         casts.rows, casts.cols, casts.amax = quantize_precast(tensor, self.precast, request.state, records=True)
         return found

@@ -7,25 +7,24 @@ themselves are in linear_function.py.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import recipes
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import InputCasts, PrecastSource, SharedInputs, WeightCache
-from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.nn.leverage_score import RowSampling
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import CastSource, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
-from narrowgauge.nn.straight_through import steps_from_data
-from narrowgauge.ops.quantize import precast_weight
-from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.recipe import Cast, Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.learned_step import LearnedSteps
+    from narrowgauge.nn.leverage_score import RowSampling
+    from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
 __all__ = ["Observer", "QLinear", "WeightCache", "linear"]
 
@@ -119,7 +118,10 @@ class QLinear(nn.Linear):
         if self._recipe is None:
             return None, "an ordinary Linear"
         cast, reason = self.plan(self.weight.device).step_cast()
-        reason = reason or precast_weight.refuse(cast) or "" if cast is not None else reason
+        if cast is not None:
+            from narrowgauge.ops.quantize import precast_weight
+
+            reason = precast_weight.refuse(cast) or ""
         return None if reason else cast, reason
 
     @property
@@ -129,6 +131,8 @@ class QLinear(nn.Linear):
     @recipe.setter
     def recipe(self, recipe: Recipe | str | None) -> None:
         if isinstance(recipe, str):
+            from narrowgauge import recipes  # a Recipe needs none of the names
+
             recipe = recipes.get(recipe)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ConfigError(
@@ -157,11 +161,17 @@ class QLinear(nn.Linear):
         if self.steps is not None and self.steps.settings == steps:
             self.steps.reset_parameters()
         else:
-            self.steps = LearnedSteps(steps, self.weight.device) if steps else None
-            if self.steps is not None:
-                self.steps.requires_grad_(self.weight.requires_grad)
+            self.steps = None
+        if steps and self.steps is None:
+            from narrowgauge.nn.learned_step import LearnedSteps
+
+            self.steps = LearnedSteps(steps, self.weight.device).requires_grad_(self.weight.requires_grad)
         samples = {} if recipe is None else recipe.samples()
-        self.sampling = RowSampling(samples, self.weight.device) if samples else None
+        self.sampling = None
+        if samples:
+            from narrowgauge.nn.leverage_score import RowSampling
+
+            self.sampling = RowSampling(samples, self.weight.device)
 
     def empty_cache(self, keep: bool = False) -> None:
         """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does).
@@ -314,6 +324,8 @@ class QLinear(nn.Linear):
             return None, None, variance
         fresh = {}
         if steps.is_cold:
+            from narrowgauge.nn.straight_through import steps_from_data
+
             fresh = steps_from_data(steps, _rows(x), weight, context.plan.recipe, writes=self.training)
         x_step, w_step = (
             fresh[role] if role in fresh and not self.training else steps.get(role) for role in ("x", "w")

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
-from narrowgauge.nn import operands, straight_through
-from narrowgauge.nn.operands import Rotation, find
+from narrowgauge.nn.operands import KINDS, Rotation, find
 from narrowgauge.nn.plan import CastRequest, LinearContext, LinearPlan
 from narrowgauge.ops.mm import Plan
 from narrowgauge.qtensor import QTensor
@@ -87,7 +86,7 @@ class LinearFunction(torch.autograd.Function):
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         learns = ctx.needs_input_grad[4:6]
         if True in learns:
-            x_step, w_step = straight_through.step_gradients((x_step, w_step), learns, context.is_cold, gy.device)
+            x_step, w_step = plan.x.kind.step_gradients((x_step, w_step), learns, context.is_cold, gy.device)
         return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
 
 
@@ -100,5 +99,8 @@ def _mm(
 
 def plan_of(recipe: Recipe, device: torch.device) -> LinearPlan:
     """What the recipe means on the device."""
-    kinds = straight_through.KINDS if recipe.backward == "straight-through" else operands.KINDS
-    return LinearPlan.of(recipe, device, kinds)
+    if recipe.backward == "recast":
+        return LinearPlan.of(recipe, device, KINDS)
+    from narrowgauge.nn import straight_through
+
+    return LinearPlan.of(recipe, device, straight_through.KINDS)

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.nn.plan import PRODUCTS, CastRequest, LinearContext
-from narrowgauge.ops.hadamard import draw_signs, rotate, rotated_length
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.ops.quantize.pair import quantize_pair
 from narrowgauge.ops.random import draw
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, Window
@@ -44,10 +42,16 @@ class Rotation:
         """Along the last axis of `operand`, with new signs where they are random."""
         if hadamard is None:
             return NONE
+        from narrowgauge.ops.hadamard import draw_signs
+
         return cls(hadamard, draw_signs(hadamard, operand.shape[1], operand.device), hadamard.signs == "random")
 
     def __call__(self, operand: Tensor) -> Tensor:
-        return operand if self.hadamard is None else rotate(operand, self.hadamard, self.signs)
+        if self.hadamard is None:
+            return operand
+        from narrowgauge.ops.hadamard import rotate
+
+        return rotate(operand, self.hadamard, self.signs)
 
 
 NONE = Rotation()
@@ -97,6 +101,8 @@ class Operand:
             casts.amax = update_amax(state, amax, records=self.request.context.records)
 
     def _pair(self, cast: Cast, both: bool) -> tuple[QTensor, QTensor | None, Tensor | None]:
+        from narrowgauge.ops.quantize.pair import quantize_pair
+
         x, noise = self.tensor, (None, None)
         if cast.rounding == "stochastic":
             noise = tuple(draw(tuple(each.shape), x.device) for each in (x, x.T))  # type: ignore[assignment]
@@ -231,7 +237,7 @@ class Operand:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and request.plan.cols is not None
             rotate = request.plan.cols_rotate
-            inner = shape[0] if rotate is None else rotated_length(shape[0], rotate)
+            inner = shape[0] if rotate is None else -(-shape[0] // rotate.block) * rotate.block
             casts.cols = QTensor(
                 data=tensor, scale=scale, cast=request.plan.cols, inner=inner, global_scale=global_scale, checked=True
             )

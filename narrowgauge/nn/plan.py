@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.mm import Plan, plan
-from narrowgauge.ops.quantize import pair
 from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
@@ -71,6 +70,8 @@ class OperandPlan:
             return False
         key = ("pair", delayed, both, x.dtype, x.shape[1] & 1)
         if key not in self.kernels:
+            from narrowgauge.ops.quantize import pair  # where kernels read codes
+
             self.kernels[key] = pair.reads_once(x, self.rows, delayed, both)
         found: bool = self.kernels[key]
         return found

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.nn.amax_history import AmaxHistory, roll_history
-from narrowgauge.nn.learned_step import LearnedSteps, warn_of_untrained
-from narrowgauge.nn.leverage_score import RowSampling, decide
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.learned_step import LearnedSteps
+    from narrowgauge.nn.leverage_score import RowSampling
 
 
 class Layer(Protocol):
@@ -67,8 +69,14 @@ def end_steps(layers: dict[str, Any]) -> None:
         layer.end_step()
         if layer.steps is not None:
             layer.steps.advance()
-    warn_of_untrained([(name, layer, layer.steps) for name, layer in found if layer.steps is not None])  # type: ignore[misc]
-    decide([layer.sampling for _, layer in found if layer.sampling is not None])
+    if learned := [(name, layer, layer.steps) for name, layer in found if layer.steps is not None]:
+        from narrowgauge.nn.learned_step import warn_of_untrained
+
+        warn_of_untrained(learned)  # type: ignore[arg-type]
+    if samplings := [layer.sampling for _, layer in found if layer.sampling is not None]:
+        from narrowgauge.nn.leverage_score import decide
+
+        decide(samplings)
     roll_history([each for _, layer in found if layer.scaling is not None for each in _histories(layer.scaling)])
 
 

@@ -120,6 +120,16 @@ class CodedOperand(Operand):
         step = self.coded.step_gradient(d)
         return self.coded.gradient(d, self.rotation, self.inner), step
 
+    @staticmethod
+    def step_gradients(
+        found: tuple[Tensor | None, Tensor | None], learns: tuple[bool, bool], is_cold: bool, device: torch.device
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the two steps: zero in the cold start, and where a product in 16 bits leaves none."""
+        return tuple(
+            None if not learned else torch.zeros(1, device=device) if step is None or is_cold else step
+            for step, learned in zip(found, learns, strict=True)
+        )
+
     @property
     def _other(self) -> Cast | None:
         """The cast by which the product whose result is its gradient reads the other operand: None for the original in 16 bits."""
@@ -368,16 +378,6 @@ def _drawn_rows(rows: int, every: int, device: torch.device, offset: Tensor | No
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------------------
-
-
-def step_gradients(
-    found: tuple[Tensor | None, Tensor | None], learns: tuple[bool, bool], is_cold: bool, device: torch.device
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the two steps: zero in the cold start, and where a product in 16 bits leaves none."""
-    return tuple(
-        None if not learned else torch.zeros(1, device=device) if step is None or is_cold else step
-        for step, learned in zip(found, learns, strict=True)
-    )
 
 
 @torch.no_grad()

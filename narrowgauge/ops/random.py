@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import refuse as refuse_triton
 
@@ -35,6 +34,8 @@ class Key:
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
         """float32 in [0, 1) of `shape`, multiples of 2^-24."""
+        from narrowgauge.ops.cpp import int4 as cpp
+
         if cpp.refuse("cpu") is None:
             return cpp.uniform(tuple(shape), (self.low, self.high))
         return reference(self.low, self.high, tuple(shape))

@@ -20,13 +20,14 @@ on the CPU for integers with one scale per tensor or row whose noise comes as a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.ops.quantize import cpp, definition, selfcheck, triton
+from narrowgauge.ops.quantize import cpp, definition, triton
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Registry
@@ -34,8 +35,23 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import scale_shape
 
+
+def proven(op: str, kernel: Kernel[Spec], check: str) -> Kernel[Spec]:
+    """The kernel, refused as well where it fails its proof, a function of selfcheck.py, on the device at hand (see `Device.index`)."""
+
+    def refuse(spec: Spec) -> str | None:
+        reason = kernel.refuse(spec)
+        if reason is not None or spec.device.index is None:
+            return reason
+        from narrowgauge.ops.quantize import selfcheck  # on a GPU alone
+
+        return selfcheck.proven(op, kernel, getattr(selfcheck, check)).refuse(spec)
+
+    return replace(kernel, refuse=refuse)
+
+
 KERNELS: Registry[Spec] = Registry("quantize")
-KERNELS.register(selfcheck.proven("quantize", Kernel("triton", triton.refuse, triton.run), selfcheck.check_one))
+KERNELS.register(proven("quantize", Kernel("triton", triton.refuse, triton.run), "check_one"))
 KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
 KERNELS.register(Kernel("reference", lambda spec: None, definition.quantize))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.quantize import definition, quantize, selfcheck, triton
+from narrowgauge.ops.quantize import definition, proven, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
@@ -48,7 +48,7 @@ def refuse(spec: Spec) -> str | None:
 
 
 KERNELS: Registry[Spec] = Registry("quantize_pair")
-KERNELS.register(selfcheck.proven("quantize_pair", Kernel("triton", refuse, triton.pair), selfcheck.check_pair))
+KERNELS.register(proven("quantize_pair", Kernel("triton", refuse, triton.pair), "check_pair"))
 KERNELS.register(Kernel("reference", lambda spec: None, _in_turn))
 
 
