@@ -86,11 +86,17 @@ class ScaleRule:
         return self.function(amax.to(torch.float32), format)
 
 
-@cache
 def smallest_scale(format: Format) -> float:
     """The smallest scale of a tile of `format`: a power of two; see the module for the reason."""
+    return _smallest_scale(format) if torch.compiler.is_compiling() else _known_smallest_scale(format)
+
+
+def _smallest_scale(format: Format) -> float:
     exact = 2 * SMALLEST_NORMAL / format.smallest
     return 2.0 ** (_floor_log2(exact) + (math.frexp(exact)[0] > 0.5))
+
+
+_known_smallest_scale = cache(_smallest_scale)  # Dynamo warns of caches
 
 
 def two_level_global(amax: Tensor, format: Format) -> Tensor:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from narrowgauge import readings
+from narrowgauge.description import readings
 from narrowgauge.diagnose import format_text
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.report import figures

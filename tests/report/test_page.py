@@ -18,7 +18,7 @@ from tests.report.synthetic_run import MODULES, REFERENCE, Plan, events, run, wr
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from narrowgauge import readings  # noqa: E402
+from narrowgauge.description import readings  # noqa: E402
 from narrowgauge.diagnose import format_text  # noqa: E402
 from narrowgauge.errors import ConfigError, StorageError  # noqa: E402
 from narrowgauge.report import figures, tables  # noqa: E402

@@ -12,15 +12,15 @@ from math import isfinite
 import torch
 from torch import nn
 
-from narrowgauge import readings
 from narrowgauge.conversion import output_head, reason_to_keep
+from narrowgauge.description import readings
+from narrowgauge.description.unconverted import other_weights
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
-from narrowgauge.unconverted import other_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.block_size import add_errors, calibrate_blocks
+from narrowgauge.auto.block_size import add_errors, calibrate_blocks
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.hadamard import rotate
 from narrowgauge.ops.quantize import dequantize, quantize
