@@ -29,11 +29,11 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.fuse import unfuse
 from narrowgauge.model_blocks import Block, blocks
+from narrowgauge.nn import step_end
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import SharedInputs
-from narrowgauge.nn.learned_step import decide, warn_of_untrained
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.ops.quantize.amax_state import AmaxWindow, roll
 from narrowgauge.patterns import matches
 from narrowgauge.recipe import Recipe
 from narrowgauge.unconverted import read_weights, refuse_fast_path
@@ -128,6 +128,7 @@ def convert(
         quantized.share_inputs(shared)
     refuse_fast_path(model, _has_recipe)
     _warn_of_read_weights(model)
+    step_end.follow_model(model)
     if fuse:
         fuse_producers(model)
     return model
@@ -226,19 +227,16 @@ def advance(model: nn.Module) -> None:
     Learned steps count down their cold start and are kept positive; a product that may sample its rows decides about the next
     step by the variance that was predicted in this one.
 
-    Call it once after `optimizer.step()`. From the first call on, each weight is quantized once per step in eager mode and
-    reused over micro-batches; before it, at each forward. Works without host synchronisation, but for one small read if a
-    recipe samples rows, and one per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
+    torch's own optimizers, and those of narrowgauge.optim, end it themselves (nn/step_end.py); this line after `optimizer.step()` then
+    does nothing, and says what happens. It is needed where no such optimizer steps: weights that are written by hand, a step that
+    torch.compile traces, steps inside a backward pass. Each weight is cast once per step in eager mode and reused over micro-batches;
+    before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one
+    per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
     """
-    named = dict(_quantized(model))
-    layers = list(named.values())
-    for layer in layers:
-        layer.end_step()
-        if layer.steps is not None:
-            layer.steps.advance()
-    warn_of_untrained([(name, layer, layer.steps) for name, layer in named.items() if layer.steps is not None])
-    decide([layer.sampling for layer in layers if layer.sampling is not None])
-    roll([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
+    layers = dict(_quantized(model))
+    step_end.end_steps({name: layer for name, layer in layers.items() if not layer.step_ended})
+    for layer in layers.values():
+        layer.step_ended = False
 
 
 def _check_model(model: object) -> None:
@@ -251,7 +249,7 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     found = {}
     for name, layer in _quantized(model):
         for role, window in (layer.scaling or {}).items():
-            assert isinstance(window, AmaxWindow)
+            assert isinstance(window, AmaxHistory)
             if count := int(window.nonfinite):
                 found[name, role] = count
     return found
@@ -277,13 +275,6 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
     return ((name, layer) for name, layer in _linears(model) if isinstance(layer, QLinear))
 
 
-def _windows(layer: QLinear) -> Iterator[AmaxWindow]:
-    assert layer.scaling is not None
-    for window in layer.scaling.values():
-        assert isinstance(window, AmaxWindow)
-        yield window
-
-
 def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
@@ -294,13 +285,15 @@ def _restore(layer: QLinear) -> None:
         "reason",
         "decision",
         "_cache",
-        "_stepped",
+        "_precast",
         "_shared",
         "_written",
+        "step_ended",
         "_recipe",
         "_plans",
     ):
         layer.__dict__.pop(name)
+    step_end.forget(layer)
     for name in ("scaling", "steps", "sampling"):
         layer._modules.pop(name, None)
         layer.__dict__.pop(name, None)

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError
+from narrowgauge.nn.caches import StepCasts, WeightCache
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.plan import StepCasts, WeightCache
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cuda_graph import ReplayedStep

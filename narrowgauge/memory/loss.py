@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.autograd_rules import first_order_only
+from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.errors import ConfigError, DataError, ShapeError
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.traced import handed_out
 
 IGNORED = -100
 # Of a chunk's logits in float32. The CPU's is measured: below 8 MiB the many small products cost more than the cache gives
@@ -143,10 +142,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _add_product(grad_weight, grad, lhs)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return handed_out(loss)
+        return alias_while_compiling(loss)
 
     @staticmethod
-    @first_order_only("chunked_cross_entropy", "Use torch.nn.functional.cross_entropy for them.")
+    @no_double_backward("chunked_cross_entropy", "Use torch.nn.functional.cross_entropy for them.")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         if grad_hidden is not None:

@@ -194,11 +194,13 @@ def test_every_candidate_runs_forward_and_backward(monkeypatch):
 
 def test_the_weight_is_quantized_in_every_step(monkeypatch):
     """As after an optimizer step: a cast kept from the step before would flatter."""
-    from narrowgauge.nn import operands
+    from narrowgauge.nn import plan
 
     calls = []
-    real = operands.quantize
-    monkeypatch.setattr(operands, "quantize", lambda x, *a, **k: calls.append(tuple(x.shape)) or real(x, *a, **k))
+    real = plan.OperandPlan.quantize
+    monkeypatch.setattr(
+        plan.OperandPlan, "quantize", lambda self, x, *a: calls.append(tuple(x.shape)) or real(self, x, *a)
+    )
     workload = measure.LinearWorkload(tokens=32, inputs=48, outputs=64, dtype=torch.bfloat16)
     sets = [measure._inputs(workload, CPU)]
     run = measure.step(workload, "fp8-current", sets, CPU)

@@ -351,12 +351,12 @@ def train_late(kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: 
         for group in optimizer.param_groups:
             group["lr"] = rate(step) * (30 if kind == "sgd" else 1)
         (model(x) - x).square().mean().backward()
-        if changes.get("updates", True):
-            optimizer.step()
-        optimizer.zero_grad()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            if changes.get("updates", True):
+                optimizer.step()
             ng.advance(model)
+        optimizer.zero_grad()
         said += [step for warning in caught if "no learned step of 2 layers, '0' the first," in str(warning.message)]
         assert len(caught) == said.count(step)
     return said

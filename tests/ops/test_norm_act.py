@@ -13,7 +13,7 @@ from narrowgauge.fuse import fuse, precast
 from narrowgauge.ops import triton
 from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, KINDS, Kind, Order, ProduceSpec, definition
 from narrowgauge.ops.quantize import quantize, tile_amax
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import POW2
@@ -60,7 +60,11 @@ def test_a_norm_is_that_of_its_module():
 @pytest.mark.parametrize("order", [Order(TENSOR, torch.tensor([3.0, 0.0, 0.0]), True, True), Order(ROW), Order(VECTOR)])
 def test_the_casts_are_those_of_what_is_returned(order):
     made, _ = definition.forward(Kind("swiglu"), tensors_of("swiglu", dtype=torch.bfloat16), order)
-    amax = None if order.live is None else observe(torch.tensor([3.0, 0.0, 0.0]), tile_amax(made.value, (WHOLE, WHOLE)))
+    amax = (
+        None
+        if order.live is None
+        else update_amax(torch.tensor([3.0, 0.0, 0.0]), tile_amax(made.value, (WHOLE, WHOLE)))
+    )
     assert_same(made.plain.data, quantize(made.value, order.cast, amax=amax).data)
     if order.turned:
         assert_same(made.turned.data, quantize(made.value.T, order.cast, amax=amax).data)
@@ -181,7 +185,7 @@ def test_windows_of_gradients_are_noted_once(monkeypatch):
     model.gate_proj.register_full_backward_hook(lambda module, inputs, outputs: gradients.append(outputs[0]))
     x = torch.randn(7, 32, requires_grad=True)
     model(x).square().sum().backward()
-    seen = model.gate_proj.live("gy")[1]
+    seen = model.gate_proj.amax_state("gy")[1]
     assert_same(seen, gradients[0].abs().max())
 
 
@@ -239,7 +243,7 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
         size = expected.double().abs().amax(-1, keepdim=True)
         bound = 2 * unit * expected.double().abs() + 2.0**-18 * size
         assert ((made.value.cpu().double() - expected.double()).abs() <= bound).all()
-        amax = None if live is None else observe(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
+        amax = None if live is None else update_amax(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
         if live is not None:
             assert_same(order.live, live)
         assert_same(made.plain.data, quantize(made.value.cpu(), cast, amax=amax, backend="reference").data)

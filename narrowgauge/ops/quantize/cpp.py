@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import IntFormat
-from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 
 def refuse(spec: Spec) -> str | None:
@@ -23,11 +22,15 @@ def refuse(spec: Spec) -> str | None:
         return "takes one scale per tensor or row, from the tensor"
     if spec.is_empty:
         return "there is nothing to round"
+    from narrowgauge.ops.cpp import int4 as cpp
+
     return cpp.refuse(spec.device.type)
 
 
 def run(x: Tensor, cast: Cast, amax: None, noise: Key, expand: torch.dtype | None) -> QTensor:
     """See `ops.quantize`."""
+    from narrowgauge.ops.cpp import int4 as cpp
+
     # x.T, as grad_weight may give it, has the noise of its own order: made contiguous, it is read in that.
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     scale = cast.scale(definition.calibrated_amax(x, cast), cast.format)
