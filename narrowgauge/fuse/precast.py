@@ -22,7 +22,7 @@ from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats, SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
-from narrowgauge.nn.plan import CastRequest, LinearContext
+from narrowgauge.nn.plan import CastRequest, LinearContext, OperandPlan
 from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
 from narrowgauge.ops.registry import Choice, device_facts, device_of
 from narrowgauge.recipe import LearnedStep, Window
@@ -252,8 +252,19 @@ def _gradient_order(layer: nn.Module) -> tuple[Order | None, SharedInputs | None
     """The cast that a layer wants of the gradient of its output, if one serves both of its products."""
     if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or layer.observer is not None:
         return None, None
-    gy, cast, shared = layer.plan(layer.weight.device).gy, layer.recipe.grad_input.lhs, layer.shared_inputs
-    if shared is None or cast is None or not gy.pairs or cast.rounding != "nearest" or not layer.weight.requires_grad:
+    gy, shared = layer.plan(layer.weight.device).gy, layer.shared_inputs
+    if shared is None or gy.rows is None or not _wants_one_cast(gy) or not layer.weight.requires_grad:
         return None, None
-    state = layer.amax_state("gy") if isinstance(cast.calibrate, Window) else None
-    return Order(cast, state, layer.training, turned=True), shared
+    state = layer.amax_state("gy") if isinstance(gy.rows.calibrate, Window) else None
+    return Order(gy.rows, state, layer.training, turned=True), shared
+
+
+def _wants_one_cast(gy: OperandPlan) -> bool:
+    """Whether both products read codes of the same cast of gy and of gy.T, unrotated and all rows of it."""
+    same = gy.kind is Operand and gy.rows is not None and gy.rows == gy.cols and gy.rows.rounding == "nearest"
+    return same and gy.rows_rotate is gy.cols_rotate is None and not _is_emulated(gy)
+
+
+def _is_emulated(gy: OperandPlan) -> bool:
+    """Whether a product that reads gy wants decoded values, which no kernel leaves."""
+    return gy.rows_expand is not None or gy.cols_expand is not None

@@ -141,12 +141,12 @@ def forced(model: nn.Module, monkeypatch) -> nn.Module:
     """With the function of the kernels, computed by their definition, where a CPU would take the module's own code."""
     real = precast.refuse_cast
 
-    def refuse(settings, keeps):
-        reason = real(settings, keeps)
+    def refuse(request):
+        reason = real(request)
         return None if reason and "emulated" in reason else reason
 
     monkeypatch.setattr(precast, "refuse_cast", refuse)
-    monkeypatch.setattr(precast, "_is_emulated", lambda plans: False)
+    monkeypatch.setattr(precast, "_is_emulated", lambda plan: False)
     fuse(model)
     model.__dict__["forward"].producer.backend = "reference"
     return model
@@ -162,7 +162,7 @@ def test_gate_and_up_take_the_casts_of_their_gradients(monkeypatch, recipe):
     put, taken = [], []
     shared = fused.gate_proj.shared_inputs.gradients
     monkeypatch.setattr(shared, "put", lambda g, casts, real=shared.put: put.append(g.shape) or real(g, casts))
-    monkeypatch.setattr(shared, "take", lambda gy, real=shared.take: _noted(taken, real(gy)))
+    monkeypatch.setattr(shared, "lookup", lambda *call, real=shared.lookup: _noted(taken, real(*call)))
     for a, b in zip(step(fused, recipe), step(plain, recipe), strict=True):
         # An activation's last bit may move a code to its neighbour, one of 8 between powers of two.
         assert (a - b).abs().max() <= 2.0**-4 * b.abs().max()
@@ -196,7 +196,7 @@ def test_a_gradient_that_was_changed_on_the_way_is_cast_by_its_layer(monkeypatch
         model = forced(ng.convert(Mlp(), "fp8-current"), monkeypatch)
         shared = model.gate_proj.shared_inputs.gradients
         taken = []
-        monkeypatch.setattr(shared, "take", lambda gy, real=shared.take, taken=taken: _noted(taken, real(gy)))
+        monkeypatch.setattr(shared, "lookup", lambda *call, real=shared.lookup, taken=taken: _noted(taken, real(*call)))
         gate = model.gate_proj.forward
         model.gate_proj.forward = lambda x, gate=gate, change=change: _hooked(gate(x), change)
         model(torch.randn(7, 32)).square().sum().backward()

@@ -99,7 +99,7 @@ def counted(monkeypatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(operands, "quantize_pair")
+    count(pair, "quantize_pair")
     count(operands, "tile_amax")
     count(settings.OperandPlan, "quantize")
     return calls
