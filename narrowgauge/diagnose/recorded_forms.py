@@ -5,7 +5,7 @@ Keys that are not listed may hold anything: a newer narrowgauge may write more.
 
 from __future__ import annotations
 
-from narrowgauge.diagnose.forms import Form, either, listed, number, one_of, record, table, text
+from narrowgauge.diagnose.forms import Form, anything, either, listed, number, one_of, record, table, text
 
 COUNT = number(0, whole=True)
 SIZE = number(0, finite=False)
@@ -13,6 +13,7 @@ SECONDS = number(0)
 SHARE = number(0, 1, finite=False)
 LOSS = number(-0.01, finite=False)  # a mean of -log p: below zero by rounding alone
 NOTHING = one_of(None)
+SIZES = either(COUNT, NOTHING, listed(anything))  # of models: unknown in some, one for each layer in others
 HISTOGRAM = record({"lowest_exponent": number(-2000, 2000, whole=True), "counts": listed(COUNT)})
 
 STEP = {
@@ -20,7 +21,7 @@ STEP = {
     "compiled_graphs": COUNT, "epoch": SECONDS, "examples": COUNT, "inputs": COUNT, "positions": COUNT,
 }  # fmt: skip
 EVAL = {
-    "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1, 1, finite=False),
+    "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
     "f1": SHARE, "f1_binary": SHARE,
 }  # fmt: skip
 TENSOR = {
@@ -28,8 +29,8 @@ TENSOR = {
     "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
 }  # fmt: skip
 LAUNCHES = {
-    "words": text, "advice": listed(text), "idle": SHARE, "kernels": COUNT,
-    **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), SECONDS),
+    "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
+    **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
 }  # fmt: skip
 
 
@@ -52,12 +53,12 @@ EVENTS: dict[str, Form] = {
 }  # fmt: skip
 
 MODEL = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "vocab_size"), either(COUNT, NOTHING)),
-    "name": text, "sequence_length": COUNT, "max_length": COUNT,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "vocab_size", "max_length"), SIZES),
+    "name": text, "sequence_length": COUNT,
 }  # fmt: skip
 DATA = {
-    **dict.fromkeys(("documents", "train_tokens", "validation_tokens", "rows", "train_examples", "validation_examples"), COUNT),
-    "source": text, "unigram_entropy": SIZE,
+    **dict.fromkeys(("documents", "train_tokens", "validation_tokens", "rows", "train_examples", "validation_examples"), SIZES),
+    "source": text, "unigram_entropy": either(SIZE, NOTHING),
 }  # fmt: skip
 RUN = record(
     {},

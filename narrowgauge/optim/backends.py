@@ -22,24 +22,28 @@ from narrowgauge.errors import BackendError
 from narrowgauge.ops import selfcheck
 from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts, device_of
 from narrowgauge.ops.triton import refuse as refuse_triton
+from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
+from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.selfcheck import Kind, compare
-from narrowgauge.optim.step import Task, step_in_torch
+from narrowgauge.optim.step import ParamStep, step_in_torch
 
 
 @dataclass(frozen=True)
 class Spec:
     """What a backend is chosen by.
 
+    rule  a kernel has to know it
     kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (selfcheck.py)
     """
 
     device: Device
+    rule: Rule
     kind: Kind | None = None
 
 
 def _refuse_triton(spec: Spec) -> str | None:
-    reason = refuse_triton(spec.device.type, spec.device.capability)
+    reason = refuse_triton(spec.device.type, spec.device.capability) or rules.refuse(spec.rule) or None
     if reason is not None or spec.kind is None or spec.device.index is None:
         return reason
     kind = spec.kind
@@ -52,16 +56,16 @@ def _refuse_triton(spec: Spec) -> str | None:
 def _refuse_native(spec: Spec) -> str | None:
     if spec.device.type != "cpu":
         return f"computes on the CPU, the tensor is on {spec.device.type}"
-    return binding.refuse() or None
+    return rules.refuse(spec.rule) or binding.refuse() or None
 
 
-def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
+def _step_by_triton(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
     from narrowgauge.optim.triton import launch
 
     launch.step(tasks, kept)
 
 
-def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
+def _step_in_torch(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
     for task in tasks:
         step_in_torch(task)
 
@@ -73,7 +77,7 @@ KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=Tru
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
-def choose(task: Task, backend: str) -> Choice[Spec]:
+def choose(task: ParamStep, backend: str) -> Choice[Spec]:
     """The backend of a task, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it.
 
     Where no kernel leaves the cast of the new weight, the task asks for none any more, and its `stepped` says why.
@@ -100,13 +104,13 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
     return KERNELS.choose(spec, None if backend == "auto" else backend)
 
 
-def _spec(task: Task) -> Spec:
+def _spec(task: ParamStep) -> Spec:
     device = device_of(task.source, task.gradient, *task.state)
-    if device.type != "cuda" or device.wrapper:
-        return Spec(device)
+    if device.type != "cuda" or device.wrapper or rules.refuse(task.rule):
+        return Spec(device, task.rule)
     from narrowgauge.optim.triton.launch import kind_of
 
-    return Spec(device, kind_of(task))
+    return Spec(device, task.rule, kind_of(task))
 
 
 def words(choice: Choice[Spec]) -> str:
@@ -125,20 +129,20 @@ def tell_once(reason: str) -> None:
     )
 
 
-def computed_by(task: Task | None, device: torch.device, backend: str) -> str:
+def computed_by(task: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> str:
     """Which backend steps a tensor, by its task if it has stepped; of plain torch, unless it was asked for, with the reason."""
     if task is not None and task.backend is not None:
         choice: Choice[Spec] = task.backend[1]
     else:
-        choice = _choice(Spec(device_facts(device.type, device.index)), backend)
+        choice = _choice(Spec(device_facts(device.type, device.index), rule), backend)
     why = words(choice) if backend == "auto" and choice.kernel.name == "torch" else ""
     return choice.kernel.name + (f" ({why})" if why else "")
 
 
-def refuse(backend: str, device: torch.device) -> str:
-    """Why this backend cannot compute on the device, or ''."""
+def refuse(backend: str, device: torch.device, rule: Rule) -> str:
+    """Why this backend cannot compute the rule on the device, or ''."""
     try:
-        _choice(Spec(device_facts(device.type, device.index)), backend)
+        _choice(Spec(device_facts(device.type, device.index), rule), backend)
     except BackendError as error:
         return str(error)
     return ""

@@ -210,7 +210,7 @@ def saved_again(copied, tensors, **facts) -> None:
 
 
 def first(members: dict[str, torch.Tensor], end: str) -> str:
-    return next(name for name in members if name.endswith(end))
+    return min(name for name in members if name.endswith(end))
 
 
 NAN, INF = float("nan"), float("inf")
@@ -261,7 +261,7 @@ def test_a_moment_of_another_shape_is_refused(copied, prepared):
     tensors["optimizer"][name] = torch.zeros(3)
     saved_again(copied, tensors)
     config, task = prepared
-    with pytest.raises(NarrowgaugeError, match=r"exp_avg of parameter \d+ is \[3\], here \[32\]"):
+    with pytest.raises(NarrowgaugeError, match=r"exp_avg of parameter \d+ is \[3\], here \[\d+, 32\]"):
         resumed(replace(config, output=copied.output), task)
 
 

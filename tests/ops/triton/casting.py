@@ -23,7 +23,7 @@ from narrowgauge.ops.quantize import selfcheck as of_casts
 from narrowgauge.ops.quantize.amax_state import AmaxWindow
 from narrowgauge.ops.quantize.precast_weight import Stepped
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.optim import AdamW, Lion, moments, selfcheck
+from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
 from narrowgauge.optim.triton import kernel as triton_kernel
 from narrowgauge.recipe import Cast, Window
 from narrowgauge.scaling import POW2
@@ -115,7 +115,7 @@ def prove(kind: selfcheck.Kind) -> None:
 
 
 SMALL = selfcheck.Kind(
-    "adamw", False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=True,
+    rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=True,
 )  # fmt: skip
 
 

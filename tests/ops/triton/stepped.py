@@ -19,10 +19,10 @@ from torch import nn
 
 from narrowgauge.cuda_graphs import GraphedStep
 from narrowgauge.ops.registry import Choice, Kernel
-from narrowgauge.optim import SGD, AdamW, Lion, base, moments, selfcheck
+from narrowgauge.optim import SGD, AdamW, Lion, base, moments, rules, selfcheck
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.optim.step import Kept, Task, allocate
+from narrowgauge.optim.step import MomentState, ParamStep, allocate
 from narrowgauge.optim.triton import kernel, launch
 from tests.compare import assert_same
 from tests.ops.triton.cases import Case
@@ -57,7 +57,7 @@ class Guards:
         self.buffers.append(buffer)
         return buffer[self.MARGIN : self.MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
 
-    def allocate(self, *call: Any) -> Kept:
+    def allocate(self, *call: Any) -> MomentState:
         kept = allocate(*call)
         if kept.codes is None or kept.codes.is_meta:
             return kept
@@ -83,6 +83,9 @@ def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = 
         g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
         if g.ndim == 2 and len(g):
             g[2], g[:, 7], g[1, :5] = 0.0, 0.0, 1e-39
+            g[:, 40:80] = 1e-3  # held, see `rules.bound`
+            g[:, 80:120] *= step == 0  # only decays
+            g[:, 120:140] *= 1e-6**step
             if poison is not None:
                 g[-1, 300] = poison
         parameter.grad = g.to(parameter.dtype)
@@ -133,7 +136,7 @@ def compare_groups() -> None:
 
 
 def compare_replayed() -> None:
-    """Launches whose numbers come from memory. There is no graph here, so that capturing launches as well: of a sheet of zeros, undone."""
+    """Launches whose numbers come from memory. There is no graph here: capturing would launch as well, which is undone."""
     found = []
     launched: list[Any] = []
     for replays in (True, False):
@@ -211,7 +214,7 @@ def compare_graphed() -> None:
         assert_same(replayed, eager)
 
 
-def choose_interpreted(task: Task) -> Kernel[Any]:
+def choose_interpreted(task: ParamStep) -> Kernel[Any]:
     task.backend = None, Choice(replace(INTERPRETED, name="triton"), ())
     return task.backend[1].kernel  # type: ignore[no-any-return]
 
@@ -281,15 +284,15 @@ def cases() -> Iterator[Case]:
 
 PROVEN = {
     "8bit": selfcheck.Kind(
-        "adamw", False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
+        rules.ADAMW, False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
     ),
     "4bit": selfcheck.Kind(
-        "adamw", False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
+        rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
     ),
 }  # fmt: skip
 
 
-def run(tasks: Sequence[Task]) -> None:
+def run(tasks: Sequence[ParamStep]) -> None:
     launch.step(tasks, {})
 
 
