@@ -98,7 +98,7 @@ def test_ampere_has_no_such_instruction():
 
 PARITY = """
 import json, sys, torch
-from narrowgauge.ops.mm.triton_kernel import launch
+from narrowgauge.ops.mm.triton import launch
 out = {}
 for name, (m, n, k, tiles, biased) in json.loads(sys.argv[1]).items():
     generator = torch.Generator().manual_seed(0)

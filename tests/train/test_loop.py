@@ -344,7 +344,7 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
     done = subprocess.run(
         [PYTHON, "-m", "narrowgauge", "train", *tiny.flags(make(), text), "--compile"],
         env={"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-        cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120,
+        cwd=ROOT, capture_output=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "narrowgauge: compile = true: torch.compile needs a C++ compiler on cpu, and there is none." in done.stderr
@@ -605,7 +605,7 @@ def test_an_export_that_fails_leaves_the_older_one(make, monkeypatch):
 
 def test_a_disk_that_is_full_at_the_report(make, monkeypatch):
     config = make(steps=2)
-    monkeypatch.setattr(loop.report, "write", full_disk)
+    monkeypatch.setattr(loop.page, "write", full_disk)
     with pytest.raises(StorageError, match=r"cannot write the report to .*No space left on device"):
         loop.run(config)
     folder = Path(config.output)
@@ -614,7 +614,7 @@ def test_a_disk_that_is_full_at_the_report(make, monkeypatch):
 
 def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(make, installed, monkeypatch):
     installed(lambda model: in_forward(model, Poison(math.nan)))
-    monkeypatch.setattr(loop.report, "write", full_disk)
+    monkeypatch.setattr(loop.page, "write", full_disk)
     with pytest.raises(NumericsError, match="step 3") as caught:
         loop.run(make())
     assert "report was not written" in caught.value.__notes__[0]
