@@ -58,7 +58,7 @@ def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]
 def device_facts(device_type: str, index: int | None) -> Device:
     """The Device behind a torch.device."""
     if device_type == "cuda" and torch.version.hip is None:
-        return _cuda_facts(torch.cuda.current_device() if index is None else index)
+        return cuda_facts(index)
     if device_type == "cpu":
         return cpu_facts()
     return Device(device_type)
@@ -91,6 +91,10 @@ def cpu_facts() -> Device:
     return Device(
         "cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported() and not onednn_without_vnni(os.environ)
     )
+
+
+def cuda_facts(index: int | None) -> Device:
+    return _cuda_facts(torch.cuda.current_device() if index is None else index)
 
 
 @cache

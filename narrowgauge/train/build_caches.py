@@ -2,6 +2,9 @@
 
 Both run what they find there, and torch.compile unpickles it. Its default is a folder in the shared temporary folder, under a name
 that anybody can take first. The C++ kernels of narrowgauge are kept in the same place (`narrowgauge.ops.cpp.build`).
+
+Inductor's folder has the CPU's capability in its name: Inductor (2.13) finds a kernel again by its graph alone, and one made for AVX512
+and met under ATEN_CPU_CAPABILITY=avx2 left half of its lanes unwritten.
 """
 
 from __future__ import annotations
@@ -9,11 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
+import torch
+
 from narrowgauge import storage
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.cpp.build import cache_folder, user_cache
 
-VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+def folder_names() -> dict[str, str]:
+    """Variable -> the folder's name within the user's own cache."""
+    capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
+    return {"TORCHINDUCTOR_CACHE_DIR": f"inductor-{capability}", "TRITON_CACHE_DIR": "triton"}
 
 
 def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
@@ -23,7 +32,7 @@ def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
     Raises ConfigError if others may write to a folder, whoever named it.
     """
     user, reason = user_cache()
-    for variable, name in VARIABLES.items():
+    for variable, name in folder_names().items():
         own = (cache_folder() if reason else user) / name
         folder = Path(environment.get(variable) or own)
         if shared := storage.refuse_shared(folder):

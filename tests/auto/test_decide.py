@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 
@@ -21,10 +20,9 @@ WORKLOAD = measure.LinearWorkload(tokens=8192, inputs=4096, outputs=14336, dtype
 
 
 @pytest.fixture
-def on_hopper(monkeypatch):
+def on_hopper(monkeypatch, device_is):
     """The registry takes the CPU for an H200; keys need no device."""
-    hopper = Device("cuda", (9, 0), cuda=(12, 9))
-    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index: hopper)
+    device_is(Device("cuda", (9, 0), cuda=(12, 9)), of="cpu")
     monkeypatch.setattr(measure, "key", lambda workload, names, device: f"{workload} {names}")
 
 
@@ -72,9 +70,8 @@ def test_on_a_cpu_nothing_is_faster_and_nothing_is_measured(tmp_path):
     )
 
 
-def test_a_gpu_without_fp8_says_so(monkeypatch):
-    ampere = Device("cuda", (8, 0), cuda=(12, 9))
-    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index: ampere)
+def test_a_gpu_without_fp8_says_so(device_is):
+    device_is(Device("cuda", (8, 0), cuda=(12, 9)), of="cpu")
     assert "fp8-current: compute capability 8.0, FP8 needs 8.9" in str(decide(WORKLOAD, CPU))
 
 

@@ -681,14 +681,13 @@ def test_a_gradient_whose_squares_overflow_is_no_reason_to_sample():
 
 
 @pytest.mark.parametrize("name", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq"])
-def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, name):
+def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, device_is, name):
     """As codes for INT8 units and as decoded values: the same format, and the same share beyond its largest number (exact)."""
     torch.manual_seed(0)
     x, weight, found = torch.randn(64, 64), torch.randn(64, 64), []
     for int8_gemm in (True, False):
         torch.manual_seed(1)
-        device = Device("cpu", bf16_gemm=False, int8_gemm=int8_gemm)
-        monkeypatch.setattr("narrowgauge.ops.mm.device_facts", lambda kind, index, device=device: device)
+        device_is(Device("cpu", bf16_gemm=False, int8_gemm=int8_gemm))
         monkeypatch.setattr("narrowgauge.ops.cpp.int4.refuse", lambda device: "not in this test")
         layer, seen = QLinear(64, 64, bias=False, recipe=name).eval(), {}
         with torch.no_grad():

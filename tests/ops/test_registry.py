@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -222,7 +221,7 @@ def test_every_recipe_is_exact_in_bfloat16():
             assert compute_dtype((gemm.lhs, gemm.rhs), AMPERE) == (torch.float32 if inside else torch.bfloat16)
 
 
-def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(monkeypatch):
+def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(device_is):
     gemm = recipes.get("fp8-current").output
     for facts, name, expand in (
         (HOPPER, "native", None),
@@ -230,9 +229,7 @@ def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(monkey
         (PLAIN_CPU, "reference", torch.float32),
         (FAST_CPU, "reference", torch.bfloat16),
     ):
-        monkeypatch.setattr(
-            importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index, facts=facts: facts
-        )
+        device_is(facts, of="cpu")
         found = plan(gemm, torch.device("cpu"))
         assert (found.choice.kernel.name, found.expand) == (name, expand)
     assert plan(gemm, torch.device("cpu"), "reference").expand == torch.bfloat16

@@ -5,15 +5,11 @@ The contracts stand in pyproject.toml; planted violations show that they bite.
 
 from __future__ import annotations
 
-import resource
 import shutil
-import statistics
 
 import pytest
 
 from tests.processes import PYTHON, ROOT, run, run_ok
-
-HELP_LIMIT_S = 0.3  # above it a person notices the wait; the interpreter alone takes about 0.02
 
 LINT = [
     PYTHON,
@@ -126,18 +122,3 @@ heavy = {"torch", "transformers", "datasets", "matplotlib", "numpy"} & set(sys.m
 assert not heavy, f"--help imported {sorted(heavy)}"
 """
     assert "train" in run_ok([PYTHON, "-c", code]).stdout
-
-
-def test_help_answers_at_once():
-    """Median of five, in CPU seconds of the process: waiting for a busy machine's cores does not count."""
-    times_s = []
-    for _ in range(5):
-        before = _children_cpu_s()
-        run_ok([PYTHON, "-m", "narrowgauge", "--help"])
-        times_s.append(_children_cpu_s() - before)
-    assert statistics.median(times_s) < HELP_LIMIT_S, f"--help took {[round(t, 3) for t in times_s]} s"
-
-
-def _children_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

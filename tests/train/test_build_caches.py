@@ -7,14 +7,15 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from narrowgauge import storage
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.cpp import build
-from narrowgauge.train import loop
+from narrowgauge.train import build_caches, loop
 from tests.processes import PYTHON, ROOT, run
 
-VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 @pytest.fixture
@@ -45,10 +46,23 @@ def caches_of_a_run(make, monkeypatch, **changes) -> dict[str, Path]:
 
 
 def test_a_run_that_compiles_keeps_its_code_in_the_users_cache(home, make, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX")
     found = caches_of_a_run(make, monkeypatch)
-    assert found == {variable: home / "cache" / "narrowgauge" / name for variable, name in VARIABLES.items()}
+    assert found == {
+        variable: home / "cache" / "narrowgauge" / name
+        for variable, name in zip(VARIABLES, ("inductor-no-avx", "triton"), strict=True)
+    }
     for folder in (*found.values(), home / "cache" / "narrowgauge"):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
+
+
+def test_each_capability_of_the_cpu_has_its_own_folder_of_kernels(monkeypatch):
+    """Inductor does not tell them apart: a kernel made for AVX512 and met under AVX2 leaves elements unwritten."""
+    names = []
+    for capability in ("DEFAULT", "AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        names.append(build_caches.folder_names()["TORCHINDUCTOR_CACHE_DIR"])
+    assert names == ["inductor-default", "inductor-avx2", "inductor-avx512"]
 
 
 def test_a_folder_that_the_user_named_is_kept_and_told(home, make, monkeypatch, capsys):

@@ -344,7 +344,7 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
     done = subprocess.run(
         [PYTHON, "-m", "narrowgauge", "train", *tiny.flags(make(), text), "--compile"],
         env={"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-        cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120,
+        cwd=ROOT, capture_output=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "narrowgauge: compile = true: torch.compile needs a C++ compiler on cpu, and there is none." in done.stderr

@@ -312,17 +312,17 @@ def start(config, text, *more):
 
 def signal_after(process, folder, first, then, number):
     """Sends the signal as soon as the log holds `first` and, after that, `then`; returns the exit code and the output."""
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    metrics = folder / "metrics.jsonl"
 
     def seen():
         log = metrics.read_text("utf-8") if metrics.exists() else ""
         return first in log and then in log[log.index(first) :]
 
     while not seen():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
     process.send_signal(number)
-    printed = process.communicate(timeout=120)[0]
+    printed = process.communicate()[0]
     return process.returncode, printed
 
 
@@ -362,7 +362,7 @@ def test_kill_then_sigterm_then_the_rest_each_in_a_new_process(make, text):
     assert max(tiny.losses(folder)) == second.step  # saved at the step that was finished
 
     process = start(config, text, "--resume")
-    printed = process.communicate(timeout=120)[0]
+    printed = process.communicate()[0]
     assert process.returncode == 0, printed
     assert f"resumed from {second.path}" in printed
     same_run(folder, Path(reference.output))
@@ -376,6 +376,6 @@ def test_stochastic_rounding_in_a_new_process(make, text, before_step):
     before_step(3, stop(signal.SIGINT))
     assert loop.run(config) == 130
     process = start(config, text, "--resume")
-    printed = process.communicate(timeout=120)[0]
+    printed = process.communicate()[0]
     assert process.returncode == 0, printed
     same_run(Path(config.output), Path(reference.output))

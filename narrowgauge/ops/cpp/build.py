@@ -102,6 +102,12 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
         share.result()
 
 
+def in_rows(rows: int, elements: int, call: Callable[[int, int], object]) -> None:
+    """call(first, last) over all rows, on as many threads as the elements are worth."""
+    count = max(min(parts(elements), rows), 1)
+    in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
+
+
 def _wait_for(shares: list[Future[object]]) -> None:
     interrupt: KeyboardInterrupt | None = None
     while True:

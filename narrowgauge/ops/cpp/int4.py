@@ -7,7 +7,6 @@ and where there is no C++ compiler (see `compiled`).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.cpp.build import in_shares, library, parts
+from narrowgauge.ops.cpp.build import in_rows, library
 
 SOURCES = ("int4.cpp", "gemm.h")
 LEFT, RIGHT, DEPTH, OFFSET = 6, 16, 4, 7  # as in gemm.h
@@ -35,11 +34,14 @@ _SIGNATURES = {
 
 def refuse(device: str) -> str | None:
     """Why the kernels cannot be used on a device of this type, or None."""
+    return refuse_place(device) or unavailable() or None
+
+
+def refuse_place(device: str) -> str | None:
+    """Why no compiled kernel can be called here, whether or not it can be built; or None."""
     if torch.compiler.is_compiling():
         return "torch.compile cannot look into it"
-    if device != "cpu":
-        return "for the CPU alone"
-    return unavailable() or None
+    return None if device == "cpu" else "for the CPU alone"
 
 
 @cache
@@ -67,7 +69,7 @@ def turn(
     call, dtype = _library().narrowgauge_turn, DTYPES[x.dtype]
     signs = None if signs is None else signs.contiguous()
     bits = None if bits is None else bits.contiguous()
-    _in_rows(
+    in_rows(
         len(x),
         len(x) * whole,
         lambda first, last: call(
@@ -88,7 +90,7 @@ def encode(
     pairs = torch.empty(rows, -(-columns // 2), dtype=torch.uint8, device="cpu") if packed else None
     inside = torch.empty(rows, -(-columns // 8), dtype=torch.uint8, device="cpu") if bits else None
     call = _library().narrowgauge_encode
-    _in_rows(
+    in_rows(
         rows,
         y.numel(),
         lambda first, last: call(
@@ -103,7 +105,7 @@ def decode(packed: Tensor, columns: int) -> Tensor:
     packed = packed.contiguous()
     codes = torch.empty(len(packed), columns, dtype=torch.int8, device="cpu")
     call = _library().narrowgauge_decode
-    _in_rows(
+    in_rows(
         len(codes),
         codes.numel(),
         lambda first, last: call(address(packed), first, last, columns, address(codes)),
@@ -116,7 +118,7 @@ def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[in
     x, scale = _rows(x), scale.to(torch.float32).contiguous()
     codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     call, dtype = _library().narrowgauge_round, DTYPES[x.dtype]
-    _in_rows(
+    in_rows(
         len(x),
         x.numel(),
         lambda first, last: call(
@@ -140,7 +142,7 @@ def uniform(shape: tuple[int, ...], key: tuple[int, int]) -> Tensor:
     """float32 in [0, 1) of `shape`: the noise of `key` (see `noise`)."""
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
     call = _library().narrowgauge_uniform
-    _in_rows(out.numel(), out.numel(), lambda first, last: call(*key, first, last, address(out)))
+    in_rows(out.numel(), out.numel(), lambda first, last: call(*key, first, last, address(out)))
     return out
 
 
@@ -160,7 +162,7 @@ def gemm(
     scales = [scale.to(torch.float32).contiguous() for scale in (left_scale, right_scale)]
     sizes = [int(scale.numel() > 1) for scale in scales]
     call = _library().narrowgauge_gemm
-    _in_rows(
+    in_rows(
         -(-m // LEFT),
         out.numel() * max(inner // 64, 1),
         lambda first, last: call(
@@ -177,7 +179,7 @@ def _panels(x: Tensor, width: int, offset: int) -> Tensor:
     count = -(-rows // width)
     panels = torch.empty(count * width * -(-inner // DEPTH) * DEPTH, dtype=torch.int8, device="cpu")
     call = _library().narrowgauge_pack
-    _in_rows(
+    in_rows(
         count,
         x.numel(),
         lambda first, last: call(
@@ -191,12 +193,6 @@ def _rows(x: Tensor) -> Tensor:
     """x in a dtype that the kernels read, each row contiguous."""
     x = x if x.dtype in DTYPES else x.to(torch.float32)
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
-
-
-def _in_rows(rows: int, elements: int, call: Callable[[int, int], object]) -> None:
-    """call(first, last) over all rows, on as many threads as the elements are worth."""
-    count = max(min(parts(elements), rows), 1)
-    in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
 
 
 @cache

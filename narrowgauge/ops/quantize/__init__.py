@@ -13,8 +13,9 @@ Contract of `quantize(x, cast)`
             are the same: every value of every format is exact in bfloat16, except in tables, which need float32.
     ->      QTensor. NaN or infinity in a tile makes its scale NaN, and with it the whole tile.
 
-Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them, and
-on the CPU for integers with one scale per tensor or row whose noise comes as a Key (compiled_kernel.py): the same bits.
+Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them. On a
+CPU with a C++ compiler one read and one write as well (cpp.py), the same bits: values rounded to nearest, and integers with one
+scale per tensor or row whose noise comes as a Key.
 """
 
 from __future__ import annotations
