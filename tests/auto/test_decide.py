@@ -272,16 +272,16 @@ def test_choices_are_followed_without_measuring(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, r"'auto' chooses by the sizes of the products, and tokens is None\. Give tokens="),
+        ({}, r"'auto' chooses by the sizes of the products, but tokens is None\. Pass tokens="),
         ({"tokens": 0}, "tokens is 0"),
         ({"tokens": True}, "tokens is True"),
         (
             {"tokens": 8, "choices": {"0": "fp8-row"}},
-            r"the choice given for '1' is None; it must be one of .* Give the choices made for this model",
+            r"the choice for '1' is None; it must be one of .* Pass the choices made for this model",
         ),
         (
             {"tokens": 8, "choices": {"0": "int8", "1": "bf16", "2": "bf16"}},
-            r"the choice given for '0' is 'int8'; it must be one of",
+            r"the choice for '0' is 'int8'; it must be one of",
         ),
     ],
 )
