@@ -73,7 +73,7 @@ class CheckpointReport:
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputation:
     """The recomputation of one block: whole, or without the operations whose outputs are kept."""
 
     selective: bool
@@ -144,7 +144,7 @@ def checkpoint(
     else:
         chosen = [] if words == "none" else candidates[:: int(parsed[1] or 1)]
         for name in chosen:
-            set_recompute(found[name], Again(words == "selective"))
+            set_recompute(found[name], Recomputation(words == "selective"))
     notes = (*_without_backward(model, found, chosen), *_set_cache(model, allowed=not chosen))
     return CheckpointReport(
         policy=words,
@@ -167,7 +167,7 @@ def _within(
     names = list(found)
     whole = saved_bytes(model, batch, loss)
     for block in found.values():
-        set_recompute(block, Again(selective=False))
+        set_recompute(block, Recomputation(selective=False))
     least = saved_bytes(model, batch, loss)
     if least.total > budget_bytes:
         for block in found.values():
@@ -183,7 +183,7 @@ def _within(
         count += 1
     while True:  # what blocks share is counted for the first of them, so the estimate is checked
         for place, name in enumerate(names):
-            set_recompute(found[name], Again(selective=False) if place < count else None)
+            set_recompute(found[name], Recomputation(selective=False) if place < count else None)
         kept = saved_bytes(model, batch, loss).total
         if kept <= budget_bytes or count == len(names):
             return names[:count], kept

@@ -39,7 +39,7 @@ FEWEST_ROWS = {"cpu": 32, "cuda": 256}
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _LossOptions:
     """softcap and z_loss are 0 when they are off. ignores: whether tokens that do not count are among the rows."""
 
     rows: int
@@ -93,7 +93,7 @@ def chunked_cross_entropy(
             valid = torch.ones_like(labels, dtype=torch.bool)
         _check_targets(labels, weight.shape[0])
     computes_in = _computes_in(hidden)
-    settings = _Settings(
+    options = _LossOptions(
         rows=chunk or _rows(hidden.device.type, weight.shape[0]),
         computes_in=computes_in,
         multiplies_in=_multiplies_in(computes_in, hidden.device),
@@ -104,7 +104,7 @@ def chunked_cross_entropy(
     )
     # Autocast would round the operands of these products again, and multiply in bfloat16 where float32 was chosen for speed.
     with torch.autocast(hidden.device.type, enabled=False):
-        loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, settings)
+        loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, options)
     return loss, count
 
 
@@ -117,28 +117,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         valid: Tensor,
-        settings: _Settings,
+        options: _LossOptions,
     ) -> Tensor:
-        wide = torch.float64 if settings.computes_in == torch.float64 else torch.float32
-        needs = [settings.needs_gradients and need for need in ctx.needs_input_grad[:3]]
+        wide = torch.float64 if options.computes_in == torch.float64 else torch.float32
+        needs = [options.needs_gradients and need for need in ctx.needs_input_grad[:3]]
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
-        rhs = settings.operand(weight)
+        rhs = options.operand(weight)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in range(0, hidden.shape[0], settings.rows):
-            rows = slice(start, start + settings.rows)
-            lhs = settings.operand(hidden[rows])
-            logits = _logits(lhs, rhs, bias, settings, wide)
-            chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], settings, any(needs))
+        for start in range(0, hidden.shape[0], options.rows):
+            rows = slice(start, start + options.rows)
+            lhs = options.operand(hidden[rows])
+            logits = _logits(lhs, rhs, bias, options, wide)
+            chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], options, any(needs))
             loss += chunk_loss
             if grad is None:
                 continue
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
-            grad = settings.operand(grad)
+            grad = options.operand(grad)
             if grad_hidden is not None:
-                grad_hidden[rows] = (grad @ rhs).to(settings.computes_in)
+                grad_hidden[rows] = (grad @ rhs).to(options.computes_in)
             if grad_weight is not None:
                 _add_product(grad_weight, grad, lhs)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
@@ -167,36 +167,36 @@ def _keeps_graph() -> bool:
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def _logits(lhs: Tensor, rhs: Tensor, bias: Tensor | None, settings: _Settings, wide: torch.dtype) -> Tensor:
+def _logits(lhs: Tensor, rhs: Tensor, bias: Tensor | None, options: _LossOptions, wide: torch.dtype) -> Tensor:
     """[rows, V], rounded to the type of the computation, then in float32."""
-    product = lhs @ rhs.T if bias is None else torch.addmm(settings.operand(bias), lhs, rhs.T)
-    return product.to(settings.computes_in).to(wide)
+    product = lhs @ rhs.T if bias is None else torch.addmm(options.operand(bias), lhs, rhs.T)
+    return product.to(options.computes_in).to(wide)
 
 
 def _loss_and_gradient(
-    logits: Tensor, labels: Tensor, valid: Tensor, settings: _Settings, needs_gradient: bool
+    logits: Tensor, labels: Tensor, valid: Tensor, options: _LossOptions, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Sum over the chunk, and its gradient with respect to the logits before the softcap [rows, V]."""
-    capped = torch.tanh(logits / settings.softcap) * settings.softcap if settings.softcap else logits
+    capped = torch.tanh(logits / options.softcap) * options.softcap if options.softcap else logits
     labels = labels[:, None]
     log_p = torch.log_softmax(capped, dim=-1)
     log_p_target = log_p.gather(1, labels)
     weight = valid[:, None].to(log_p.dtype)
     loss = -log_p_target
     factor = weight
-    if settings.z_loss:
+    if options.z_loss:
         log_sum = capped.gather(1, labels) - log_p_target
-        loss = loss + settings.z_loss * log_sum.square()
-        factor = weight * (1 + 2 * settings.z_loss * log_sum)
+        loss = loss + options.z_loss * log_sum.square()
+        factor = weight * (1 + 2 * options.z_loss * log_sum)
     total = (loss * weight).sum()
     if not needs_gradient:
         return total, None
     grad = log_p.exp_()
-    if settings.z_loss or settings.ignores:
+    if options.z_loss or options.ignores:
         grad = grad.mul_(factor)
     grad = grad.scatter_add_(1, labels, -weight)
-    if settings.softcap:
-        grad = grad.mul_(1 - (capped / settings.softcap).square())
+    if options.softcap:
+        grad = grad.mul_(1 - (capped / options.softcap).square())
     return total, grad
 
 

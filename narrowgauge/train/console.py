@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
@@ -24,9 +23,7 @@ class Console(Protocol):
     def say(self, text: str | Text) -> None: ...
     def step(self, step: int, *, loss: float, tokens_per_s: float, peak_bytes: int) -> None: ...
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 
 def console(total_steps: int, log_every: int, start_step: int = 0) -> Console:
@@ -56,9 +53,7 @@ class Lines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         pass
 
 
@@ -90,9 +85,7 @@ class Bar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
 

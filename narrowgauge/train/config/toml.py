@@ -27,14 +27,14 @@ MAX_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Settings:
+class SettingsLayer:
     """Values by key as somebody gave them, not yet checked, and where each came from, as 'tiny.toml:3' or '--steps'."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
-def build(*layers: Settings) -> TrainConfig:
+def build(*layers: SettingsLayer) -> TrainConfig:
     """The configuration of several layers of settings, of which the later win, key by key."""
     values = {key: value for layer in layers for key, value in layer.values.items()}
     origins = {key: layer.origins.get(key, "") for layer in layers for key in layer.values}
@@ -49,7 +49,7 @@ def load(path: Path) -> TrainConfig:
     return build(read(path))
 
 
-def read(path: Path) -> Settings:
+def read(path: Path) -> SettingsLayer:
     """The settings of a file. ConfigError if it cannot be read, is no TOML, or has a key that is not a setting."""
     try:
         with open(path, "rb") as file:
@@ -73,7 +73,7 @@ def parse(text: str, name: str = "config") -> TrainConfig:
     return build(settings(text, name))
 
 
-def settings(text: str, name: str) -> Settings:
+def settings(text: str, name: str) -> SettingsLayer:
     text = text.replace("\r\n", "\n")
     values = _tomllib(text, name)
     origins = {key: f"{name}:{line}" for key, line in _lines(text).items()}
@@ -81,7 +81,7 @@ def settings(text: str, name: str) -> Settings:
     problems = [Problem((key,), words) for key, value in values.items() if (words := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
-    return Settings(values, origins)
+    return SettingsLayer(values, origins)
 
 
 def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:

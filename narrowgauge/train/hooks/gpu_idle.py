@@ -19,7 +19,7 @@ Taken = TypeVar("Taken")
 
 
 @dataclass
-class Launching:
+class LaunchMonitor:
     """Of one run. `step`: the graphs of its steps, or None; refused: why it could not have them, '' if it could."""
 
     config: TrainConfig
@@ -34,7 +34,7 @@ class Launching:
     def of(
         cls, config: TrainConfig, device: torch.device, step: cuda_graphs.GraphedStep | None, model: Any, optimizer: Any,
         scaler: object | None,
-    ) -> Launching:  # fmt: skip
+    ) -> LaunchMonitor:  # fmt: skip
         reasons = [] if step is not None else cuda_graphs.refuse_run(model, optimizer, scaler)
         return cls(config, device, step, "; ".join(reasons))
 

@@ -76,7 +76,7 @@ def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch,
         yield [(i * 40e-6, i * 40e-6 + 10e-6) for i in range(100)]
 
     monkeypatch.setattr(gpu_idle, "watched", made_up)
-    monkeypatch.setattr(launching.Launching, "measures", lambda self, number: number == self.config.launches_at)
+    monkeypatch.setattr(launching.LaunchMonitor, "measures", lambda self, number: number == self.config.launches_at)
     loop.run(settings(text, tmp_path / "run", launches_at=3, micro_batches=2))
     [event] = events(tmp_path / "run", "launches")
     assert event["step"] == 3 and event["kernels"] == 100 and event["idle"] == pytest.approx(0.75, abs=0.01)
@@ -95,7 +95,7 @@ def test_graphs_that_are_compiled_anew_are_counted(monkeypatch, capsys):
     counts = iter([1, 1, 3])
     monkeypatch.setattr(launching, "compiled_graphs", lambda: next(counts))
     config = type("Config", (), {"compile": True})()
-    watched, said = launching.Launching(config, torch.device("cpu"), None, ""), []
+    watched, said = launching.LaunchMonitor(config, torch.device("cpu"), None, ""), []
     show = type("Show", (), {"say": lambda self, words: said.append(words)})()
     for number in (1, 2, 3):
         watched.report(number, show)
