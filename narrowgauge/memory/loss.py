@@ -40,7 +40,7 @@ FEWEST_ROWS = {"cpu": 32, "cuda": 256}
 
 @dataclass(frozen=True)
 class _LossOptions:
-    """softcap and z_loss are 0 when they are off. ignores: whether tokens that do not count are among the rows."""
+    """softcap and z_loss are 0 when they are off. has_ignored: ignored tokens are among the rows."""
 
     rows: int
     computes_in: torch.dtype
@@ -48,7 +48,7 @@ class _LossOptions:
     softcap: float
     z_loss: float
     needs_gradients: bool
-    ignores: bool
+    has_ignored: bool
 
     def operand(self, x: Tensor) -> Tensor:
         """As it enters a product: rounded to the type of the computation, held in that of the multiplication."""
@@ -86,24 +86,26 @@ def chunked_cross_entropy(
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     valid = labels != ignore_index
     count = valid.sum()
-    looks = not checked and not torch.compiler.is_compiling()
-    if looks:
+    checks_targets = not checked and not torch.compiler.is_compiling()
+    if checks_targets:
         if int(count) < labels.numel():
             states, labels = states[valid], labels[valid]
             valid = torch.ones_like(labels, dtype=torch.bool)
         _check_targets(labels, weight.shape[0])
-    computes_in = _computes_in(hidden)
+    device_type = hidden.device.type
+    autocasts = hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type)
+    computes_in = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
     options = _LossOptions(
-        rows=chunk or _rows(hidden.device.type, weight.shape[0]),
+        rows=chunk or _rows(device_type, weight.shape[0]),
         computes_in=computes_in,
         multiplies_in=_multiplies_in(computes_in, hidden.device),
         softcap=softcap or 0.0,
         z_loss=z_loss,
         needs_gradients=torch.is_grad_enabled(),
-        ignores=not looks,
+        has_ignored=not checks_targets,
     )
     # Autocast would round the operands of these products again, and multiply in bfloat16 where float32 was chosen for speed.
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(device_type, enabled=False):
         loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, options)
     return loss, count
 
@@ -140,7 +142,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad @ rhs).to(options.computes_in)
             if grad_weight is not None:
-                _add_product(grad_weight, grad, lhs)
+                if grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.T, lhs)  # without a second [V, K]
+                else:
+                    grad_weight += grad.T @ lhs
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return handed_out(loss)
@@ -152,19 +157,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad_loss if _keeps_graph() else grad_weight.mul_(grad_loss)).to(ctx.dtypes[0])
+            # In place unless another backward pass may come: a second copy would be the largest tensor here.
+            keeps_graph = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+            grad_weight = (grad_weight * grad_loss if keeps_graph else grad_weight.mul_(grad_loss)).to(ctx.dtypes[0])
         if grad_bias is not None:
             grad_bias = (grad_bias * grad_loss).to(ctx.dtypes[1])
         return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _keeps_graph() -> bool:
-    """Whether another backward pass may come, which needs what was saved as it is.
-
-    Otherwise the head's gradient is multiplied in place: a second copy would be the largest tensor here. A compiler decides about
-    memory itself.
-    """
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _logits(lhs: Tensor, rhs: Tensor, bias: Tensor | None, options: _LossOptions, wide: torch.dtype) -> Tensor:
@@ -192,7 +190,7 @@ def _loss_and_gradient(
     if not needs_gradient:
         return total, None
     grad = log_p.exp_()
-    if options.z_loss or options.ignores:
+    if options.z_loss or options.has_ignored:
         grad = grad.mul_(factor)
     grad = grad.scatter_add_(1, labels, -weight)
     if options.softcap:
@@ -200,25 +198,10 @@ def _loss_and_gradient(
     return total, grad
 
 
-def _add_product(total: Tensor, grad: Tensor, lhs: Tensor) -> None:
-    """total [V, K] += grad.T @ lhs, without a second [V, K] where the types allow."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.T, lhs)
-    else:
-        total += grad.T @ lhs
-
-
 def _rows(device_type: str, vocabulary: int) -> int:
     """Tokens of a chunk, a power of two."""
     limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary)
     return max(FEWEST_ROWS.get(device_type, FEWEST_ROWS["cuda"]), 1 << max(limit, 1).bit_length() - 1)
-
-
-def _computes_in(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return hidden.dtype
-    return torch.get_autocast_dtype(kind)
 
 
 def _multiplies_in(computes_in: torch.dtype, device: torch.device) -> torch.dtype:

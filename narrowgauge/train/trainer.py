@@ -154,7 +154,7 @@ class Trainer:
                     f"{self.config.data!r} has now. Restore the data, or start anew in another --output."
                 )
         self._refuse_moved_switches(found)
-        self.schedule.take_up(self.model, found.step)
+        self.schedule.fast_forward(self.model, found.step)
         state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
         with state.unusable(f"{found.path / FACTS}: position"):
             self.feed.restore(found.facts.get("position", {}))
@@ -240,7 +240,7 @@ class Trainer:
             started_at_s = time.monotonic()
             unseen = config.compile or config.cuda_graph
             looks = config.tensor_every and (self.step + 1) % config.tensor_every == 0 and not unseen
-            for stage in self.schedule.before(self.model, self.step + 1):
+            for stage in self.schedule.apply(self.model, self.step + 1):
                 self.log.write("switch", stage.step, **stage.event)
                 show.say(str(stage))
                 if self.graphs is not None:

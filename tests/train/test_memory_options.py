@@ -69,7 +69,7 @@ def test_the_bytes_that_freezing_saves_are_those_of_the_states_chosen(make, caps
 def test_what_cannot_be_is_refused(make):
     with pytest.raises(InvalidSettings, match="checkpointing = 'some': must be one of 'none'"):
         make(checkpointing="some")
-    with pytest.raises(InvalidSettings, match="has no place in a compiled model"):
+    with pytest.raises(InvalidSettings, match="a compiled model cannot use it"):
         make(compress_activations=True, compile=True)
     with pytest.raises(ConfigError, match="freeze: pattern 'embd'"):
         loop.run(make(freeze="embd"))

@@ -8,7 +8,7 @@ A file holds the keys of `TrainConfig` at its top level, and one table, `[recipe
     [recipes]
     "lm_head" = "bf16"
 
-`tomllib` tells the line of a syntax error and of nothing else, so `_lines` finds the lines of the keys.
+`tomllib` gives the line of a syntax error only, so `_lines` finds the lines of the keys.
 """
 
 import json
@@ -28,14 +28,14 @@ MAX_BYTES = 2**16
 
 @dataclass(frozen=True)
 class SettingsLayer:
-    """Values by key as somebody gave them, not yet checked, and where each came from, as 'tiny.toml:3' or '--steps'."""
+    """Unchecked values by key, and the origin of each, such as 'tiny.toml:3' or '--steps'."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def build(*layers: SettingsLayer) -> TrainConfig:
-    """The configuration of several layers of settings, of which the later win, key by key."""
+    """The configuration of several layers of settings; later layers override earlier ones, key by key."""
     values = {key: value for layer in layers for key, value in layer.values.items()}
     origins = {key: layer.origins.get(key, "") for layer in layers for key in layer.values}
     names = {key: each.name for key, each in by_key().items()}
@@ -78,7 +78,7 @@ def settings(text: str, name: str) -> SettingsLayer:
     values = _tomllib(text, name)
     origins = {key: f"{name}:{line}" for key, line in _lines(text).items()}
     known = by_key()
-    problems = [Problem((key,), words) for key, value in values.items() if (words := _misplaced(key, value, known))]
+    problems = [Problem((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
     return SettingsLayer(values, origins)

@@ -50,7 +50,7 @@ def test_a_run_without_a_gpu_refuses_before_it_trains(text, tmp_path):
 
 
 def test_checkpointing_and_graphs_exclude_each_other(text, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be had with checkpointing = 'full'"):
+    with pytest.raises(ConfigError, match="does not work with checkpointing = 'full'"):
         settings(text, tmp_path / "run", cuda_graph=True, checkpointing="full")
 
 
