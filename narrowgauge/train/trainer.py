@@ -23,8 +23,8 @@ from torch import Tensor
 
 from narrowgauge.auto import chosen, summary
 from narrowgauge.conversion import advance, nonfinite_amax
-from narrowgauge.cuda_graphs import GraphedStep
-from narrowgauge.diagnose import format_text
+from narrowgauge.cuda_graphs import GraphedStep, refuse_run
+from narrowgauge.diagnose import format_text, forms
 from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
@@ -91,7 +91,7 @@ class Trainer:
 
     @classmethod
     def start(cls, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog) -> Trainer:
-        """Builds everything, and takes up the newest valid checkpoint of the folder if it has one."""
+        """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one."""
         device = chosen_device(config.device)
         precision = precisions.get(config.precision)
         model = build(config, task.model, device, precision, task.tokens_at_once(), _choices_before(folder))
@@ -137,9 +137,9 @@ class Trainer:
                 f"steps = {self.config.steps}: the run is at step {found.step} already, in {found.path}. "
                 f"Resume with --steps {found.step} or more."
             )
-        if problems := list(state_checks.impossible_facts(found.facts)):
+        if problem := forms.refuse(found.facts, state_checks.FACTS):
             raise CheckpointError(
-                f"{found.path / FACTS}: {'; '.join(problems)}. Restore the checkpoint, or remove it to go on from an older one."
+                f"{found.path / FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
             )
         for key, own in self._numeric_settings().items():
             if found.facts.get(key, own) != own:  # checkpoints of before have no optimizer, states and master
@@ -174,7 +174,7 @@ class Trainer:
             self.log.write("checkpoint", self.step, path=path)
 
     def _refuse_moved_switches(self, found: store.Checkpoint) -> None:
-        """A share of other --steps is another step: it may not change what has happened already."""
+        """With other --steps a share is another step; it must not move a switch that is past."""
         own, stored = self._past_switches(found.step), found.facts.get("switched", [])
         if own != stored:
             raise ConfigError(
@@ -187,32 +187,21 @@ class Trainer:
         return [stage.switch for stage in self.schedule.stages if stage.step <= step]
 
     def _numeric_settings(self) -> dict[str, Any]:
-        """What decides the arithmetic and leaves no trace in the tensors' names and shapes."""
-        config = self.config
-        optimizer = {key: getattr(config, key) for key in ("optimizer", "states", "master")}
-        return {
-            "recipe": config.recipe,
-            "recipes": dict(config.layers_recipe),
-            "auto": chosen(self.model),
-            "precision": config.precision,
-        } | optimizer
+        """Settings that change the arithmetic but not the tensors' names and shapes."""
+        own = {key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master")}
+        return own | {"recipes": dict(self.config.layers_recipe), "auto": chosen(self.model)}
 
     def announce(self, show: Console, previews: bool = True) -> None:
-        """What the run is, before its first step. previews: and an example of its data."""
+        """Prints what the run is, before its first step. previews: also an example of its data."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         show.say(
             f"{self.config.recipe}{format_text.elsewhere(self.config.layers_recipe)} ({self.config.precision}) on "
             f"{device_name(self.device)}: {parameters:,} parameters, {self.task.summary()}"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
-        for line in (
-            unused_gpu(self.device),
-            *summary(self.model),
-            *emulated_on_gpu(self.model, self.device),
-            *stepped_in_torch(self.optimizer),
-        ):
-            if line:
-                show.say(line)
+        slow = [*emulated_on_gpu(self.model, self.device), *stepped_in_torch(self.optimizer)]
+        for line in filter(None, (unused_gpu(self.device), *summary(self.model), *slow)):
+            show.say(line)
         if self.config.compile:
             show.say("Compiling during the first step and the first evaluation: minutes of silence.")
         for stage in self.schedule.stages:
@@ -235,17 +224,18 @@ class Trainer:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
         config = self.config
         state.set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
-        launch_monitor = LaunchMonitor.of(config, self.device, self.graphs, self.model, self.optimizer, self.scaler)
+        launch_monitor = LaunchMonitor(config, self.device, self.graphs)
+        if self.graphs is None:
+            launch_monitor.refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler))
         while self.step < config.steps and not stop.requested:
             started_at_s = time.monotonic()
-            unseen = config.compile or config.cuda_graph
-            looks = config.tensor_every and (self.step + 1) % config.tensor_every == 0 and not unseen
+            can_observe = config.tensor_every and not (config.compile or config.cuda_graph)
             for stage in self.schedule.apply(self.model, self.step + 1):
                 self.log.write("switch", stage.step, **stage.event)
                 show.say(str(stage))
                 if self.graphs is not None:
                     self.graphs.renew()
-            if looks:
+            if can_observe and (self.step + 1) % config.tensor_every == 0:
                 with watched(self.model) as events:
                     numbers, inputs = self._optimizer_step()
                 for event in events:
@@ -292,19 +282,14 @@ class Trainer:
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         self._update()
         self.step = number
-        return {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "tokens": targets,
-            **step_batch.facts,
-        }, step_batch.inputs
+        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
+        return {**numbers, **step_batch.facts}, step_batch.inputs
 
     def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
         """The gradient of a step, clipped; [2] on the device: its loss, and the norm before clipping."""
         if self.graphs is not None:
             for batch in micro_batches:
-                cuda_graph.accumulate(self.graphs, batch, targets, cuda_graph.classes_of(self.objective))
+                cuda_graph.accumulate(self.graphs, batch, targets, self.objective.head)
             return self.graphs.readings()
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
@@ -315,7 +300,7 @@ class Trainer:
         return torch.stack((loss_sum, norm.to(loss_sum.dtype)))
 
     def _update(self) -> None:
-        """Optimizer and windows take the step."""
+        """Steps the optimizer and the amax windows."""
         if self.graphs is not None:
             self.graphs.update()
             return
@@ -328,7 +313,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _backward_of_graph(self, batch: Batch, targets: Tensor) -> Tensor:
-        """As `_backward`, of a micro-batch on the device whose labels were looked at."""
+        """`_backward` of a micro-batch that is on the device and whose labels are checked."""
         return self._backward(partial(self.objective, checked=True), batch, targets)
 
     def _backward(
@@ -366,7 +351,7 @@ class Trainer:
         )
 
     def _report_nonfinite_amax(self, show: Console) -> None:
-        """Logs amax readings that were not finite, at the steps where somebody looks (it synchronises)."""
+        """Logs amax readings that were not finite, every log_every steps, since it synchronises."""
         if self.step % self.config.log_every and self.step != self.config.steps:
             return
         counts = nonfinite_amax(self.model)
@@ -418,13 +403,12 @@ class Trainer:
 
 
 def _choices_before(folder: RunFolder) -> dict[str, str] | None:
-    """What recipe "auto" chose when the run began, so that its continuation computes the same; None for a new run."""
-    if not folder.has_run() or not folder.run.exists():
-        return None
-    return folder.read_run().get("auto") or None
+    """What recipe "auto" chose when the run began, so that a resumed run computes the same; None for a new run."""
+    is_old = folder.has_run() and folder.run.exists()
+    return (folder.read_run().get("auto") or None) if is_old else None
 
 
 def read(readings: Tensor) -> tuple[float, float]:
-    """Two numbers from the device: where a step waits for it."""
-    first, second = readings.tolist()
-    return first, second
+    """Copies loss and gradient norm to the host; synchronises."""
+    loss, norm = readings.tolist()
+    return loss, norm

@@ -59,6 +59,9 @@ class Matching:
     def refuse(self, value: str) -> str:
         return "" if re.fullmatch(self.pattern, value) else self.description
 
+    def __str__(self) -> str:
+        return self.description
+
 
 NOT_EMPTY = Matching(r"(?s).+", "not empty")
 COUNT = Range(1, 2**31 - 1)

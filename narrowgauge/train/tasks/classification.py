@@ -95,13 +95,11 @@ def _class_notes(table: tables.Tables, names: tuple[str, ...]) -> list[str]:
 
 def with_classes(names: tuple[str, ...], pad_id: int) -> ModelClass:
     """The kind of model that has these classes, and pads with this token."""
+    ids = {name: place for place, name in enumerate(names)}
     options = {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: place for place, name in enumerate(names)},
-        "pad_token_id": pad_id,
+        "num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": ids, "pad_token_id": pad_id,
         "problem_type": "single_label_classification",
-    }
+    }  # fmt: skip
     return ModelClass(CLASSIFIER.auto, CLASSIFIER.words, options, new=True)
 
 
