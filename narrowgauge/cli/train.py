@@ -18,7 +18,7 @@ from narrowgauge.train import run_folder
 from narrowgauge.train.config import switch_syntax, toml
 from narrowgauge.train.config.field_checks import TABLE, OneOf, key_of, shown
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, resolved
-from narrowgauge.train.config.toml import Settings
+from narrowgauge.train.config.toml import SettingsLayer
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 
@@ -35,7 +35,7 @@ def train(config: str = "", **given: Any) -> int:
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     """The resolved configuration of a file and the given flags (by name)."""
     values = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
-    from_flags = Settings(values, {key: flag(key) for key in values})
+    from_flags = SettingsLayer(values, {key: flag(key) for key in values})
     config = resolved(toml.build(_from_file(path, values), from_flags))
     stored = run_folder.RunFolder(Path(config.output)).config
     if config.resume and stored.exists():
@@ -43,21 +43,21 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
-def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
-    """The settings of CONFIG; without one, those of the run to resume, whose folder may have been moved."""
+def _from_file(path: str, flags_given: Mapping[str, Any]) -> SettingsLayer:
+    """The settings of CONFIG; without one, those of the run to resume, which may have been moved since."""
     if path:
         return toml.read(Path(path))
     output = str(flags_given.get("output") or TrainConfig.output)
     stored = run_folder.RunFolder(Path(output)).config
     if flags_given.get("resume") and stored.exists():
         settings = toml.read(stored)
-        return Settings({**settings.values, "output": output}, settings.origins)
+        return SettingsLayer({**settings.values, "output": output}, settings.origins)
     if flags_given.get("resume") and set(flags_given) <= {"resume", "output"}:  # no user wants a run of pure defaults
         raise ConfigError(
             f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "
             "the CONFIG of a new run."
         )
-    return Settings()
+    return SettingsLayer()
 
 
 def _refuse_unknown_recipes(config: TrainConfig) -> None:
