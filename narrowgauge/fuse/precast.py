@@ -22,7 +22,7 @@ from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats, SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
-from narrowgauge.nn.plan import CastRequest, LinearContext, OperandPlan
+from narrowgauge.nn.plan import OperandRequest, LinearContext, OperandPlan
 from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
 from narrowgauge.ops.registry import Choice, device_facts, device_of
 from narrowgauge.recipe import LearnedStep, Window
@@ -230,13 +230,13 @@ def _rotates_what_it_keeps(layer: QLinear) -> bool:
     return layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
 
 
-def _request(reader: QLinear, context: LinearContext) -> CastRequest:
+def _request(reader: QLinear, context: LinearContext) -> OperandRequest:
     """What the reader will ask its sources for."""
     trains = reader.weight.requires_grad
-    return CastRequest(context.plan.x, context, (True, trains), reader.amax_state("x"))
+    return OperandRequest(context.plan.x, context, (True, trains), reader.amax_state("x"))
 
 
-def refuse_cast(request: CastRequest) -> str | None:
+def refuse_cast(request: OperandRequest) -> str | None:
     """Why a kernel does not make the cast of x that is asked for, whatever the device; None if one may."""
     plan = request.plan
     if plan.rows is None or isinstance(plan.rows.calibrate, LearnedStep):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.plan import CastRequest
+from narrowgauge.nn.plan import OperandRequest
 from narrowgauge.ops.validity import Key, validity
 from narrowgauge.recipe import Cast
 
@@ -42,7 +42,7 @@ class WeightCache:
     held: Tensor | None = None
     casts: Casts = field(default_factory=Casts)
 
-    def lookup(self, tensor: Tensor, request: CastRequest) -> Operand | None:
+    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
         if request.plan.role != "w" or (valid := validity(tensor)) is None:
             return None
         context = request.context
@@ -59,7 +59,7 @@ class StepCasts(WeightCache):
     What is not among them is made at every call, and not kept.
     """
 
-    def lookup(self, tensor: Tensor, request: CastRequest) -> Operand | None:
+    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
         if request.plan.role != "w":
             return None
         made = Casts(self.casts.rows, self.casts.cols, self.casts.amax, self.casts.codes)
@@ -73,7 +73,7 @@ class PrecastSource:
     precast: PrecastWeight
     cache: WeightCache
 
-    def lookup(self, tensor: Tensor, request: CastRequest) -> Operand | None:
+    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
         plan, context = request.plan, request.context
         if plan.role != "w" or not plan.pairs or not context.records:  # evaluation leaves it to training
             return None
@@ -160,7 +160,7 @@ class InputCasts:
 
     entry: _Entry | None
 
-    def lookup(self, tensor: Tensor, request: CastRequest) -> Operand | None:
+    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
         """tensor: the input as [T, K], another object than the one that the entry goes by."""
         if self.entry is None or request.plan.role != "x":
             return None
@@ -176,7 +176,7 @@ class InputCasts:
         self.entry.shared.append((own, Casts()))
         return request.plan.kind(tensor, request, self.entry.shared[-1][1])
 
-    def put(self, request: CastRequest, casts: Casts, stats: CacheStats) -> None:
+    def put(self, request: OperandRequest, casts: Casts, stats: CacheStats) -> None:
         """Hands over casts with the input, for every layer whose request is like this one."""
         if self.entry is not None:
             self.entry.precast.append((precast_key(request), casts, stats))
@@ -186,7 +186,7 @@ class InputCasts:
         self.entry = None
 
 
-def precast_key(request: CastRequest) -> Key:
+def precast_key(request: OperandRequest) -> Key:
     """What layers that may take the same casts of x have in common."""
     plan, kind = request.plan, request.plan.kind
     cols: Cast | None = plan.cols if kind.keeps_codes(request) else None
@@ -208,7 +208,7 @@ class GradientCasts:
         if (key := validity(gradient.view(-1))) is not None:
             self._held[key] = gradient, casts
 
-    def lookup(self, tensor: Tensor, request: CastRequest) -> Operand | None:
+    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
         """Once, if the tensor is a view of the same elements, unchanged."""
         if request.plan.role != "gy" or not self._held or not tensor.is_contiguous():
             return None

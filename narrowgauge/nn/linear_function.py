@@ -22,7 +22,7 @@ from torch import Tensor
 
 from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.nn.operands import KINDS, Rotation, find
-from narrowgauge.nn.plan import CastRequest, LinearContext, LinearPlan
+from narrowgauge.nn.plan import OperandRequest, LinearContext, LinearPlan
 from narrowgauge.ops.mm import Plan
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm, Recipe
@@ -64,7 +64,7 @@ class LinearFunction(torch.autograd.Function):
         plan: LinearPlan = context.plan
         recipe, saved = plan.recipe, ctx.saved_tensors
         weight = saved[ctx.x_kept + 1]
-        x_request, w_request = CastRequest(plan.x, context, wants), CastRequest(plan.w, context, wants)
+        x_request, w_request = OperandRequest(plan.x, context, wants), OperandRequest(plan.w, context, wants)
         x = plan.x.kind.restored(x_request, saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]))
         w = plan.w.kind.restored(w_request, saved[ctx.x_kept :], weight.shape)
         g = find("gy", gy, context, wants, ctx.gy_state)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.plan import PRODUCTS, CastRequest, LinearContext
+from narrowgauge.nn.plan import PRODUCTS, OperandRequest, LinearContext
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
@@ -81,7 +81,7 @@ class Operand:
 
     sampled: Tensor | None = None  # the rows that a sampler took of it, [n] int64
 
-    def __init__(self, tensor: Tensor, request: CastRequest, casts: Casts | None = None) -> None:
+    def __init__(self, tensor: Tensor, request: OperandRequest, casts: Casts | None = None) -> None:
         self.tensor, self.request, self.plan = tensor, request, request.plan
         self.casts = Casts() if casts is None else casts
 
@@ -192,12 +192,12 @@ class Operand:
     # --- from forward to backward ------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def keeps_codes(request: CastRequest) -> bool:
+    def keeps_codes(request: OperandRequest) -> bool:
         """(x) whether the codes of x.T are kept for backward instead of x."""
         return request.needs[1] and request.context.plan.recipe.save == "quantized"
 
     @classmethod
-    def share_key(cls, request: CastRequest) -> tuple[Any, ...] | None:
+    def share_key(cls, request: OperandRequest) -> tuple[Any, ...] | None:
         """(x) what layers whose casts of the same tensor are equal have in common; None: nobody else's are."""
         plan, context = request.plan, request.context
         codes = cls.keeps_codes(request)
@@ -229,7 +229,7 @@ class Operand:
         return casts.cols
 
     @classmethod
-    def restored(cls, request: CastRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
+    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
         """The operand in backward. shape: of t."""
         amax, tensor, *codes = saved
         casts = Casts(amax=amax)
@@ -265,7 +265,7 @@ class Operand:
 class CastSource(Protocol):
     """Who may have the casts of a tensor. Another one (gathered codes, a message's, a stored export's) is one more in `sources`."""
 
-    def lookup(self, tensor: Tensor, request: CastRequest) -> Operand | None:
+    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
         """The tensor as an Operand with the casts that there are, or that will be kept here; None: nothing is known of it."""
 
 
@@ -274,7 +274,7 @@ KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}
 
 def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None) -> Operand:
     """The tensor as an Operand, from the first source that knows it, or cast now."""
-    request = CastRequest(getattr(context.plan, role), context, needs, state)
+    request = OperandRequest(getattr(context.plan, role), context, needs, state)
     for source in context.sources:
         if (found := source.lookup(tensor, request)) is not None:
             break

@@ -186,7 +186,7 @@ class LinearContext:
 
 
 @dataclass(frozen=True, eq=False)
-class CastRequest:
+class OperandRequest:
     """What is asked of a source.
 
     plan     of the tensor's role

@@ -30,7 +30,7 @@ from torch import Tensor
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation, Saved, transposed
-from narrowgauge.nn.plan import CastRequest
+from narrowgauge.nn.plan import OperandRequest
 from narrowgauge.ops.hadamard import rotated_length, unrotate
 from narrowgauge.ops.hadamard.codes import Codes, decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
@@ -141,13 +141,13 @@ class CodedInput(CodedOperand):
     """x [T, K]."""
 
     @staticmethod
-    def _asks(request: CastRequest) -> tuple[bool, bool]:
+    def _asks(request: OperandRequest) -> tuple[bool, bool]:
         """Whether a gradient asks for what was clipped (and for that of the step), and for the codes."""
         plan, needs = request.context.plan, request.needs
         return needs[0] and plan.w.cols is not None, needs[1] and plan.x.cols is not None
 
     @classmethod
-    def share_key(cls, request: CastRequest) -> tuple[Any, ...] | None:
+    def share_key(cls, request: OperandRequest) -> tuple[Any, ...] | None:
         plan = request.plan
         if plan.rows is None or not plan.shares_rows:
             return None
@@ -189,7 +189,7 @@ class CodedInput(CodedOperand):
         return original, self.rotation.signs, *kept
 
     @classmethod
-    def restored(cls, request: CastRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
+    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
         original, signs, packed, scale, bits, residual, rows = saved
         plan = request.plan
         operand = cls(original, request)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ class CodedWeight(CodedOperand):
         return self.scale, self.tensor, self.rotation.signs
 
     @classmethod
-    def restored(cls, request: CastRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
+    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
         scale, weight, signs = saved
         assert weight is not None
         operand, cast = cls(weight, request), request.plan.rows

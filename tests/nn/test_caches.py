@@ -16,7 +16,7 @@ from narrowgauge import recipes
 from narrowgauge.nn.caches import SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.linear_function import plan_of
-from narrowgauge.nn.plan import CastRequest, LinearContext
+from narrowgauge.nn.plan import OperandRequest, LinearContext
 from tests.compare import assert_same
 
 TOKENS, WIDTH = 24, 64
@@ -152,7 +152,7 @@ def test_the_entry_goes_with_its_tensor():
     shared, x = SharedInputs(), torch.randn(3)
     share = shared.of(x)
     plan = plan_of(recipes.FP8_CURRENT, x.device)
-    request = CastRequest(plan.x, LinearContext(plan, torch.float32), (True, True))
+    request = OperandRequest(plan.x, LinearContext(plan, torch.float32), (True, True))
     assert share is not None and share.lookup(x, request).casts is share.lookup(x, request).casts
     share.close()
     assert share.lookup(x, request) is None
