@@ -23,14 +23,14 @@ from narrowgauge.nn.caches import Handed, Reads, SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import cast_ahead, handed_key
 from narrowgauge.nn.plan import Plans, Settings
-from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
+from narrowgauge.ops.norm_act import CastRequest, CastResult, Kind, NormActSpec, backward_of, forward_of
 from narrowgauge.ops.quantize.pair import OneRead
-from narrowgauge.ops.registry import Choice, device_facts, device_of
+from narrowgauge.ops.registry import Choice, device_facts
 from narrowgauge.recipe import Cast, LearnedStep, Window
 
 
 @dataclass(eq=False)
-class Producer:
+class FusedCast:
     """What is handed from a function to the layers around it.
 
     kind      the function
@@ -45,7 +45,7 @@ class Producer:
     sources: tuple[nn.Module, ...] = ()
     backend: str | None = None
     reads: Reads = field(default_factory=Reads)
-    _choices: dict[Hashable, Choice[ProduceSpec]] = field(default_factory=dict, repr=False)
+    _choices: dict[Hashable, Choice[NormActSpec]] = field(default_factory=dict, repr=False)
 
     def reader(self) -> QLinear | None:
         """The first layer that casts what it reads; None: nobody does, or somebody looks at the operands."""
@@ -60,39 +60,50 @@ class Producer:
         if reader is None or tensors[0].numel() == 0:
             return otherwise()
         settings = reader.settings(tensors[0])
-        order = self._order(reader, settings)
-        choice = None if order is None else self._choice(order, settings, tensors)
+        request = self._request(reader, settings)
+        choice = None if request is None else self._choice(request, settings, tensors)
         if choice is None:
             y = otherwise()
             self._hand_over(y, reader, None, reader.settings(y))
             return y
         shape = tensors[0].shape
         flat = tuple(each.reshape(-1, shape[-1]) if each.ndim > 1 else each for each in tensors)
-        pocket = _Pocket(self, order, choice)
-        y = _Function.apply(pocket, *flat).reshape(shape)
-        assert pocket.made is not None
-        self._hand_over(y, reader, pocket.made, settings)
+        y, result = _Function.apply(self, request, choice, *flat)
+        y = y.reshape(shape)
+        self._hand_over(y, reader, result, settings)
         return y
 
-    def _choice(self, order: Order, settings: Settings, tensors: Sequence[Tensor]) -> Choice[ProduceSpec] | None:
+    def _choice(
+        self, request: CastRequest, settings: Settings, tensors: Sequence[Tensor]
+    ) -> Choice[NormActSpec] | None:
         """The kernel that computes y; None: the module's own code, which the reference would only repeat."""
         x = tensors[0]
         hidden_by = wrapper(*tensors)
-        key = id(settings.recipe), x.device, hidden_by, x.shape[-1], order.turned, *(each.dtype for each in tensors)
+        key = (
+            id(settings.recipe),
+            x.device,
+            hidden_by,
+            x.shape[-1],
+            request.transposed,
+            *(each.dtype for each in tensors),
+        )
         if key not in self._choices:
-            self._choices[key] = FORWARD.choose(self._spec(tensors, (order,)), self.backend)
+            self._choices[key] = forward_of(self.kind).choose(
+                NormActSpec.of(self.kind, tensors, (request,)), self.backend
+            )
         found = self._choices[key]
         return found if self.backend is not None or found.kernel.name != "reference" else None
 
     def backend_words(self, reader: QLinear) -> str:
         """Which kernel computes the function on the reader's device, and why no other, for tensors of its weight's dtype."""
         like = reader.weight.new_empty(1, reader.in_features, device="meta")
-        order = self._order(reader, reader.settings(reader.weight))
-        if order is None:
+        request = self._request(reader, reader.settings(reader.weight))
+        if request is None:
             return f"own code ({self.refuse(reader)})"
         device = device_facts(reader.weight.device.type, reader.weight.device.index)
-        spec = ProduceSpec(self.kind, device, (like.dtype,), (1, reader.in_features), ((order.cast, order.turned),))
-        found = FORWARD.choose(spec, self.backend)
+        casts = ((request.cast, request.transposed),)
+        spec = NormActSpec(self.kind, device, (like.dtype,), (1, reader.in_features), casts)
+        found = forward_of(self.kind).choose(spec, self.backend)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
         return found.kernel.name if found.kernel.name != "reference" else f"own code ({reasons})"
 
@@ -101,38 +112,28 @@ class Producer:
         settings = reader.settings(reader.weight)
         return refuse_cast(settings, reader.weight.requires_grad)
 
-    def _order(self, reader: QLinear, settings: Settings) -> Order | None:
+    def _request(self, reader: QLinear, settings: Settings) -> CastRequest | None:
         keeps = reader.weight.requires_grad
         if refuse_cast(settings, keeps) is not None:
             return None
         cast = settings.recipe.output.lhs
         assert cast is not None
         live = reader.live("x") if isinstance(cast.calibrate, Window) else None
-        turned = keeps and settings.recipe.save == "quantized"
-        return Order(cast, live, settings.records, turned)
+        transposed = keeps and settings.recipe.save == "quantized"
+        return CastRequest(cast, live, settings.records, transposed)
 
-    def _spec(self, tensors: Sequence[Tensor], orders: Sequence[Order | None]) -> ProduceSpec:
-        x = tensors[0]
-        return ProduceSpec(
-            self.kind,
-            device_of(*tensors),
-            tuple(each.dtype for each in tensors),
-            (x.numel() // x.shape[-1], x.shape[-1]),
-            tuple((order.cast, order.turned) for order in orders if order is not None),
-        )
-
-    def _hand_over(self, y: Tensor, reader: QLinear, made: Made | None, settings: Settings) -> None:
+    def _hand_over(self, y: Tensor, reader: QLinear, result: CastResult | None, settings: Settings) -> None:
         """Puts the cast of y where its readers look, and the window's state with those who have one of their own."""
         shared = reader.shared_inputs
         share = None if shared is None else shared.of(y)
         if share is None or share.handed is None or y.shape[-1] != reader.in_features:
             return
         keeps = reader.weight.requires_grad
-        if made is None or made.plain is None:
+        if result is None or result.plain is None:
             with torch.no_grad():
                 handed = cast_ahead(y.detach().reshape(-1, y.shape[-1]), reader.live("x"), settings, keeps)
         else:
-            handed = _handed(made, settings, keeps)
+            handed = _handed(result, settings, keeps)
         share.handed[handed_key(settings, keeps)] = handed
         handed.reads = self.reads
         self.reads.made += 1
@@ -152,56 +153,47 @@ class Producer:
 
     # --- backward --------------------------------------------------------------------------------------------------------------
 
-    def gradient_orders(self) -> list[tuple[Order | None, SharedInputs | None]]:
+    def gradient_requests(self) -> list[tuple[CastRequest | None, SharedInputs | None]]:
         """What the sources want of the gradients of their outputs, and where it is put."""
-        return [_gradient_order(layer) for layer in self.sources]
+        return [_gradient_request(layer) for layer in self.sources]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the choices: they belong to this process and its recipes."""
         return self.__dict__ | {"_choices": {}}
 
 
-@dataclass(eq=False)
-class _Pocket:
-    """What goes into the autograd function besides tensors, and what comes out besides y."""
-
-    producer: Producer
-    order: Order | None
-    choice: Choice[ProduceSpec]
-    made: Made | None = None
-
-
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pocket: _Pocket, *tensors: Tensor) -> Tensor:
-        producer = pocket.producer
-        pocket.made, statistics = pocket.choice.kernel.run(producer.kind, tensors, pocket.order)
+    def forward(
+        ctx: Any, fused: FusedCast, request: CastRequest, choice: Choice[NormActSpec], *tensors: Tensor
+    ) -> tuple[Tensor, CastResult]:
+        result, statistics = choice.kernel.run(fused.kind, tensors, request)
         ctx.save_for_backward(*tensors, *statistics)
-        ctx.count, ctx.producer = len(tensors), producer
-        return pocket.made.value
+        ctx.count, ctx.fused = len(tensors), fused
+        return result.value, result
 
     @staticmethod
     @first_order_only("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        producer: Producer = ctx.producer
+    def backward(ctx: Any, gy: Tensor, of_result: None) -> tuple[Tensor | None, ...]:
+        fused: FusedCast = ctx.fused
         tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        count = 1 if producer.kind.is_norm else len(tensors)  # of what has a gradient that a layer casts
-        wanted = producer.gradient_orders() or [(None, None)] * count
-        orders: list[Order | None] = []
-        for order, _ in wanted:  # each that a kernel casts beside those before it; the others are left to their layers
-            orders.append(order if order is not None and _computes(producer, tensors, [*orders, order]) else None)
-        choice = GRADIENTS.choose(producer._spec(tensors, orders), producer.backend)
-        made, of_parameters = choice.kernel.run(producer.kind, tensors, statistics, gy.contiguous(), orders)
-        for each, (_, shared) in zip(made, wanted, strict=True):
-            if shared is not None and each.plain is not None and each.turned is not None:
-                shared.gradients.put(each.value, OneRead(each.plain, each.turned, each.amax))
-        return None, *(each.value for each in made), *of_parameters
+        count = 1 if fused.kind.is_norm else len(tensors)  # of what has a gradient that a layer casts
+        wanted = fused.gradient_requests() or [(None, None)] * count
+        requests: list[CastRequest | None] = []
+        for each, _ in wanted:  # each that a kernel casts beside those before it; the others are left to their layers
+            requests.append(each if each is not None and _computes(fused, tensors, [*requests, each]) else None)
+        choice = backward_of(fused.kind).choose(NormActSpec.of(fused.kind, tensors, requests), fused.backend)
+        results, of_parameters = choice.kernel.run(fused.kind, tensors, statistics, gy.contiguous(), requests)
+        for result, (_, shared) in zip(results, wanted, strict=True):
+            if shared is not None and result.plain is not None and result.transposed is not None:
+                shared.gradients.put(result.value, OneRead(result.plain, result.transposed, result.amax))
+        return None, None, None, *(each.value for each in results), *of_parameters
 
 
-def _computes(producer: Producer, tensors: Sequence[Tensor], orders: Sequence[Order | None]) -> bool:
+def _computes(fused: FusedCast, tensors: Sequence[Tensor], requests: Sequence[CastRequest | None]) -> bool:
     """Whether a kernel makes these casts of gradients in one pass."""
-    found = GRADIENTS.choose(producer._spec(tensors, orders), producer.backend)
-    return producer.backend is not None or found.kernel.name != "reference"
+    found = backward_of(fused.kind).choose(NormActSpec.of(fused.kind, tensors, requests), fused.backend)
+    return fused.backend is not None or found.kernel.name != "reference"
 
 
 def refuse_reader(layer: QLinear) -> str | None:
@@ -237,17 +229,17 @@ def refuse_cast(settings: Settings, keeps: bool) -> str | None:
     return None
 
 
-def _handed(made: Made, settings: Settings, keeps: bool) -> Handed:
+def _handed(result: CastResult, settings: Settings, keeps: bool) -> Handed:
     """What a kernel made, as the layer wants it."""
-    assert made.plain is not None
+    assert result.plain is not None
     if not keeps or settings.recipe.save != "quantized":
-        return Handed(made.plain, None, None, made.amax)
-    assert made.turned is not None
-    kept = (made.turned.data, made.turned.scale, made.turned.global_scale)
-    return Handed(made.plain, kept, settings.recipe.grad_weight.rhs, made.amax)
+        return Handed(result.plain, None, None, result.amax)
+    assert result.transposed is not None
+    kept = (result.transposed.data, result.transposed.scale, result.transposed.global_scale)
+    return Handed(result.plain, kept, settings.recipe.grad_weight.rhs, result.amax)
 
 
-def _gradient_order(layer: nn.Module) -> tuple[Order | None, SharedInputs | None]:
+def _gradient_request(layer: nn.Module) -> tuple[CastRequest | None, SharedInputs | None]:
     """The cast that a layer wants of the gradient of its output, if one serves both of its products."""
     if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or layer.observer is not None:
         return None, None
@@ -257,7 +249,7 @@ def _gradient_order(layer: nn.Module) -> tuple[Order | None, SharedInputs | None
     if shared is None or cast is None or not whole or not layer.weight.requires_grad:
         return None, None
     live = layer.live("gy") if isinstance(cast.calibrate, Window) else None
-    return Order(cast, live, layer.training, turned=True), shared
+    return CastRequest(cast, live, layer.training, transposed=True), shared
 
 
 def _wants_one_cast(layer: QLinear, cast: Cast | None) -> bool:

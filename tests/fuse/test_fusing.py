@@ -293,7 +293,7 @@ def test_copies_and_pickles_work_on_their_own():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         mlp = other.model.layers[0].mlp
         assert mlp.__dict__["forward"].module is mlp
-        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].producer.readers)
+        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].fused.readers)
         for a, b in zip(trained(copy.deepcopy(model), 1), trained(other, 1), strict=True):
             assert_same(a, b)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.hadamard import triton_kernel
-from narrowgauge.ops.triton.cast_constants import Settings
+from narrowgauge.ops.triton.cast_constants import CastConstants
 from narrowgauge.ops.triton.launch import launch
 
 # 128 columns are runs of 256 bytes in 16 bits; 32 rows of them are 32 elements for each of 128 threads. Not measured yet on a GPU.
@@ -15,7 +15,7 @@ SMALLEST_PRODUCT = 16  # of tensor cores, along each axis
 
 
 def rotate_and_encode(
-    x: Tensor, order: int, signs: Tensor | None, scale: Tensor, C: Settings, packed: bool, bits: bool
+    x: Tensor, order: int, signs: Tensor | None, scale: Tensor, C: CastConstants, packed: bool, bits: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x [rows, n], not empty -> (codes, packed, bits), each uint8 [rows, ...] or None; see `hadamard`."""
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

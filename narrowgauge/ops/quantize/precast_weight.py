@@ -30,7 +30,7 @@ from narrowgauge.ops.quantize import definition, selfcheck, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxWindow, observe
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Registry, device_facts
-from narrowgauge.ops.triton import cast_constants as settings
+from narrowgauge.ops.triton import cast_constants
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.tiles import WHOLE
@@ -122,7 +122,7 @@ def refuse(cast: Cast) -> str | None:
         return "two codes share a byte, in one orientation those of two rows"
     if cast.has_global_scale:
         return "a second number scales the tensor"
-    return settings.refuse(cast)
+    return cast_constants.refuse(cast)
 
 
 def refuse_here(weight: Tensor, cast: Cast) -> str:
@@ -178,7 +178,7 @@ def _in_triton(x: Tensor, stepped: Stepped, live: Tensor | None, records: bool) 
     from narrowgauge.ops.quantize import triton_launch
 
     cast, codes = stepped.cast, stepped.codes
-    constants = settings.settings(cast, device_facts(x.device.type, x.device.index).capability)
+    constants = cast_constants.constants_of(cast, device_facts(x.device.type, x.device.index).capability)
     if live is None or codes is None:
         plain, turned = triton_launch.both(x, cast, constants, stepped.maxima.view(torch.float32), None, None)
         return plain, turned, None

@@ -22,6 +22,7 @@ from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
+from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.tiles import WHOLE, scale_shape
@@ -72,10 +73,12 @@ def both(
     x: Tensor,
     cast: Cast,
     noise: Key | DeviceKey | None,
-    turned_noise: Key | DeviceKey | None,
+    transposed_noise: Key | DeviceKey | None,
 ) -> tuple[QTensor, QTensor]:
     """x and x.T, see `ops.quantize.quantize_both`."""
-    return _kernels().both(x.detach(), cast, _constants(x, cast, None), None, _words(noise, x), _words(turned_noise, x))
+    return _kernels().both(
+        x.detach(), cast, _constants(x, cast, None), None, _words(noise, x), _words(transposed_noise, x)
+    )
 
 
 def delayed(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, Tensor]:
@@ -95,9 +98,9 @@ def _kernels() -> Any:
     return triton_launch
 
 
-def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> cast_constants.Settings:
+def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> CastConstants:
     capability = device_facts(x.device.type, x.device.index).capability
-    return cast_constants.settings(cast, capability, expand is not None)
+    return constants_of(cast, capability, expand is not None)
 
 
 def _spread(amax: Tensor | None, x: Tensor, cast: Cast) -> Tensor | None:
