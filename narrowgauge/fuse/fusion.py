@@ -1,4 +1,4 @@
-"""fuse and unfuse: put producers in the place of modules' `forward`, take them out again, and say of each what became of it."""
+"""fuse and unfuse: put fused functions in the place of modules' `forward`, take them out again, and say of each what became of it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _OfMlp:
 
 
 def fuse(model: nn.Module) -> list[Fusion]:
-    """Puts producers where the structure of the model and its recipes allow them; in place. Those of before are made anew."""
+    """Puts fused functions where the structure of the model and its recipes allow them; in place. Those of before are made anew."""
     unfuse(model)
     modules = dict(model.named_modules())
     refused: dict[str, str] = {}

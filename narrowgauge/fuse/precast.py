@@ -2,7 +2,7 @@
 
 On the device of a kernel the whole is one autograd function:
 
-    forward    y and the cast that the first reader wants, in one pass; the cast lies in the entry of y (`sharing`)
+    forward    y and the cast that the first reader wants, in one pass; the cast lies in the entry of y (`nn.caches`)
     backward   the gradients of the inputs and the casts that the Linears want that made these inputs
 
 Elsewhere the module's own code computes y, and the cast is what the reader itself would make of it.
@@ -261,8 +261,8 @@ def _wants_one_cast(layer: QLinear, cast: Cast | None) -> bool:
     if cast.rounding != "nearest" or isinstance(cast.calibrate, LearnedStep):
         return False
     plans = layer.settings(layer.weight).plans
-    unturned = recipe.grad_input.rotate is None and recipe.grad_weight.rotate is None
-    return unturned and not _is_emulated(plans)
+    unrotated = recipe.grad_input.rotate is None and recipe.grad_weight.rotate is None
+    return unrotated and not _is_emulated(plans)
 
 
 def _is_emulated(plans: Plans) -> bool:

@@ -1,4 +1,4 @@
-"""Fused producers: found by what they are, no number changed where no kernel runs (exact), and described (in words)."""
+"""Fused norms and activations: found by what they are, no number changed where no kernel runs (exact), and described (in words)."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_describe_prints_it_and_none_takes_it_back():
 
 
 def test_recipes_may_change_afterwards():
-    """To one that casts otherwise, to none, suspended: the producer follows."""
+    """To one that casts otherwise, to none, suspended: the fused cast follows."""
     results = []
     for fused in (False, True):
         model = built("llama", "fp8-delayed", fused)

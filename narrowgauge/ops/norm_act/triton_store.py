@@ -127,7 +127,8 @@ def _store(values, scale, out, at, H: tl.constexpr):
     if H.scaling == BY_BLOCK:
         BLOCK: tl.constexpr = H.block
         found, scales = cast_block(values, None, None, at.row[:, None], at.column[None, :], at.columns, C, 1, BLOCK)
-        store_block(found, scales, out, at.down, at.across, at.rows, at.columns, C, 1, BLOCK)
+        across = tl.cast(at.across, tl.int32)  # in 64 bits it takes registers, and pieces are few across
+        store_block(found, scales, out, at.down, across, at.rows, at.columns, C, 1, BLOCK)
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def store_rows(VALUE: tl.constexpr, inputs, out, rows, columns, H: tl.constexpr)
         tl.store(out.scales + row, of_rows, mask=row < rows)
         scale = of_rows[:, None]
     greatest = tl.zeros((H.rows, H.columns), tl.int32)
-    for first in range(0, columns, H.columns):
+    for first in range(0, tl.cast(columns, tl.int64), H.columns):
         at = piece_at(rows, columns, down, first, H)
         values = _rounded(VALUE(inputs, at), out.y, at.mask)
         if out.maxima is not None:

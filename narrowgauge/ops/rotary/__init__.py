@@ -117,7 +117,7 @@ def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, in
 
 
 def compare(dtypes: tuple[torch.dtype, ...], head: int, device: torch.device) -> tuple[float, str | None]:
-    """The kernel's proof: all bits of values and gradients of a small sample, in both layouts of a head (see `verdicts`)."""
+    """The kernel's proof: all bits of values and gradients of a small sample, in both layouts of a head (see `ops.selfcheck`)."""
     for transposed in (True, False):
         q, k, cos, sin = _sample(dtypes, head, transposed)
         results = (torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype))
