@@ -22,9 +22,9 @@ from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats, SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
-from narrowgauge.nn.plan import OperandRequest, LinearContext, OperandPlan
-from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
-from narrowgauge.ops.registry import Choice, device_facts, device_of
+from narrowgauge.nn.plan import LinearContext, OperandPlan, OperandRequest
+from narrowgauge.ops.norm_act import CastRequest, CastResult, Kind, NormActSpec, backward_of, forward_of
+from narrowgauge.ops.registry import Choice, device_facts
 from narrowgauge.recipe import LearnedStep, Window
 
 
@@ -44,7 +44,7 @@ class FusedCast:
     sources: tuple[nn.Module, ...] = ()
     backend: str | None = None
     stats: CacheStats = field(default_factory=CacheStats)
-    _choices: dict[Hashable, Choice[ProduceSpec]] = field(default_factory=dict, repr=False)
+    _choices: dict[Hashable, Choice[NormActSpec]] = field(default_factory=dict, repr=False)
 
     def reader(self) -> QLinear | None:
         """The first layer that casts what it reads; None: nobody does, or somebody looks at the operands."""
@@ -59,20 +59,22 @@ class FusedCast:
         if reader is None or tensors[0].numel() == 0:
             return otherwise()
         context = reader.context(tensors[0])
-        order = self._order(reader, context)
-        choice = None if order is None else self._choice(order, context, tensors)
+        wanted_cast = self._wanted_cast(reader, context)
+        choice = None if wanted_cast is None else self._choice(wanted_cast, context, tensors)
         if choice is None:
             y = otherwise()
             self._hand_over(y, reader, None, reader.context(y))
             return y
         shape = tensors[0].shape
         flat = tuple(each.reshape(-1, shape[-1]) if each.ndim > 1 else each for each in tensors)
-        made: list[Made] = []
-        y = _Function.apply(self, order, choice, made, *flat).reshape(shape)
+        made: list[CastResult] = []
+        y = _Function.apply(self, wanted_cast, choice, made, *flat).reshape(shape)
         self._hand_over(y, reader, made[0], context)
         return y
 
-    def _choice(self, order: Order, context: LinearContext, tensors: Sequence[Tensor]) -> Choice[ProduceSpec] | None:
+    def _choice(
+        self, wanted_cast: CastRequest, context: LinearContext, tensors: Sequence[Tensor]
+    ) -> Choice[NormActSpec] | None:
         """The kernel that computes y; None: the module's own code, which the reference would only repeat."""
         x = tensors[0]
         key = (
@@ -80,23 +82,27 @@ class FusedCast:
             x.device,
             wrapper(*tensors),
             x.shape[-1],
-            order.turned,
+            wanted_cast.transposed,
             *(each.dtype for each in tensors),
         )
         if key not in self._choices:
-            self._choices[key] = FORWARD.choose(self._spec(tensors, (order,)), self.backend)
+            self._choices[key] = forward_of(self.kind).choose(
+                NormActSpec.of(self.kind, tensors, (wanted_cast,)), self.backend
+            )
         found = self._choices[key]
         return found if self.backend is not None or found.kernel.name != "reference" else None
 
     def backend_words(self, reader: QLinear) -> str:
         """Which kernel computes the function on the reader's device, and why no other, for tensors of its weight's dtype."""
         like = reader.weight.new_empty(1, reader.in_features, device="meta")
-        order = self._order(reader, reader.context(reader.weight))
-        if order is None:
+        wanted_cast = self._wanted_cast(reader, reader.context(reader.weight))
+        if wanted_cast is None:
             return f"own code ({self.refuse(reader)})"
         device = device_facts(reader.weight.device.type, reader.weight.device.index)
-        spec = ProduceSpec(self.kind, device, (like.dtype,), (1, reader.in_features), ((order.cast, order.turned),))
-        found = FORWARD.choose(spec, self.backend)
+        spec = NormActSpec(
+            self.kind, device, (like.dtype,), (1, reader.in_features), ((wanted_cast.cast, wanted_cast.transposed),)
+        )
+        found = forward_of(self.kind).choose(spec, self.backend)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
         return found.kernel.name if found.kernel.name != "reference" else f"own code ({reasons})"
 
@@ -104,25 +110,15 @@ class FusedCast:
         """Why no kernel casts for this reader, whatever the device; None if one may."""
         return refuse_cast(_request(reader, reader.context(reader.weight)))
 
-    def _order(self, reader: QLinear, context: LinearContext) -> Order | None:
+    def _wanted_cast(self, reader: QLinear, context: LinearContext) -> CastRequest | None:
         request = _request(reader, context)
         cast = context.plan.x.rows
         if cast is None or refuse_cast(request) is not None:
             return None
         live = request.state if isinstance(cast.calibrate, Window) else None
-        return Order(cast, live, context.records, Operand.keeps_codes(request))
+        return CastRequest(cast, live, context.records, Operand.keeps_codes(request))
 
-    def _spec(self, tensors: Sequence[Tensor], orders: Sequence[Order | None]) -> ProduceSpec:
-        x = tensors[0]
-        return ProduceSpec(
-            self.kind,
-            device_of(*tensors),
-            tuple(each.dtype for each in tensors),
-            (x.numel() // x.shape[-1], x.shape[-1]),
-            tuple((order.cast, order.turned) for order in orders if order is not None),
-        )
-
-    def _hand_over(self, y: Tensor, reader: QLinear, made: Made | None, context: LinearContext) -> None:
+    def _hand_over(self, y: Tensor, reader: QLinear, made: CastResult | None, context: LinearContext) -> None:
         """Puts the cast of y where its readers look, and the window's state with those who have one of their own."""
         shared = reader.shared_inputs
         inputs = None if shared is None else shared.of(y)
@@ -137,7 +133,7 @@ class FusedCast:
                 operand.saved()
                 casts = operand.casts
         else:
-            cols = made.turned if Operand.keeps_codes(request) else None
+            cols = made.transposed if Operand.keeps_codes(request) else None
             casts = Casts(made.plain, cols, made.amax)
         inputs.put(request, casts, self.stats)
         self._follow(reader, context)
@@ -158,9 +154,9 @@ class FusedCast:
 
     # --- backward --------------------------------------------------------------------------------------------------------------
 
-    def gradient_orders(self) -> list[tuple[Order | None, SharedInputs | None]]:
+    def gradient_requests(self) -> list[tuple[CastRequest | None, SharedInputs | None]]:
         """What the sources want of the gradients of their outputs, and where it is put."""
-        return [_gradient_order(layer) for layer in self.sources]
+        return [_gradient_request(layer) for layer in self.sources]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the choices: they belong to this process and its recipes."""
@@ -171,42 +167,49 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        producer: FusedCast,
-        order: Order | None,
-        choice: Choice[ProduceSpec],
-        out: list[Made],
+        fused: FusedCast,
+        wanted_cast: CastRequest | None,
+        choice: Choice[NormActSpec],
+        out: list[CastResult],
         *tensors: Tensor,
     ) -> Tensor:
         """out: takes what comes out besides y."""
-        made, statistics = choice.kernel.run(producer.kind, tensors, order)
+        made, statistics = choice.kernel.run(fused.kind, tensors, wanted_cast)
         out.append(made)
         ctx.save_for_backward(*tensors, *statistics)
-        ctx.count, ctx.producer = len(tensors), producer
+        ctx.count, ctx.fused = len(tensors), fused
         value: Tensor = made.value
         return value
 
     @staticmethod
     @no_double_backward("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        producer: FusedCast = ctx.producer
+        fused: FusedCast = ctx.fused
         tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        count = 1 if producer.kind.is_norm else len(tensors)  # of what has a gradient that a layer casts
-        wanted = producer.gradient_orders() or [(None, None)] * count
-        orders: list[Order | None] = []
-        for order, _ in wanted:  # each that a kernel casts beside those before it; the others are left to their layers
-            orders.append(order if order is not None and _computes(producer, tensors, [*orders, order]) else None)
-        choice = GRADIENTS.choose(producer._spec(tensors, orders), producer.backend)
-        made, of_parameters = choice.kernel.run(producer.kind, tensors, statistics, gy.contiguous(), orders)
+        count = 1 if fused.kind.is_norm else len(tensors)  # of what has a gradient that a layer casts
+        wanted = fused.gradient_requests() or [(None, None)] * count
+        wanted_casts: list[CastRequest | None] = []
+        for (
+            wanted_cast,
+            _,
+        ) in wanted:  # each that a kernel casts beside those before it; the others are left to their layers
+            wanted_casts.append(
+                wanted_cast
+                if wanted_cast is not None and _computes(fused, tensors, [*wanted_casts, wanted_cast])
+                else None
+            )
+        choice = backward_of(fused.kind).choose(NormActSpec.of(fused.kind, tensors, wanted_casts), fused.backend)
+        made, of_parameters = choice.kernel.run(fused.kind, tensors, statistics, gy.contiguous(), wanted_casts)
         for each, (_, shared) in zip(made, wanted, strict=True):
-            if shared is not None and each.plain is not None and each.turned is not None:
-                shared.gradients.put(each.value, Casts(each.plain, each.turned, each.amax))
+            if shared is not None and each.plain is not None and each.transposed is not None:
+                shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
         return None, None, None, None, *(each.value for each in made), *of_parameters
 
 
-def _computes(producer: FusedCast, tensors: Sequence[Tensor], orders: Sequence[Order | None]) -> bool:
+def _computes(fused: FusedCast, tensors: Sequence[Tensor], wanted_casts: Sequence[CastRequest | None]) -> bool:
     """Whether a kernel makes these casts of gradients in one pass."""
-    found = GRADIENTS.choose(producer._spec(tensors, orders), producer.backend)
-    return producer.backend is not None or found.kernel.name != "reference"
+    found = backward_of(fused.kind).choose(NormActSpec.of(fused.kind, tensors, wanted_casts), fused.backend)
+    return fused.backend is not None or found.kernel.name != "reference"
 
 
 def refuse_reader(layer: QLinear) -> str | None:
@@ -248,7 +251,7 @@ def refuse_cast(request: OperandRequest) -> str | None:
     return None
 
 
-def _gradient_order(layer: nn.Module) -> tuple[Order | None, SharedInputs | None]:
+def _gradient_request(layer: nn.Module) -> tuple[CastRequest | None, SharedInputs | None]:
     """The cast that a layer wants of the gradient of its output, if one serves both of its products."""
     if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or layer.observer is not None:
         return None, None
@@ -256,7 +259,7 @@ def _gradient_order(layer: nn.Module) -> tuple[Order | None, SharedInputs | None
     if shared is None or gy.rows is None or not _wants_one_cast(gy) or not layer.weight.requires_grad:
         return None, None
     state = layer.amax_state("gy") if isinstance(gy.rows.calibrate, Window) else None
-    return Order(gy.rows, state, layer.training, turned=True), shared
+    return CastRequest(gy.rows, state, layer.training, transposed=True), shared
 
 
 def _wants_one_cast(gy: OperandPlan) -> bool:

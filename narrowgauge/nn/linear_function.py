@@ -22,7 +22,7 @@ from torch import Tensor
 
 from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.nn.operands import KINDS, Rotation, find
-from narrowgauge.nn.plan import OperandRequest, LinearContext, LinearPlan
+from narrowgauge.nn.plan import LinearContext, LinearPlan, OperandRequest
 from narrowgauge.ops.mm import Plan
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm, Recipe

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.plan import PRODUCTS, OperandRequest, LinearContext
+from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandRequest
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax

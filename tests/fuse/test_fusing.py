@@ -1,4 +1,4 @@
-"""Fused producers: found by what they are, no number changed where no kernel runs (exact), and described (in words)."""
+"""Fused norms and activations: found by what they are, no number changed where no kernel runs (exact), and described (in words)."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_describe_prints_it_and_none_takes_it_back():
 
 
 def test_recipes_may_change_afterwards():
-    """To one that casts otherwise, to none, suspended: the producer follows."""
+    """To one that casts otherwise, to none, suspended: the fused cast follows."""
     results = []
     for fused in (False, True):
         model = built("llama", "fp8-delayed", fused)
@@ -294,7 +294,7 @@ def test_copies_and_pickles_work_on_their_own():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         mlp = other.model.layers[0].mlp
         assert mlp.__dict__["forward"].module is mlp
-        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].producer.readers)
+        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].fused.readers)
         for a, b in zip(trained(copy.deepcopy(model), 1), trained(other, 1), strict=True):
             assert_same(a, b)
 

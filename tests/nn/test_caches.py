@@ -16,7 +16,7 @@ from narrowgauge import recipes
 from narrowgauge.nn.caches import SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.linear_function import plan_of
-from narrowgauge.nn.plan import OperandRequest, LinearContext
+from narrowgauge.nn.plan import LinearContext, OperandRequest
 from tests.compare import assert_same
 
 TOKENS, WIDTH = 24, 64

@@ -43,13 +43,10 @@ def compiled(architecture, rows=4096, lhs_rows=1, rhs_rows=128):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from narrowgauge.ops.mm.triton_blocks import BLOCK_K, block_mm
+    from narrowgauge.ops.mm.triton_blocks import Blocks, block_mm
 
     shape = triton_kernel.shape_for((architecture // 10, architecture % 10), rows)
-    constants = {
-        "LHS_ROWS": lhs_rows, "RHS_ROWS": rhs_rows, "HAS_BIAS": True,
-        "BLOCK_M": shape.m, "BLOCK_N": shape.n, "BLOCK_K": BLOCK_K, "GROUP_M": shape.group_m,
-    }  # fmt: skip
+    constants = {"B": Blocks(lhs_rows, rhs_rows, shape.m, shape.n, shape.group_m)}
     pointers = {
         "lhs": "*fp8e4nv",
         "rhs": "*fp8e4nv",

@@ -69,7 +69,7 @@ def _in_triton(
     from narrowgauge.ops.hadamard import triton_launch
 
     capability = device_facts(x.device.type, x.device.index).capability
-    constants = cast_constants.settings(Cast(format=format), capability)
+    constants = cast_constants.constants_of(Cast(format=format), capability)
     codes, pairs, inside = triton_launch.rotate_and_encode(
         x.detach(), hadamard.block, signs, scale, constants, packed, bits
     )

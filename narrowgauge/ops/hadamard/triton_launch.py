@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.hadamard import triton_kernel
-from narrowgauge.ops.triton.cast_constants import Settings
+from narrowgauge.ops.triton.arguments import Matrix
+from narrowgauge.ops.triton.cast_constants import CastConstants
 from narrowgauge.ops.triton.launch import launch
 
 # 128 columns are runs of 256 bytes in 16 bits; 32 rows of them are 32 elements for each of 128 threads. Not measured yet on a GPU.
@@ -15,7 +16,7 @@ SMALLEST_PRODUCT = 16  # of tensor cores, along each axis
 
 
 def rotate_and_encode(
-    x: Tensor, order: int, signs: Tensor | None, scale: Tensor, C: Settings, packed: bool, bits: bool
+    x: Tensor, order: int, signs: Tensor | None, scale: Tensor, C: CastConstants, packed: bool, bits: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x [rows, n], not empty -> (codes, packed, bits), each uint8 [rows, ...] or None; see `hadamard`."""
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
@@ -25,11 +26,11 @@ def rotate_and_encode(
     def output(per_byte: int) -> Tensor:
         return torch.empty(rows, -(-whole // per_byte), dtype=torch.uint8, device=x.device)
 
-    codes, pairs, inside = output(1), output(2) if packed else None, output(8) if bits else None
+    out = triton_kernel.Outputs(output(1), output(2) if packed else None, output(8) if bits else None)
     programs = -(-rows // ROWS) * -(-whole // COLUMNS)
     launch(
-        triton_kernel.rotate_and_encode, programs, x, signs, scale, codes, pairs, inside, rows, columns, whole, x.stride(0), C=C,
-        ORDER=order, SIZE=max(order, SMALLEST_PRODUCT), PIECES=3 if x.dtype == torch.float32 else 1, ROWS=ROWS,
+        triton_kernel.rotate_and_encode, programs, Matrix.of(x), signs, scale, out, whole, C=C, ORDER=order,
+        SIZE=max(order, SMALLEST_PRODUCT), PIECES=3 if x.dtype == torch.float32 else 1, ROWS=ROWS,
         COLUMNS=COLUMNS, warps=WARPS,
     )  # fmt: skip
-    return codes, pairs, inside
+    return out.codes, out.packed, out.bits

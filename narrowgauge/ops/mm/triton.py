@@ -82,7 +82,7 @@ def launch(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """lhs [M, K], rhs [N, K] and their scales [outer / tile_rows, K / 128], all contiguous -> [M, N]."""
-    from narrowgauge.ops.mm.triton_blocks import BLOCK_K, block_mm
+    from narrowgauge.ops.mm.triton_blocks import Blocks, block_mm
 
     refuse_wrappers(lhs, lhs_scale, rhs, rhs_scale, bias)
     (m, k), n = lhs.shape, rhs.shape[0]
@@ -93,9 +93,8 @@ def launch(
     # Contraction of products and sums is left on: total + part * scale is then rounded once, and costs nothing.
     with torch.cuda.device(lhs.device if lhs.device.type == "cuda" else -1):  # Triton launches on the current device
         block_mm[grid](
-            lhs, rhs, lhs_scale, rhs_scale, out if bias is None else bias.contiguous(), out, m, n, k,
-            LHS_ROWS=tile_rows[0], RHS_ROWS=tile_rows[1], HAS_BIAS=bias is not None,
-            BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_K=BLOCK_K, GROUP_M=shape.group_m,
+            lhs, rhs, lhs_scale, rhs_scale, None if bias is None else bias.contiguous(), out, m, n, k,
+            B=Blocks(tile_rows[0], tile_rows[1], shape.m, shape.n, shape.group_m),
             num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out

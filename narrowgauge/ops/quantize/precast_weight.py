@@ -174,7 +174,7 @@ def _in_triton(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, rec
     from narrowgauge.ops.quantize import triton_launch
 
     cast, codes = precast.cast, precast.codes
-    constants = cast_constants.settings(cast, device_facts(x.device.type, x.device.index).capability)
+    constants = cast_constants.constants_of(cast, device_facts(x.device.type, x.device.index).capability)
     if amax_state is None or codes is None:
         plain, turned = triton_launch.both(x, cast, constants, precast.maxima.view(torch.float32), None, None)
         return plain, turned, None

@@ -22,6 +22,7 @@ from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
+from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE, scale_shape
@@ -94,9 +95,9 @@ def _kernels() -> Any:
     return triton_launch
 
 
-def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> cast_constants.Settings:
+def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> CastConstants:
     capability = device_facts(x.device.type, x.device.index).capability
-    return cast_constants.settings(cast, capability, expand is not None)
+    return constants_of(cast, capability, expand is not None)
 
 
 def _spread(amax: Tensor | None, x: Tensor, cast: Cast) -> Tensor | None:

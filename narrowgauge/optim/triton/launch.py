@@ -28,7 +28,7 @@ from narrowgauge.addresses import address, identity
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.triton.cast_constants import Settings, settings
+from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.moments import Moment, SmallFloat, Squared
@@ -109,7 +109,7 @@ class Form:
     aligned: bool
     width: int
     casts: int = NOTHING
-    cast: Settings | None = None
+    cast: CastConstants | None = None
     turns_aligned: bool = False
 
     @property
@@ -132,7 +132,7 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
         tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned,
         width=4 if wide or kind.master == "fp32" else 8, casts=casts,
-        cast=settings(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
+        cast=constants_of(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
         turns_aligned=kind.turns_aligned and casts == CODES,
     )  # fmt: skip
 

@@ -183,7 +183,7 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
     assert_same(got, expected)
     what = "codes in both orientations" if recipe == "fp8-delayed" else "amax"
     assert dict(casts) == dict.fromkeys(("0", "2"), f"{what}, taken after 2 of 3 steps"), str(casts)
-    kernel = triton_transpose.settle_stepped if recipe == "fp8-delayed" else triton_transpose.turn
+    kernel = triton_transpose.settle_both if recipe == "fp8-delayed" else triton_transpose.cast_both
     assert launched == [kernel] * 4, launched
 
 

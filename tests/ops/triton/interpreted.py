@@ -38,7 +38,7 @@ from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.triton import noise
-from narrowgauge.ops.triton.cast_constants import settings
+from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
@@ -64,8 +64,8 @@ TILED = (
 )
 # Recipe, a kernel that must run in its layers, and whether the numbers are the reference's to the bit.
 LAYERS = (
-    ("fp8-delayed", triton_transpose.turn_delayed, True),
-    ("fp8-current", triton_transpose.turn, True),
+    ("fp8-delayed", triton_transpose.both_delayed, True),
+    ("fp8-current", triton_transpose.cast_both, True),
     ("fp8-block", triton_block.cast_blocks, True),
     ("nvfp4", triton_block.cast_blocks, True),
     ("int4-hq-bs", hadamard.rotate_and_encode, False),
@@ -87,7 +87,7 @@ def words(key: Key | None) -> Tensor | None:
 def compare(x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tensor | None = None) -> None:
     """One orientation."""
     key = KEY if cast.rounding == "stochastic" else None
-    got = triton_launch.one(x, cast, settings(cast, (0, 0), expand is not None), amax, words(key), expand)
+    got = triton_launch.one(x, cast, constants_of(cast, (0, 0), expand is not None), amax, words(key), expand)
     expected = quantize(x, cast, amax=amax, noise=key, expand=expand, backend="reference")
     same(got, expected)
 
@@ -100,7 +100,7 @@ def same(got: triton_launch.QTensor, expected: triton_launch.QTensor) -> None:
 
 def compare_both(x: Tensor, cast: Cast) -> None:
     key, turned = (KEY, TURNED_KEY) if cast.rounding == "stochastic" else (None, None)
-    got = triton_launch.both(x, cast, settings(cast, (0, 0)), None, words(key), words(turned))
+    got = triton_launch.both(x, cast, constants_of(cast, (0, 0)), None, words(key), words(turned))
     same(got[0], quantize(x, cast, noise=key, backend="reference"))
     same(got[1], quantize(x.T, cast, noise=turned, backend="reference"))
 
@@ -111,7 +111,7 @@ def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None
     if spoiled is not None:
         x[3, 5] = spoiled
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
-    got, used = triton_launch.delayed(x, cast, settings(cast, (0, 0)), live, records, None)
+    got, used = triton_launch.delayed(x, cast, constants_of(cast, (0, 0)), live, records, None)
     amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
     expected = quantize(x, cast, amax=amax, backend="reference")
     assert_same(live, expected_live, at="live")
@@ -129,7 +129,7 @@ def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool)
         x[3, 5] = spoiled
     x = x.T.contiguous().T if transposed else x
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
-    *found, used = triton_launch.both_delayed(x, cast, settings(cast, (0, 0)), live, True)
+    *found, used = triton_launch.both_delayed(x, cast, constants_of(cast, (0, 0)), live, True)
     amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)))
     assert_same(live, expected_live, at="live")
     assert_same(used, amax, any_nan=True, at="amax")
@@ -164,7 +164,7 @@ def find_a_broken_kernel() -> None:
         (Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, headroom=4 / 3), {"headroom": 1.0}),
         (Cast(format=E4M3, tile=(1, 128), scale=POW2), {"carry": 0}),
     ):
-        C = replace(settings(cast, (0, 0)), **change)
+        C = replace(constants_of(cast, (0, 0)), **change)
 
         def broken(x: Tensor, cast: Cast, amax: None, key: None, expand: None, C: object = C) -> triton_launch.QTensor:
             return triton_launch.one(x, cast, C, amax, key, expand)
@@ -223,7 +223,7 @@ def compare_rotated(order: int, dtype: torch.dtype) -> None:
             x += torch.randint(-9, 10, shape) * 2.0**-12
         hadamard, scale = Hadamard(block=order, signs="random"), torch.tensor([[0.7]])
         signs = draw_signs(hadamard, shape[1], x.device)
-        constants = settings(Cast(format=INT4), (0, 0))
+        constants = constants_of(Cast(format=INT4), (0, 0))
         got = rotating.rotate_and_encode(x, order, signs, scale, constants, True, True)
         expected = rotate_and_encode(x, hadamard, signs, scale, INT4, packed=True, bits=True, backend="reference")
         for name, mine, theirs in zip(("codes", "packed", "bits"), got, expected, strict=True):

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2, INT8
-from narrowgauge.ops.norm_act import definition, spec, triton_launch
-from narrowgauge.ops.norm_act.spec import Kind, Made, Order
+from narrowgauge.ops.norm_act import backward_of, forward_of, norm_cast, spec, triton_launch, value
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.ops.triton.cast_constants import settings
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E8M0_CEIL, POW2
 from tests.compare import assert_same
@@ -51,12 +50,12 @@ def near(got: Tensor, expected: Tensor, name: str, units: float = 1.0, sums: flo
     assert excess <= 0, f"{name}: off by {excess:.3g} more than the bound {bound.min().item():.3g}"
 
 
-def order_of(cast: Cast, turned: bool, in_use: float | None) -> Order:
+def order_of(cast: Cast, turned: bool, in_use: float | None) -> CastRequest:
     live = None if in_use is None else torch.tensor([in_use, 0.5, 0.0])
-    return Order(cast, live, True, turned)
+    return CastRequest(cast, live, True, turned)
 
 
-def check_casts(made: Made, order: Order, spoiled: bool = False) -> None:
+def check_casts(made: CastResult, order: CastRequest, spoiled: bool = False) -> None:
     """The codes of what was stored."""
     assert made.plain is not None
     amax = None
@@ -68,9 +67,9 @@ def check_casts(made: Made, order: Order, spoiled: bool = False) -> None:
         assert_same(made.amax, amax, any_nan=True, at="amax")
     expected = quantize(made.value, order.cast, amax=amax, backend="reference")
     turned = quantize(made.value.T, order.cast, amax=amax, backend="reference")
-    for name, got, wanted in (("codes", made.plain, expected), ("turned", made.turned, turned)):
+    for name, got, wanted in (("codes", made.plain, expected), ("turned", made.transposed, turned)):
         if got is None:
-            assert name == "turned" and not order.turned
+            assert name == "turned" and not order.transposed
             continue
         assert_same(got.scale.contiguous(), wanted.scale.contiguous(), any_nan=True, at=f"{name}: scale")
         if not spoiled:
@@ -78,28 +77,30 @@ def check_casts(made: Made, order: Order, spoiled: bool = False) -> None:
 
 
 def compare_forward(
-    kind: Kind, order: Order, shape: tuple[int, int], dtype: torch.dtype, spoiled: float | None = None
+    kind: Kind, order: CastRequest, shape: tuple[int, int], dtype: torch.dtype, spoiled: float | None = None
 ) -> None:
     tensors = tensors_of(kind, *shape, dtype)
     if spoiled is not None:
         tensors[0][1, 2] = spoiled
-    made, statistics = triton_launch.forward(kind, tensors, order, settings(order.cast, (0, 0)))
+    made, statistics = forward_of(kind).kernels[0].run(kind, tensors, order)
     check_casts(made, order, spoiled is not None)
     if spoiled is None:
         wide = [each.to(torch.float64) for each in tensors]
-        near(made.value, definition.value(kind, tensors), "y", 2.0)
-        for name, got, expected in zip("ab", statistics, definition.statistics(kind, wide), strict=False):
+        near(made.value, value(kind, tensors), "y", 2.0)
+        for name, got, expected in zip(
+            "ab", statistics, norm_cast.statistics(kind, wide) if kind.is_norm else (), strict=False
+        ):
             assert ((got - expected).abs() <= 2.0**-20 * expected.abs() + 1e-6).all(), f"statistic {name}"
 
 
-def compare_gradients(kind: Kind, orders: list[Order | None], shape: tuple[int, int], dtype: torch.dtype) -> None:
+def compare_gradients(kind: Kind, orders: list[CastRequest | None], shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Beside autograd's of the definition in float64; the sums of a weight's gradient over rows among them."""
     tensors = tensors_of(kind, *shape, dtype)
     gy = torch.randn(shape).to(dtype)
-    constants = [None if order is None else settings(order.cast, (0, 0)) for order in orders]
-    statistics = tuple(each.to(torch.float32) for each in definition.statistics(kind, tensors))
-    made, of_parameters = triton_launch.gradients(kind, tensors, statistics, gy, orders, constants)
-    expected, expected_parameters = definition.gradients(kind, tensors, statistics, gy, [None] * len(orders))
+    statistics = norm_cast.statistics(kind, tensors) if kind.is_norm else ()
+    kernel, definition = backward_of(kind).kernels
+    made, of_parameters = kernel.run(kind, tensors, statistics, gy, orders)
+    expected, expected_parameters = definition.run(kind, tensors, statistics, gy, [None] * len(orders))
     for number, (got, wanted, order) in enumerate(zip(made, expected, orders, strict=True)):
         near(got.value, wanted.value, f"gradient {number}", 1.0, sums=32.0)
         if order is not None:
@@ -136,12 +137,12 @@ def cases() -> Iterator[Case]:
                     f"{name} {title} {shape}",
                     lambda kind=kind, order=order, shape=shape, dtype=dtype: compare_forward(kind, order, shape, dtype),
                 )
-        for value in (float("nan"), float("inf")):
+        for strange in (float("nan"), float("inf")):
             for title in ("delayed", "vector", "row"):
                 order = order_of(*orders[title])
                 yield (
-                    f"{name} {title} {value} within",
-                    lambda kind=kind, order=order, value=value: compare_forward(
+                    f"{name} {title} {strange} within",
+                    lambda kind=kind, order=order, value=strange: compare_forward(
                         kind, order, (9, 140), torch.float32, value
                     ),
                 )
@@ -150,12 +151,11 @@ def cases() -> Iterator[Case]:
 
 def _gradients(kind: Kind) -> Iterator[Case]:
     count = 2 if kind.name == "swiglu" else 1
-    choices: dict[str, list[Order | None]] = {"none": [None] * count}
+    choices: dict[str, list[CastRequest | None]] = {"none": [None] * count}
     if not kind.is_norm:
         e5m2 = Cast(format=E5M2)
         choices["delayed"] = [order_of(e5m2, True, in_use) for in_use in (3.0, 0.0)][:count]
         choices["current"] = [order_of(e5m2, True, None) for _ in range(count)]
-        choices["vector"] = [order_of(VECTOR, False, None) for _ in range(count)]
         choices["mixed"] = [None, order_of(e5m2, True, 3.0)][-count:]
     for title, orders in choices.items():
         for shape, dtype in (((37, 131), torch.float32), ((150, 260), torch.float16)):
@@ -165,8 +165,8 @@ def _gradients(kind: Kind) -> Iterator[Case]:
             )
 
 
-def _fresh(orders: list[Order | None]) -> list[Order | None]:
+def _fresh(orders: list[CastRequest | None]) -> list[CastRequest | None]:
     return [
-        each and Order(each.cast, None if each.live is None else each.live.clone(), True, each.turned)
+        each and CastRequest(each.cast, None if each.live is None else each.live.clone(), True, each.transposed)
         for each in orders
     ]

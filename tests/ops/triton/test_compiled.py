@@ -17,7 +17,7 @@ from tests.selection import quick
 from narrowgauge.ops.triton import has_conversions  # isort: skip
 from narrowgauge.ops.quantize import triton_launch  # isort: skip
 from narrowgauge.ops.hadamard import triton_launch as rotating  # isort: skip
-from narrowgauge.ops.triton.cast_constants import settings  # isort: skip
+from narrowgauge.ops.triton.cast_constants import constants_of  # isort: skip
 
 CASTS = {
     "tensor": Cast(format=E4M3),
@@ -37,7 +37,7 @@ CASTS = {
     "e5m2-stochastic": Cast(format=E5M2, rounding="stochastic"),
 }
 # 8 warps each, of 65,536 registers in a multiprocessor. Without the GPU's conversion stochastic rounding takes more: 146 on sm_80.
-IN_PAIRS = ("turn", "turn_delayed", "settle_both")
+IN_PAIRS = ("cast_both", "both_delayed", "settle_both")
 WAYS = ("one", "both", "delayed", "both-delayed")
 QUICK = [
     ("tensor", "one", 90), ("tensor-e5m2", "delayed", 90), ("row", "both", 90), ("vector", "both", 90),
@@ -55,7 +55,7 @@ MATRIX = [
 def kernels(cast: str, way: str, sm: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -> list[Compiled]:
     """What quantizing a matrix would launch. The numbers do not matter, so most of its memory is never touched."""
     how, x = CASTS[cast], torch.empty(512, columns, dtype=dtype)
-    C = settings(how, TARGETS[sm])
+    C = constants_of(how, TARGETS[sm])
     key = torch.zeros(2, dtype=torch.int64) if C.stochastic else None
     calls = {
         "one": lambda: triton_launch.one(x, how, C, None, key),
@@ -109,7 +109,7 @@ def test_other_inputs_compile_without_spills(cast, columns, dtype):
 @pytest.mark.parametrize(("order", "dtype", "sm"), quick([32], [(32, torch.bfloat16, 90), (64, torch.float32, 80)]))
 def test_the_rotation_uses_tensor_cores(order, dtype, sm):
     """Of 16-bit numbers, in float32; float32 as three of them. No spills."""
-    x, constants = torch.empty(512, 4096, dtype=dtype), settings(Cast(format=INT4), TARGETS[sm])
+    x, constants = torch.empty(512, 4096, dtype=dtype), constants_of(Cast(format=INT4), TARGETS[sm])
     found = compiled(
         [rotating],
         sm,
@@ -122,7 +122,7 @@ def test_the_rotation_uses_tensor_cores(order, dtype, sm):
 @pytest.mark.parametrize(("cast", "scales"), [("tensor", 1), ("row", 512)])
 def test_a_given_amax_and_decoded_values_compile(cast, scales):
     """What a window or a caller brings, and what a GEMM without narrow units reads."""
-    x, constants = torch.empty(512, 4096, dtype=torch.bfloat16), settings(CASTS[cast], TARGETS[90], True)
+    x, constants = torch.empty(512, 4096, dtype=torch.bfloat16), constants_of(CASTS[cast], TARGETS[90], True)
     amax = torch.ones(scales, 1)
     found = compiled(
         [triton_launch], 90, lambda: triton_launch.one(x, CASTS[cast], constants, amax, None, torch.bfloat16)

@@ -10,7 +10,7 @@ from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.quantize import triton_launch
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
-from narrowgauge.ops.triton.cast_constants import settings
+from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.triton import launch
@@ -63,7 +63,7 @@ def check_both(states, master, dtype, sm, cast, monkeypatch) -> None:
     assert found["foresee"].spills == 0 and found["step"].spills == 0, found
     instructions = found["step"].instructions()
     conversions = {name for name in instructions if "satfinite" in name}
-    in_hardware = cast is DELAYED and settings(cast, TARGETS[sm]).hardware
+    in_hardware = cast is DELAYED and constants_of(cast, TARGETS[sm]).hardware
     assert conversions == ({"cvt.rn.satfinite.e4m3x2.f32"} if in_hardware else set())
     assert any(name.startswith("atom.") or name.startswith("red.") for name in instructions), "the largest magnitude"
     if cast is CURRENT:  # nothing is contracted; a cast divides by multiplications that are fused
@@ -115,7 +115,7 @@ def test_other_formats_compile_without_spills(format, monkeypatch):
 
 @pytest.mark.parametrize("sm", quick([90], [80, 90]))
 def test_what_takes_it_up_compiles_without_spills(sm):
-    x, C = torch.zeros(512, 1024, dtype=torch.bfloat16), settings(DELAYED, TARGETS[sm])
+    x, C = torch.zeros(512, 1024, dtype=torch.bfloat16), constants_of(DELAYED, TARGETS[sm])
     left = Left(x, DELAYED).stepped
     found = compiled(
         [triton_launch],
@@ -123,7 +123,7 @@ def test_what_takes_it_up_compiles_without_spills(sm):
         lambda: triton_launch.stepped_delayed(
             x, DELAYED, C, left.codes, left.maxima, left.expected, torch.zeros(3), True
         ),
-    )["settle_stepped"]
+    )["settle_both"]
     assert found.spills == 0, found.usage
     assert not any(".NaN" in name for name in found.instructions()), "see narrowgauge/triton: maxima are integers"
     assert any(name.startswith("ld.global.v4") for name in found.instructions()), "16 bytes per load"
