@@ -223,7 +223,7 @@ def _sample(x: Tensor, cast: Cast, expected: float, device: torch.device) -> Pre
     """What the step leaves of x, on the device."""
     window = None
     if isinstance(cast.calibrate, Window):
-        window = _Window(torch.zeros(1), torch.tensor([expected, 0.0, 0.0]), cast.calibrate)
+        window = _Window(torch.zeros(cast.calibrate.length), torch.tensor([expected, 0.0, 0.0]), cast.calibrate)
     precast = PrecastWeight.of(x, cast, window)
     if window is not None:
         assert precast.plain is not None and precast.turned is not None

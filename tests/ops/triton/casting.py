@@ -174,7 +174,7 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
         expected, _ = train(recipe, micro_batches, False, dtype)
         # The kernel that takes up what was left, and no other: all else has the same bits, and takes long to interpret.
         patch.setattr(
-            precast_weight.STEPPED, "kernels", [replace(precast_weight.STEPPED.kernels[0], refuse=lambda spec: None)]
+            precast_weight.KERNELS, "kernels", [replace(precast_weight.KERNELS.kernels[0], refuse=lambda spec: None)]
         )
         patch.setattr(
             triton_launch, "launch", lambda kernel, *a, **o: launched.append(kernel) or whole(kernel, *a, **o)
