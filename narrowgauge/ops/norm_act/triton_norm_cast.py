@@ -15,8 +15,10 @@ from narrowgauge.ops.norm_act.triton_store import piece_at, store_rows
 @triton.jit
 def _mean(x, rows, columns, H: tl.constexpr):
     """[ROWS]"""
-    sums = tl.zeros((H.rows, H.columns), tl.float32)
-    for first in range(0, columns, H.columns):
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, columns, COLUMNS):
         at = piece_at(rows, columns, tl.program_id(0).to(tl.int64), first, H)
         sums += tl.load(x + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
     return tl.sum(sums, axis=1) / columns
@@ -25,13 +27,15 @@ def _mean(x, rows, columns, H: tl.constexpr):
 @triton.jit
 def _rate(x, mean, rows, columns, eps, H: tl.constexpr):
     """1 / sqrt(mean of (x - mean)^2 + eps), [ROWS]"""
-    squares = tl.zeros((H.rows, H.columns), tl.float32)
-    for first in range(0, columns, H.columns):
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, columns, COLUMNS):
         at = piece_at(rows, columns, tl.program_id(0).to(tl.int64), first, H)
         values = tl.load(x + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
         away = tl.where(at.mask, values - mean[:, None], 0.0)
         squares += away * away
-    return tl.div_rn(tl.full((H.rows,), 1.0, tl.float32), tl.sqrt_rn(tl.sum(squares, axis=1) / columns + eps))
+    return tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(tl.sum(squares, axis=1) / columns + eps))
 
 
 @triton.jit
@@ -54,8 +58,9 @@ def _layer_norm(inputs, at):
 @triton.jit
 def norm_cast(x, weight, bias, eps, means, rates, out, rows, columns, H: tl.constexpr):
     """means (layer-norm, as bias), rates [rows] float32 are written."""
-    row = tl.program_id(0).to(tl.int64) * H.rows + tl.arange(0, H.rows)
-    mean = tl.zeros((H.rows,), tl.float32)
+    ROWS: tl.constexpr = H.rows
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mean = tl.zeros((ROWS,), tl.float32)
     if means is not None:
         mean = _mean(x, rows, columns, H)
         tl.store(means + row, mean, mask=row < rows)

@@ -78,21 +78,24 @@ class Piece(NamedTuple):
 @triton.jit
 def piece_at(rows, columns, down, first, H: tl.constexpr):
     """The piece in line `down` whose first column is `first`."""
-    row = down * H.rows + tl.arange(0, H.rows)
-    column = first + tl.arange(0, H.columns).to(tl.int64)
-    place = tl.arange(0, H.rows)[:, None] * columns + tl.arange(0, H.columns)[None, :]
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    row = down * ROWS + tl.arange(0, ROWS)
+    column = first + tl.arange(0, COLUMNS).to(tl.int64)
+    place = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
-    start = down * H.rows * columns + first
-    return Piece(rows, columns, down, first // H.columns, start, place, row, column, inside, mask)
+    start = down * ROWS * columns + first
+    return Piece(rows, columns, down, first // COLUMNS, start, place, row, column, inside, mask)
 
 
 @triton.jit
 def piece_of_program(rows, columns, H: tl.constexpr):
     """The one that is this program's, where each has one."""
+    COLUMNS: tl.constexpr = H.columns
     program = tl.program_id(0).to(tl.int64)
-    width = tl.cdiv(columns, H.columns)
-    return piece_at(rows, columns, program // width, (program % width) * H.columns, H)
+    width = tl.cdiv(columns, COLUMNS)
+    return piece_at(rows, columns, program // width, (program % width) * COLUMNS, H)
 
 
 @triton.jit
@@ -149,20 +152,22 @@ def store_piece(values, out, at, H: tl.constexpr):
 @triton.jit
 def store_rows(VALUE: tl.constexpr, inputs, out, rows, columns, H: tl.constexpr):
     """VALUE(inputs, piece), float32, of all pieces of the rows that are this program's, rounded, with their cast."""
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
     C: tl.constexpr = H.C
     down = tl.program_id(0).to(tl.int64)
     scale = _known_scale(out, H)
     if H.scaling == BY_ROW:
-        largest = tl.zeros((H.rows, H.columns), tl.int32)
-        for first in range(0, columns, H.columns):
+        largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+        for first in range(0, columns, COLUMNS):
             at = piece_at(rows, columns, down, first, H)
             largest = tl.maximum(largest, magnitude_bits(_rounded(VALUE(inputs, at), out.y, at.mask)))
-        row = down * H.rows + tl.arange(0, H.rows)
+        row = down * ROWS + tl.arange(0, ROWS)
         of_rows = scale_of(tl.max(largest, axis=1), C)
         tl.store(out.scales + row, of_rows, mask=row < rows)
         scale = of_rows[:, None]
-    greatest = tl.zeros((H.rows, H.columns), tl.int32)
-    for first in range(0, tl.cast(columns, tl.int64), H.columns):
+    greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for first in range(0, tl.cast(columns, tl.int64), COLUMNS):
         at = piece_at(rows, columns, down, first, H)
         values = _rounded(VALUE(inputs, at), out.y, at.mask)
         if out.maxima is not None:

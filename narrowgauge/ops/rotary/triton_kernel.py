@@ -47,7 +47,8 @@ def _embed(
 ):
     """All heads of a token; x and y: (pointer to the first, elements between two), cosines and sines: of `_angles`."""
     place = tl.arange(0, WIDTH)
-    (c1, c2), (s1, s2) = cosines, sines
+    c1, c2 = cosines
+    s1, s2 = sines
     kind = y[0].dtype.element_ty
     for start in range(0, heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)
