@@ -317,7 +317,7 @@ def test_everything_is_synced_before_the_rename_and_the_parent_after(tmp_path, m
 WRITERS = """
 import os, sys, torch
 from pathlib import Path
-from narrowgauge.train import checkpoint
+from narrowgauge.train.checkpoint import store as checkpoint
 
 torch.set_num_threads(1)
 
