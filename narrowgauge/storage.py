@@ -5,7 +5,7 @@ So each function here syncs the content, renames, and syncs the parent. When it 
 
     write beside the place    sync files and folders    rename over the place    sync the parent
 
-A refusal of the file system (full, read-only, not permitted, over a limit, broken) becomes a StorageError.
+An OSError of the file system (full, read-only, not permitted, over a limit, broken) becomes a StorageError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from narrowgauge.errors import StorageError
 
 PROBE_BYTES = 2**20
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# What `temporary` makes of a cache's files, and of the folder of a tokenizer.
+# Names that `temporary` gives to drafts of cache entries and tokenizers.
 ABANDONED = re.compile(r"\.((tokens|examples)-[0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{16})\..*tmp")
 ABANDONED_AFTER_S = 60  # without a write; a maker locks its draft within milliseconds
 
@@ -43,7 +43,7 @@ def refusals(doing: str, path: Path, instead: str = "choose another --output") -
 
 
 def storage(folder: Path) -> AbstractContextManager[None]:
-    """`refusals` for what is done below the cache `folder`."""
+    """`refusals` for work below the cache `folder`."""
     return refusals("use the cache", folder, "pass another cache folder")
 
 

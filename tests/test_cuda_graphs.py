@@ -299,8 +299,8 @@ def test_refusals_say_every_reason():
     reasons = "; ".join(refuse(model, optimizer, CPU, scaler=object()))
     for words in (
         "CUDA graphs need a CUDA device, the model is on cpu",
-        "recipe int4-hq-lss (first in 0) begins with steps that the host sets from the data",
-        "lets the host decide after each step which products sample their rows",
+        "recipe int4-hq-lss (first in 0) learns steps, which the host initialises from the data",
+        "samples rows, which the host decides after each step",
         "steps inside backward",
         "a GradScaler decides on the host",
     ):
@@ -319,7 +319,7 @@ def test_a_device_needs_a_capturable_optimizer():
     assert all(group["capturable"] and group["lr"].item() == pytest.approx(1e-3) for group in optimizer.param_groups)
     assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == len(optimizer.param_groups)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert any("SGD knows no capturable=True" in reason for reason in refuse(model, sgd, cuda))
+    assert any("SGD has no capturable=True" in reason for reason in refuse(model, sgd, cuda))
 
 
 def test_a_step_that_no_graph_can_hold_stays_eager_and_says_so():

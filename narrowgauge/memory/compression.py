@@ -39,7 +39,7 @@ SMALLEST = 4096  # elements; below it the codes' own overhead is no less than wh
 
 @dataclass
 class Compression:
-    """The technique on a model's blocks, and what it has done since `reset`; `print` it.
+    """The technique on a model's blocks, with counts since `reset`; `print` it.
 
     cast              what kept tensors are encoded with
     smallest          elements; smaller tensors are kept as they are
@@ -118,7 +118,7 @@ def _cast(cast: Cast | str, group: int) -> Cast:
 
 @dataclass(eq=False)
 class _Packed:
-    """A kept tensor: its memory as a matrix in codes, and how to look at it."""
+    """A kept tensor: codes of its memory as a matrix, and the shape and order of axes to restore it."""
 
     codes: QTensor
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What the techniques that handle saved activations share: which tensors are theirs, and which operation is saving.
+"""Shared by the techniques for saved activations: which tensors they may handle, and which operation saves.
 
 Never touched, because they exist anyway or must be exact: parameters, buffers and what shares memory with them; inputs of the block
 that need no gradient (masks, rotary tables); integers and booleans; small tensors.
@@ -43,7 +43,7 @@ Pack = Callable[[Tensor], Any]
 
 
 class SavedTensorMode(TorchFunctionMode):
-    """While it is entered: the function at work, and for a product under autocast the operands that are activations.
+    """Tracks the running function and, for a product under autocast, the operands that are activations.
 
     origins  storage of an operand that was cast beforehand -> the storage it was cast from; equal casts hold equal numbers
     """
@@ -99,7 +99,7 @@ class SavedTensorMode(TorchFunctionMode):
         return tensor.untyped_storage()._cdata in self.exact_storages
 
     def is_activation(self, tensor: Tensor) -> bool:
-        """Whether a tensor that is being saved now may be kept in another form."""
+        """Whether the tensor that autograd saves now may be kept in another form."""
         if self.depth_exact or not tensor.is_floating_point() or tensor.element_size() < 2 or self._is_exact(tensor):
             return False
         return self.operands is None or tensor.untyped_storage()._cdata in self.operands

@@ -5,7 +5,7 @@
 Each micro-batch divides by the step's count, not by its own, so the gradient does not depend on how a batch is cut.
 
 The output head and the loss are computed together, over chunks of tokens (`memory.chunked_cross_entropy`), wherever the head is an
-ordinary Linear and the model's logits are its product; `Objective.of` finds that out by trying, and says why where not.
+ordinary Linear and the model's logits are its product; `Objective.of` tests that on a few tokens and keeps the reason if not.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def inputs_of(batch: Batch, device: torch.device, options: Mapping[str, Any]) ->
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without the host waiting for a GPU, which a copy from ordinary memory does."""
+    """Copies through pinned memory, so that the host does not wait for a GPU."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def check_labels(labels: Tensor, classes: int) -> bool:
-    """Whether labels in the host's memory were looked at; those on a GPU are left to the loss. DataError if one is out of range."""
+    """Checks labels in host memory; returns False for labels on a GPU. DataError if one is out of range."""
     if labels.is_cuda:
         return False
     counted = labels[labels != IGNORED]
@@ -81,7 +81,7 @@ class Objective:
     forward  the model below its head, or the whole model where head is None; compiled if the run is
     head     the Linear whose product and loss are taken in chunks
     softcap  of the logits, or None
-    description    how the loss is computed, and why not in chunks
+    description  how the loss is computed, and why not in chunks
     options  that the model is called with besides the batch
     """
 
@@ -93,7 +93,7 @@ class Objective:
 
     @classmethod
     def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Objective:
-        """Of a language model: tries it on a few tokens, without a trace in its generators, and decides."""
+        """For a language model: tries the chunked head on a few tokens; generators stay as they are."""
         reason, softcap = _refuse_chunks(model, computes_in)
         part = model if reason else model.base_model
         forward = torch.compile(part) if compiled else part
@@ -104,7 +104,7 @@ class Objective:
 
     @classmethod
     def of_classes(cls, model: Any, *, compiled: bool) -> Objective:
-        """Of a classifier: one row of logits for each example."""
+        """For a classifier: one row of logits for each example."""
         return cls(torch.compile(model) if compiled else model, None, None, "of one class for each example", {})
 
     def scored(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""The log of a run: one JSON object per line, handed to the system as it is written, so a killed run keeps every finished line.
+"""The log of a run: one JSON object per line, written unbuffered, so a killed run keeps every finished line.
 
-A power cut takes what was not synced. Synced is what others rely on: the lines before a checkpoint, that of the checkpoint itself,
-and how a run went on or ended. The lines of steps after the last checkpoint go with the steps, which the resumed run repeats.
+A power cut loses lines that are not synced. The log syncs before a checkpoint and after the events in SYNCED. Lines of steps after the
+last checkpoint may be lost; the resumed run repeats those steps.
 
     with MetricsLog(folder.metrics) as log:
         log.write("step", 1, loss=8.3, grad_norm=1.2, lr=5e-5, tokens=4096)
@@ -38,7 +38,7 @@ class MetricsLog:
             storage.flush(path.parent)
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """One event, handed to the system before this returns, and on the disk if it is of SYNCED. StorageError if that fails."""
+        """Writes one event, and syncs it if it is in SYNCED. StorageError if that fails."""
         line = encode({"event": event, "step": step, **values}).encode() + b"\n"
         with storage.refusals("append to", self.path):
             if self._file.write(line) != len(line):

@@ -1,7 +1,7 @@
-"""What a run needs of the thing that it learns: a model, batches with a place in them, a loss, an evaluation.
+"""The interface of a task: model, batches, loss and evaluation.
 
-A `TrainTask` is the data and what is known of them, shared by a run and its reference; nothing in it changes. A `Feed` is the batches
-of one run, and where it stands. The trainer knows these two and no kind of task.
+A `TrainTask` holds the data and their metadata; a run and its reference share it, so nothing in it changes. A `Feed` yields the
+batches of one run and keeps the position. The trainer uses these two and does not depend on the task.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Feed(Protocol):
     """Batches in the order of training. Deterministic: a restored feed goes on as if it had never stopped."""
 
     def draw(self, step: int) -> StepBatch:
-        """What follows `step` finished steps; asked for once, in order."""
+        """The batch of the next step, after `step` finished ones; called once for each step, in order."""
 
     def probe(self) -> Batch:
-        """A micro-batch of the first step, whose shape is the largest. The place stays what it is."""
+        """A micro-batch of the first step, which has the largest shape. Does not move the position."""
 
     def state(self) -> dict[str, Any]:
-        """The place, as JSON."""
+        """The position, as JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -91,7 +91,7 @@ class TrainTask(ABC):
 
     @property
     def identity(self) -> dict[str, str]:
-        """What must be the same for a checkpoint to go on with: name -> fingerprint."""
+        """Name -> fingerprint of what must not change between a checkpoint and a resumed run."""
         return {"tokenizer": data.fingerprint(self.tokenizer), "content_hash": self.facts()["data"]["content_hash"]}
 
     @abstractmethod
