@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import secrets
@@ -227,38 +226,6 @@ def locked(path: Path, needed: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-class Draft:
-    """A file in the making: under a name of its own beside `path`, hashed as it grows, locked while its process lives."""
-
-    def __init__(self, path: Path):
-        self.path, self.name = path, temporary(path)
-        self.file = self.name.open("xb")
-        self._hash = hashlib.sha256()
-        self.size = 0
-        with suppress(OSError):  # a file system without locks: `sweep` gets none either, and leaves the draft alone
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    @property
-    def sha256(self) -> str:
-        return self._hash.hexdigest()
-
-    def write(self, raw: bytes) -> None:
-        self.file.write(raw)
-        self._hash.update(raw)
-        self.size += len(raw)
-
-    def publish(self) -> None:
-        self.file.flush()
-        flush(self.name)
-        publish(self.name, self.path)
-        self.file.close()  # which gives back the lock, so not before the draft has its place
-
-    def discard(self) -> None:
-        with suppress(OSError):  # what is still buffered may not fit the disk; it is not wanted either
-            self.file.close()
-        self.name.unlink(missing_ok=True)
 
 
 def sweep(folder: Path) -> None:

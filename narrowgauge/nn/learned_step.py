@@ -268,11 +268,15 @@ def _local(x: Tensor) -> Tensor:
     return part.detach()
 
 
+# A reading that was not taken, or one beyond float32. Finite: infinity times nothing would be NaN in an average of two models.
+UNREAD = torch.finfo(torch.float32).max
+
+
 class RowSampling(nn.Module):
     """Which products of a layer sample their rows.
 
     variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
-              last backward pass; infinite before the first, so that a layer begins with all its rows
+              last backward pass; UNREAD before the first, so that a layer begins with all its rows
     """
 
     variance: Tensor
@@ -281,9 +285,9 @@ class RowSampling(nn.Module):
     def __init__(self, settings: dict[str, LeverageScore], device: torch.device) -> None:
         super().__init__()
         self.settings = settings
-        self.register_buffer("variance", torch.full((2,), math.inf, device=device))
+        self.register_buffer("variance", torch.full((2,), UNREAD, device=device))
         self.active: tuple[str, ...] = ()
-        self.decide([math.inf, math.inf])
+        self.decide([UNREAD, UNREAD])
 
     def decide(self, variance: list[float]) -> None:
         """Takes over readings of `variance`. A NaN, from a poisoned gradient, means: all rows."""
@@ -297,6 +301,7 @@ class RowSampling(nn.Module):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         if not self.variance.is_meta:
+            self.variance.clamp_(max=UNREAD)  # infinite in states of earlier versions
             self.decide(self.variance.tolist())
 
     def _apply(self, fn: Any, recurse: bool = True) -> RowSampling:
@@ -304,7 +309,7 @@ class RowSampling(nn.Module):
         was_meta, moved = self.variance.is_meta, fn(self.variance)
         self.variance = moved if moved.dtype == torch.float32 else self.variance.to(moved.device)
         if was_meta and not self.variance.is_meta:
-            self.variance.fill_(math.inf)
+            self.variance.fill_(UNREAD)
         return self
 
     def extra_repr(self) -> str:

@@ -146,11 +146,6 @@ def systematic(p: Tensor, budget: int, noise: Tensor) -> Sample:
     return Sample(index, weight.to(torch.float32))
 
 
-def sample_rows(scores: Tensor, budget: int, noise: Tensor) -> Sample:
-    """`systematic` with the `probabilities` of these scores [R]; noise [R + 1]."""
-    return systematic(probabilities(scores, budget), budget, noise)
-
-
 def weighted(rows: Tensor, sample: Sample) -> Tensor:
     """rows [R, C] -> the sampled ones over their probability, [n, C] in rows' dtype: cast this for a contracted axis."""
     return rows[sample.rows] * sample.weights[:, None].to(rows.dtype)
@@ -174,39 +169,6 @@ def sampling_variance(p: Tensor, scores: Tensor) -> Tensor:
     """
     term = (1.0 - p) / torch.where(p == 0, 1.0, p) * scores.to(torch.float64).square()
     return torch.where(p == 0, 0.0, term).sum()
-
-
-def relative_variance(p: Tensor, scores: Tensor, norm_squared: Tensor | None = None) -> Tensor:
-    """`sampling_variance` over the squared norm of the product, 0-d float64; 0 for a product of zeros.
-
-    norm_squared  |G|^2, for instance from `product_norm_squared`. None: the sum of the squared scores, which is exact for
-                  an outer axis, whose rows are orthogonal pieces of the result
-    """
-    whole = scores.to(torch.float64).square().sum() if norm_squared is None else norm_squared.to(torch.float64)
-    variance = sampling_variance(p, scores)
-    return torch.where(variance == 0, 0.0, variance / whole)
-
-
-def product_norm_squared(gradient: Tensor, other: Tensor, signs: Tensor) -> Tensor:
-    """|gradient.T @ other|^2 (squared Frobenius norm) without the product: 0-d float64, unbiased.
-
-    gradient [R, N], other [R, K]; signs [K, q], independent numbers of mean 0 and variance 1: E |G z|^2 = |G|^2.
-    2 R (N + K) q operations. Its relative standard deviation is at most sqrt(2 / q), reached by a product of rank 1, and
-    near sqrt(2 / (q r)) for r singular values of one size.
-    """
-    probes = gradient.to(torch.float32).T @ (other.to(torch.float32) @ signs.to(torch.float32))
-    return probes.to(torch.float64).square().sum() / signs.shape[1]
-
-
-def row_concentration(norms: Tensor, share: float = 0.1) -> Tensor:
-    """Which part of the sum of the norms [R] the largest ceil(share * R) rows hold: 0-d float64, between share and 1.
-
-    Near `share`, sampling loses much; near 1, nothing. 0 when all rows are zero.
-    """
-    norms = norms.to(torch.float64)
-    whole = norms.sum()
-    largest = norms.topk(budget(norms.shape[0], share)).values.sum()
-    return torch.where(whole == 0, 0.0, largest / whole)
 
 
 def _check(scores: Tensor, budget: int) -> None:

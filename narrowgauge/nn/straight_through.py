@@ -31,7 +31,7 @@ from torch import Tensor
 
 from narrowgauge.autograd_rules import first_order_only
 from narrowgauge.nn import leverage_score
-from narrowgauge.nn.learned_step import LearnedSteps
+from narrowgauge.nn.learned_step import UNREAD, LearnedSteps
 from narrowgauge.nn.operands import Turn, is_shareable, operand, seen, serves_a_step, show, turned
 from narrowgauge.nn.plan import Plans, Settings
 from narrowgauge.ops.hadamard import rotated_length, unrotate
@@ -359,9 +359,8 @@ def _note(readings: Tensor | None, place: int, draw: Draw, whole: Tensor | None)
     if readings is None or draw.variance is None or whole is None:
         return
     relative = torch.where(draw.variance == 0, 0.0, draw.variance / whole).to(torch.float32)
-    relative = torch.where(
-        whole.isfinite(), relative, torch.inf
-    )  # a sum of squares beyond float32 is no reason to sample
+    # A sum of squares beyond float32 is no reason to sample.
+    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(max=UNREAD)
     here = torch.arange(2, device=readings.device) == place
     readings.copy_(torch.where(here, relative, readings))
 
