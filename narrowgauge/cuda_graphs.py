@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError
+from narrowgauge.nn.caches import StepCasts, WeightCache
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.plan import StepCasts, WeightCache
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cuda_graph import ReplayedStep
@@ -156,7 +156,7 @@ class CudaRecorder:
 
 
 @dataclass
-class _Recorded:
+class _PartState:
     """One part of a step for inputs of one shape: run `runs` times in eager mode, then a graph with inputs in `static`."""
 
     runs: int = 0
@@ -177,13 +177,13 @@ class Graphs:
             raise ConfigError(f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.")
         self.recorder, self.device, self.warmup, self.most_shapes = recorder, device, warmup, most_shapes
         self.notes: list[str] = []
-        self._parts: dict[Any, _Recorded] = {}
+        self._parts: dict[Any, _PartState] = {}
 
     def run(self, name: str, part: Part, inputs: Batch | None = None) -> None:
         """The part with these inputs, eager or as its graph."""
         inputs = inputs or {}
         key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
-        recorded = self._parts.setdefault(key, _Recorded())
+        recorded = self._parts.setdefault(key, _PartState())
         waits = recorded.runs < self.warmup or not part.ready()
         if recorded.replay is None and (waits or self._stays_eager(name, part, key)):
             recorded.runs += 1
@@ -199,7 +199,7 @@ class Graphs:
         part.before_replay()
         recorded.replay()
 
-    def _captured(self, name: str, part: Part, recorded: _Recorded) -> Callable[[], None]:
+    def _captured(self, name: str, part: Part, recorded: _PartState) -> Callable[[], None]:
         call = part.record or part.run
         part.around_capture()
         try:

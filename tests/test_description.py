@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge import readings
+from narrowgauge.description import readings
 from tests.small_model import IDS, Model, recipe_names
 
 

@@ -1,7 +1,6 @@
-"""A verb's own flags, read by cyclopts: strictly, with the closest name for an unknown one, and quickly.
+"""Parses the flags of a verb with cyclopts: its signature defines the flags, its docstring the help.
 
-A verb is a function; its signature are the flags, its docstring the help.
-What it gives, and why not tyro or jsonargparse: docs/dependencies.md.
+Why cyclopts, and not tyro or jsonargparse: docs/dependencies.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +13,9 @@ HIDDEN = Group("hidden", show=False)
 
 
 def run(verb: Callable[..., int], name: str, arguments: Sequence[str]) -> int:
-    """Calls `verb` with the arguments that were given, and only those; or prints its help if that was asked for."""
+    """Calls `verb` with the given arguments alone, or prints its help."""
     app = App(name=f"narrowgauge {name}", help_format="plaintext", version_flags=[], result_action="return_value")
-    app["--help"].group = HIDDEN  # it need not explain itself
+    app["--help"].group = HIDDEN
     app.default(verb)
     try:
         command, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False, verbose=False)

@@ -1,4 +1,4 @@
-"""`narrowgauge recipes [NAME]`: the table of casts, which number format each matrix product uses."""
+"""`narrowgauge recipes [NAME]`: the number format of each matrix product."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`narrowgauge train [CONFIG] [FLAGS]`: a flag for every setting of `TrainConfig`, over those of a TOML file.
+"""`narrowgauge train [CONFIG] [FLAGS]`: a flag for every setting of `TrainConfig`; flags override the TOML file.
 
-With --resume and no CONFIG, the run folder's own config.toml is the file. What a run may not change when it is
-resumed is refused here, before torch is imported, and so are recipes that do not exist, before data are read.
+With --resume and no CONFIG, the file is the run folder's config.toml. Refuses settings that may not change on resuming before torch
+is imported, and unknown recipes before data are read.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from narrowgauge.train import run_folder
 from narrowgauge.train.config import switch_syntax, toml
 from narrowgauge.train.config.field_checks import TABLE, OneOf, key_of, shown
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, resolved
-from narrowgauge.train.config.toml import Settings
+from narrowgauge.train.config.toml import SettingsLayer
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 
@@ -33,9 +33,9 @@ def train(config: str = "", **given: Any) -> int:
 
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
-    """The resolved configuration of a file and of the flags that were given, by name."""
+    """The resolved configuration of a file and the given flags (by name)."""
     values = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
-    from_flags = Settings(values, {key: flag(key) for key in values})
+    from_flags = SettingsLayer(values, {key: flag(key) for key in values})
     config = resolved(toml.build(_from_file(path, values), from_flags))
     stored = run_folder.RunFolder(Path(config.output)).config
     if config.resume and stored.exists():
@@ -43,7 +43,7 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
-def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
+def _from_file(path: str, flags_given: Mapping[str, Any]) -> SettingsLayer:
     """The settings of CONFIG; without one, those of the run to resume, which may have been moved since."""
     if path:
         return toml.read(Path(path))
@@ -51,20 +51,17 @@ def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
     stored = run_folder.RunFolder(Path(output)).config
     if flags_given.get("resume") and stored.exists():
         settings = toml.read(stored)
-        return Settings({**settings.values, "output": output}, settings.origins)
-    if flags_given.get("resume") and set(flags_given) <= {
-        "resume",
-        "output",
-    }:  # nobody means a new run of defaults alone
+        return SettingsLayer({**settings.values, "output": output}, settings.origins)
+    if flags_given.get("resume") and set(flags_given) <= {"resume", "output"}:  # no user wants a run of pure defaults
         raise ConfigError(
             f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "
             "the CONFIG of a new run."
         )
-    return Settings()
+    return SettingsLayer()
 
 
 def _refuse_unknown_recipes(config: TrainConfig) -> None:
-    """Imports torch, by way of the recipes."""
+    """Raises ConfigError for an unknown recipe. Imports torch."""
     from narrowgauge import recipes
 
     own = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO}
@@ -78,7 +75,7 @@ def flag(key: str) -> str:
 
 
 def _signature() -> inspect.Signature:
-    """The table of settings as a signature, for cyclopts to read."""
+    """The settings of TrainConfig as a signature for cyclopts."""
     file = Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter("config", kind, default="", annotation=Annotated[str, file])]
@@ -100,7 +97,7 @@ def _parameter(each: Field[Any], group: Group) -> inspect.Parameter:
 
 
 def _help(each: Field[Any]) -> str:
-    """The help of a setting, its choices if they are few names, and its default unless that is empty."""
+    """The help of a setting with its choices and default."""
     rule = each.metadata["rule"]
     words = [each.metadata["help"], f"{rule}.".capitalize() if isinstance(rule, OneOf) else ""]
     if each.type is not TABLE and each.default != "":
@@ -109,7 +106,7 @@ def _help(each: Field[Any]) -> str:
 
 
 def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
-    """A flag's value as the same text would be read in a file: no 2.5 for a whole number, which cyclopts rounds."""
+    """Reads a flag as a TOML file would: cyclopts would round 2.5 for a whole number."""
     text = tokens[0].value
     if kind is int:
         if not WHOLE_NUMBER.fullmatch(text) or len(text) > 40:

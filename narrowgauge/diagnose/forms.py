@@ -1,4 +1,4 @@
-"""What a value in a JSON file may be, and a clause that says what is wrong with another one.
+"""Checks the values of a JSON file against a form, and says what is wrong.
 
 EVAL = record({"step": number(1, whole=True), "loss": number()}, {"tokens": number(0, whole=True)})
 refuse({"step": -1, "loss": 8.3}, EVAL)   ->  "step = -1 is not a whole number of at least 1"
@@ -14,16 +14,16 @@ from typing import Any
 
 Form = Callable[
     [Any], str
-]  # '' for a right value, else what follows its name: " = -1 is not ...", ".step = -1 is not ..."
+]  # '' for a valid value, else the end of a clause: " = -1 is not ...", ".step = -1 is not ..."
 
 
 def refuse(value: Any, form: Form) -> str:
-    """What is wrong with `value`, a clause, or ''."""
+    """A clause that says what is wrong with `value`, or ''."""
     return form(value).removeprefix(".").strip()
 
 
 def number(low: float = -math.inf, high: float = math.inf, *, whole: bool = False, finite: bool = True) -> Form:
-    """From `low` to `high`. finite = False admits NaN and infinities."""
+    """A number from `low` to `high`. finite=False allows NaN and infinity."""
     kind = "whole number" if whole else "number"
     limits = f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
     words = f"a {kind}{limits if low > -math.inf else ''}"
@@ -53,7 +53,7 @@ def one_of(*choices: Any) -> Form:
 
 
 def either(*forms: Form) -> Form:
-    """Right for any of the forms; what is wrong is said by the first."""
+    """Any of the forms; the first one describes an error."""
     return lambda value: "" if any(not form(value) for form in forms) else forms[0](value)
 
 
@@ -67,7 +67,7 @@ def listed(form: Form) -> Form:
 
 
 def table(form: Form) -> Form:
-    """Any keys, all values of one form."""
+    """A mapping with any keys, whose values have one form."""
 
     def check(value: Any) -> str:
         if not isinstance(value, Mapping):
@@ -78,7 +78,7 @@ def table(form: Form) -> Form:
 
 
 def record(required: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
-    """The keys that must be there, those that may be, and any others with any value."""
+    """A mapping with `required` and `optional` keys; other keys may hold anything."""
 
     def check(value: Any) -> str:
         if not isinstance(value, Mapping):
@@ -92,7 +92,7 @@ def record(required: Mapping[str, Form], optional: Mapping[str, Form] | None = N
 
 
 def shown(value: Any) -> str:
-    """A value in a few words, also if it is long or a tensor."""
+    """A short text for a value: dtype and shape of a tensor, at most 60 characters."""
     if hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return ascii(value) if isinstance(value, str | int | float) and len(str(value)) <= 60 else reprlib.repr(value)

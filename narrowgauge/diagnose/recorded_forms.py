@@ -1,6 +1,6 @@
-"""The values that are possible in metrics.jsonl, by event, and in run.json. docs/architecture.md says what the keys mean.
+"""The valid values of metrics.jsonl, by event, and of run.json. docs/architecture.md says what the keys mean.
 
-Keys that are not listed may hold anything: a newer narrowgauge may write more.
+Other keys may hold anything: a newer narrowgauge may write more.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.fuse.patterns import Place, places
-from narrowgauge.fuse.precast import Producer, refuse_reader
+from narrowgauge.fuse.precast import FusedCast, refuse_reader
 from narrowgauge.fuse.probe import gated, kind_of
 from narrowgauge.fuse.rotary import Embedding, OfAttention, function_of, refuse
 from narrowgauge.nn.linear import QLinear
@@ -48,7 +48,7 @@ class _OfModule:
     """The forward of a norm or an activation."""
 
     module: nn.Module
-    producer: Producer
+    producer: FusedCast
 
     def __call__(self, x: Tensor, *more: Any, **options: Any) -> Tensor:
         module = self.module
@@ -64,7 +64,7 @@ class _OfMlp:
     """The forward of a gated MLP, of which gate, up and down are the Linears."""
 
     module: nn.Module
-    producer: Producer
+    producer: FusedCast
     names: tuple[str, str, str]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def fuse(model: nn.Module) -> list[Fusion]:
         if isinstance(found, Embedding):
             module.__dict__["forward"] = OfAttention(module, found)
             continue
-        producer = Producer(
+        producer = FusedCast(
             found,
             tuple(modules[each] for each in place.readers),
             tuple(modules[each] for each in place.sources),
@@ -133,15 +133,15 @@ def fusions(model: nn.Module) -> list[Fusion]:
     return found
 
 
-def _fusion(place: Place, producer: Producer) -> Fusion:
+def _fusion(place: Place, producer: FusedCast) -> Fusion:
     reader = producer.reader()
     names = dict(name=place.name, readers=place.readers)
     if reader is None:
         reasons = [refuse_reader(each) for each in producer.readers if isinstance(each, QLinear)]
         return Fusion(**names, reason=next((each for each in reasons if each), "no reader was converted"))  # type: ignore[arg-type]
     takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in producer.readers)
-    reads = producer.reads
-    unread = None if not reads.made else max(0.0, 1 - reads.taken / (reads.made * takers))
+    stats = producer.stats
+    unread = None if not stats.made else max(0.0, 1 - stats.taken / (stats.made * takers))
     return Fusion(
         **names, function=producer.kind.name, backend=producer.backend_words(reader), unread=unread  # type: ignore[arg-type]
     )  # fmt: skip

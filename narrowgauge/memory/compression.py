@@ -5,7 +5,7 @@
 
 Forward is untouched; only the gradients that read a kept tensor see x'. With round to nearest each element of a tile is off by at
 most 2^-4 of itself, or half the smallest step of the format times the scale. Compressed are the inputs of Linears, norms,
-activations and products of gates, whatever the architecture calls them; `narrowgauge.memory.saving` says what stays exact:
+activations and products of gates, whatever the architecture calls them; `narrowgauge.memory.saved_tensors` says what stays exact:
 attention and softmax keep theirs, because their gradients mix what they saved with exact statistics.
 
 A tensor that several operations save is encoded once. Nothing is random. Costs an encoding per kept tensor in forward, a decoding
@@ -28,7 +28,7 @@ from narrowgauge import formats
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, refuse_other_saving, set_saving
 from narrowgauge.memory.measure import note
-from narrowgauge.memory.saving import Working, saving
+from narrowgauge.memory.saved_tensors import SavedTensorMode, around_saves
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import CURRENT, Cast
@@ -61,7 +61,7 @@ class Compression:
 
     @contextmanager
     def around(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with saving(block, args, kwargs, self.name, _unpack) as (working, hooks):
+        with around_saves(block, args, kwargs, self.name, _unpack) as (working, hooks):
             packer = _Packer(self, working)
             try:
                 with hooks(packer.pack):
@@ -131,7 +131,7 @@ class _Packer:
     """One pass through one block."""
 
     compression: Compression
-    working: Working
+    working: SavedTensorMode
     references: list[StorageWeakRef] = field(default_factory=list)  # keep addresses from being given away
     known: dict[Any, QTensor] = field(default_factory=dict)
     kept_exact: set[int] = field(default_factory=set)

@@ -88,7 +88,7 @@ def choose(task: ParamStep, backend: str) -> Choice[Spec]:
         reason = triton.refuse(_spec(task)) if asked else f'the optimizer was built with backend = "{backend}"'
         if reason is None:
             return Choice(triton, ())
-        task.stepped.give_up(reason)
+        task.stepped.disable(reason)
         task.stepped = task.native = None
     choice = _choice(_spec(task), backend)
     if backend == "auto" and choice.kernel.name == "torch":

@@ -177,7 +177,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for (parameter, _, _), task in zip(chosen, tasks, strict=True):
             task.gradient = None  # or it would outlive the parameter's
             if task.stepped is not None:
-                task.stepped.leave(parameter)
+                task.stepped.commit(parameter)
 
     def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[ParamStep]:
         """The tasks with the constants and the key of their next step, which is counted unless it is only looked at."""

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops import selfcheck
 from narrowgauge.ops.quantize import precast_weight
-from narrowgauge.ops.quantize.amax_state import AmaxWindow
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, noise
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.rules import Rule
@@ -115,14 +115,14 @@ def _tasks(kind: Kind, device: torch.device) -> list[ParamStep]:
     return tasks
 
 
-def _stepped(weight: Tensor, cast: Cast, number: int) -> Stepped:
+def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
     """Of the first tensor with an amax of this step in its window, of the second with one of earlier steps alone."""
     window = None
     if isinstance(cast.calibrate, Window):
-        window = AmaxWindow(cast.calibrate, weight.device)
+        window = AmaxHistory(cast.calibrate, weight.device)
         window.live.copy_(torch.tensor([0.04, 0.0 if number else 0.05, 0.0]))
         window.history[:1] = 0.06
-    found = Stepped.of(weight, cast, window)
+    found = PrecastWeight.of(weight, cast, window)
     for codes in found.codes or ():
         codes.view(torch.uint8).fill_(1)
     return found

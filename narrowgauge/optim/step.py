@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import identity
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, moments, noise
 from narrowgauge.optim.moments import Encoded, Moment
 from narrowgauge.optim.rules import Rule
@@ -72,7 +72,7 @@ class ParamStep:
     native: Any = None
     backend: tuple[Any, Any] | None = None
     asked: tuple[Any, ...] = ()
-    stepped: Stepped | None = None
+    stepped: PrecastWeight | None = None
     step: Tensor
     address: int = field(init=False)
     elements: int = field(init=False)

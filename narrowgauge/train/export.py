@@ -16,10 +16,7 @@ from narrowgauge.train.trainer import Trainer
 
 
 def export(trainer: Trainer, folder: Path) -> None:
-    """The trained model and tokenizer as a Hugging Face folder that transformers loads; replaces an older one whole.
-
-    The weights are the best ones where the run chooses them by a metric, else those of the last step.
-    """
+    """Writes model and tokenizer to `folder`; replaces an older one. Weights: the best by the run's metric, else the last."""
     draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
     own, _ = state.split_scaling(trainer.model.state_dict())
     best = trainer.best.weights()

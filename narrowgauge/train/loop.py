@@ -23,7 +23,7 @@ from narrowgauge.train.export import export
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
-from narrowgauge.train.tasks import Task
+from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.trainer import Trainer
 
 
@@ -89,7 +89,7 @@ def _write_report(folder: RunFolder) -> None:
             print(f"Report: {page.write(folder.path)}", file=sys.stderr, flush=True)
 
 
-def prepare(config: TrainConfig) -> tuple[TrainConfig, Task]:
+def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     """The data of the task, and the configuration with the steps that its epochs are."""
     task = tasks.prepare(config)
     if config.epochs:
@@ -99,7 +99,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Task]:
     return config, task
 
 
-def _train_reference(config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest) -> int:
+def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, stop: StopRequest) -> int:
     path = folder.compared(config.compare)
     reference = replace(
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
@@ -110,7 +110,12 @@ def _train_reference(config: TrainConfig, folder: RunFolder, task: Task, stop: S
 
 
 def _train_and_log(
-    config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest, asked: TrainConfig, previews: bool = True
+    config: TrainConfig,
+    folder: RunFolder,
+    task: TrainTask,
+    stop: StopRequest,
+    asked: TrainConfig,
+    previews: bool = True,
 ) -> int:
     """One run from its newest checkpoint, or from the start, to its end.
 
@@ -121,7 +126,7 @@ def _train_and_log(
         trainer = Trainer.start(config, folder, task, log)
         folder.write_config(asked)
         with console(config.steps, config.log_every, trainer.step) as show:
-            known = run_metadata.facts(trainer)
+            known = run_metadata.of_run(trainer)
             folder.write_run(known)
             trainer.announce(show, previews)
             try:

@@ -76,14 +76,14 @@ class Objective:
     forward  the model below its head, or the whole model where head is None; compiled if the run is
     head     the Linear whose product and loss are taken in chunks
     softcap  of the logits, or None
-    words    how the loss is computed, and why not in chunks
+    description    how the loss is computed, and why not in chunks
     options  that the model is called with besides the batch
     """
 
     forward: Callable[..., Any]
     head: nn.Linear | None
     softcap: float | None
-    words: str
+    description: str
     options: Mapping[str, Any]
 
     @classmethod
@@ -94,8 +94,8 @@ class Objective:
         forward = torch.compile(part) if compiled else part
         if reason:
             return cls(forward, None, None, f"whole logits: {reason}", NO_CACHE)
-        words = "in chunks of tokens, never the whole logits"
-        return cls(forward, model.get_output_embeddings(), softcap, words, NO_CACHE)
+        description = "in chunks of tokens, never the whole logits"
+        return cls(forward, model.get_output_embeddings(), softcap, description, NO_CACHE)
 
     @classmethod
     def of_classes(cls, model: Any, *, compiled: bool) -> Objective:

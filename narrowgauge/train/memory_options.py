@@ -14,10 +14,10 @@ from narrowgauge.train.loss import Batch, inputs_of
 from narrowgauge.train.optimizer import planned_bytes
 
 
-def economize(
+def apply_memory_options(
     config: TrainConfig,
     model: Any,
-    rung: Precision,
+    precision: Precision,
     device: torch.device,
     probe: Callable[[], Batch],
     options: Mapping[str, Any],
@@ -28,7 +28,7 @@ def economize(
     """
     words = []
     if config.freeze:
-        kept = planned_bytes(config, model, rung)
+        kept = planned_bytes(config, model, precision)
         words.append(str(memory.freeze(model, config.freeze, optimizer_bytes=kept.of)))
     if config.compress_activations:
         technique = memory.compress_activations(model)
@@ -36,7 +36,7 @@ def economize(
         words.append(f"What blocks keep for backward is stored as {technique.cast}.")
     if config.checkpointing != "none":
         inputs = inputs_of(probe(), device, options)
-        with rung.context(device.type):
+        with precision.context(device.type):
             report = memory.checkpoint(
                 model, config.checkpointing, batch=inputs, loss=lambda output: output.logits.sum()
             )

@@ -13,7 +13,6 @@ import errno
 import importlib.util
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from narrowgauge import storage
@@ -67,9 +66,7 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from narrowgauge import storage
@@ -108,9 +107,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

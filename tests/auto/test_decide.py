@@ -191,11 +191,13 @@ def test_every_candidate_runs_forward_and_backward(monkeypatch):
 
 def test_the_weight_is_quantized_in_every_step(monkeypatch):
     """As after an optimizer step: a cast kept from the step before would flatter."""
-    from narrowgauge.nn import operands
+    from narrowgauge.nn import plan
 
     calls = []
-    real = operands.quantize
-    monkeypatch.setattr(operands, "quantize", lambda x, *a, **k: calls.append(tuple(x.shape)) or real(x, *a, **k))
+    real = plan.OperandPlan.quantize
+    monkeypatch.setattr(
+        plan.OperandPlan, "quantize", lambda self, x, *a: calls.append(tuple(x.shape)) or real(self, x, *a)
+    )
     workload = measure.LinearWorkload(tokens=32, inputs=48, outputs=64, dtype=torch.bfloat16)
     sets = [measure._inputs(workload, CPU)]
     run = measure.step(workload, "fp8-current", sets, CPU)
@@ -270,16 +272,16 @@ def test_choices_are_followed_without_measuring(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, r"'auto' chooses by the sizes of the products, and tokens is None\. Give tokens="),
+        ({}, r"'auto' chooses by the sizes of the products, but tokens is None\. Pass tokens="),
         ({"tokens": 0}, "tokens is 0"),
         ({"tokens": True}, "tokens is True"),
         (
             {"tokens": 8, "choices": {"0": "fp8-row"}},
-            r"the choice given for '1' is None; it must be one of .* Give the choices made for this model",
+            r"the choice for '1' is None; it must be one of .* Pass the choices made for this model",
         ),
         (
             {"tokens": 8, "choices": {"0": "int8", "1": "bf16", "2": "bf16"}},
-            r"the choice given for '0' is 'int8'; it must be one of",
+            r"the choice for '0' is 'int8'; it must be one of",
         ),
     ],
 )

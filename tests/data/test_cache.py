@@ -219,6 +219,7 @@ def test_a_draft_is_locked_until_it_has_its_place(tmp_path, monkeypatch):
 
     monkeypatch.setattr("narrowgauge.storage.os.rename", beside)
     make(tmp_path, SIDES)
+    assert (tmp_path / NAME).exists()
 
 
 @pytest.mark.parametrize("name", ["tokens", "examples"])

@@ -16,7 +16,8 @@ import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import INT4, INT4X2, INT8
-from narrowgauge.nn.learned_step import LARGEST_STEP, RATE, SMALLEST_STEP, UNREAD, WATCHED
+from narrowgauge.nn.learned_step import LARGEST_STEP, RATE, SMALLEST_STEP, WATCHED
+from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear, linear
 from narrowgauge.nn.straight_through import _drawn_rows
 from narrowgauge.ops.registry import Device
@@ -351,12 +352,12 @@ def train_late(kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: 
         for group in optimizer.param_groups:
             group["lr"] = rate(step) * (30 if kind == "sgd" else 1)
         (model(x) - x).square().mean().backward()
-        if changes.get("updates", True):
-            optimizer.step()
-        optimizer.zero_grad()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            if changes.get("updates", True):
+                optimizer.step()
             ng.advance(model)
+        optimizer.zero_grad()
         said += [step for warning in caught if "no learned step of 2 layers, '0' the first," in str(warning.message)]
         assert len(caught) == said.count(step)
     return said
@@ -696,7 +697,7 @@ def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, devi
             {(gemm, role): operand_statistics(original, operand)} if isinstance(operand, QTensor) else {}
         )
         layer(x.clone().requires_grad_()).sum().backward()
-        assert layer.settings(x).plans.output.choice.kernel.name == ("native-int8" if int8_gemm else "reference")
+        assert layer.plan(x.device).output.choice.kernel.name == ("native-int8" if int8_gemm else "reference")
         found.append(seen)
     assert {found[0]["output", role]["format"] for role in ("x", "w")} == {"int4"}
     assert found[0] == found[1]

@@ -13,7 +13,7 @@ from narrowgauge.fuse import fuse, precast
 from narrowgauge.ops import triton
 from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, KINDS, Kind, Order, ProduceSpec, definition
 from narrowgauge.ops.quantize import quantize, tile_amax
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import POW2
@@ -60,7 +60,11 @@ def test_a_norm_is_that_of_its_module():
 @pytest.mark.parametrize("order", [Order(TENSOR, torch.tensor([3.0, 0.0, 0.0]), True, True), Order(ROW), Order(VECTOR)])
 def test_the_casts_are_those_of_what_is_returned(order):
     made, _ = definition.forward(Kind("swiglu"), tensors_of("swiglu", dtype=torch.bfloat16), order)
-    amax = None if order.live is None else observe(torch.tensor([3.0, 0.0, 0.0]), tile_amax(made.value, (WHOLE, WHOLE)))
+    amax = (
+        None
+        if order.live is None
+        else update_amax(torch.tensor([3.0, 0.0, 0.0]), tile_amax(made.value, (WHOLE, WHOLE)))
+    )
     assert_same(made.plain.data, quantize(made.value, order.cast, amax=amax).data)
     if order.turned:
         assert_same(made.turned.data, quantize(made.value.T, order.cast, amax=amax).data)
@@ -137,12 +141,12 @@ def forced(model: nn.Module, monkeypatch) -> nn.Module:
     """With the function of the kernels, computed by their definition, where a CPU would take the module's own code."""
     real = precast.refuse_cast
 
-    def refuse(settings, keeps):
-        reason = real(settings, keeps)
+    def refuse(request):
+        reason = real(request)
         return None if reason and "emulated" in reason else reason
 
     monkeypatch.setattr(precast, "refuse_cast", refuse)
-    monkeypatch.setattr(precast, "_is_emulated", lambda plans: False)
+    monkeypatch.setattr(precast, "_is_emulated", lambda plan: False)
     fuse(model)
     model.__dict__["forward"].producer.backend = "reference"
     return model
@@ -158,7 +162,7 @@ def test_gate_and_up_take_the_casts_of_their_gradients(monkeypatch, recipe):
     put, taken = [], []
     shared = fused.gate_proj.shared_inputs.gradients
     monkeypatch.setattr(shared, "put", lambda g, casts, real=shared.put: put.append(g.shape) or real(g, casts))
-    monkeypatch.setattr(shared, "take", lambda gy, real=shared.take: _noted(taken, real(gy)))
+    monkeypatch.setattr(shared, "lookup", lambda *call, real=shared.lookup: _noted(taken, real(*call)))
     for a, b in zip(step(fused, recipe), step(plain, recipe), strict=True):
         # An activation's last bit may move a code to its neighbour, one of 8 between powers of two.
         assert (a - b).abs().max() <= 2.0**-4 * b.abs().max()
@@ -181,7 +185,7 @@ def test_windows_of_gradients_are_noted_once(monkeypatch):
     model.gate_proj.register_full_backward_hook(lambda module, inputs, outputs: gradients.append(outputs[0]))
     x = torch.randn(7, 32, requires_grad=True)
     model(x).square().sum().backward()
-    seen = model.gate_proj.live("gy")[1]
+    seen = model.gate_proj.amax_state("gy")[1]
     assert_same(seen, gradients[0].abs().max())
 
 
@@ -192,7 +196,7 @@ def test_a_gradient_that_was_changed_on_the_way_is_cast_by_its_layer(monkeypatch
         model = forced(ng.convert(Mlp(), "fp8-current"), monkeypatch)
         shared = model.gate_proj.shared_inputs.gradients
         taken = []
-        monkeypatch.setattr(shared, "take", lambda gy, real=shared.take, taken=taken: _noted(taken, real(gy)))
+        monkeypatch.setattr(shared, "lookup", lambda *call, real=shared.lookup, taken=taken: _noted(taken, real(*call)))
         gate = model.gate_proj.forward
         model.gate_proj.forward = lambda x, gate=gate, change=change: _hooked(gate(x), change)
         model(torch.randn(7, 32)).square().sum().backward()
@@ -239,7 +243,7 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
         size = expected.double().abs().amax(-1, keepdim=True)
         bound = 2 * unit * expected.double().abs() + 2.0**-18 * size
         assert ((made.value.cpu().double() - expected.double()).abs() <= bound).all()
-        amax = None if live is None else observe(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
+        amax = None if live is None else update_amax(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
         if live is not None:
             assert_same(order.live, live)
         assert_same(made.plain.data, quantize(made.value.cpu(), cast, amax=amax, backend="reference").data)

@@ -30,6 +30,7 @@ def test_the_layers_hold():
         ("recipe.py", "from narrowgauge import recipes", "narrowgauge.recipe is not allowed to import narrowgauge.recipes"),
         ("ops/planted.py", "def f():\n    import narrowgauge.train", "narrowgauge.ops is not allowed to import narrowgauge.train"),
         ("train/planted.py", "from narrowgauge.train import planted_too", "No cycles are allowed in narrowgauge.train"),
+        ("nn/plan.py", "from narrowgauge.nn import linear", "narrowgauge.nn.plan is not allowed to import narrowgauge.nn.linear"),
         ("unplaced.py", "", "narrowgauge.unplaced"),
     ],
 )  # fmt: skip
@@ -39,6 +40,7 @@ def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
         name: ""
         for name in ("__init__.py", "errors.py", "formats.py", "recipes.py", "ops/__init__.py", "data/__init__.py")
     }
+    files |= {"nn/__init__.py": "", "nn/linear.py": ""}
     files |= {"train/__init__.py": "", "train/planted_too.py": "from narrowgauge.train import planted"}
     files |= {"train/planted.py": "", file: source}
     for name, text in files.items():

@@ -132,7 +132,7 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
     """The weight, which the test sees too: every number of its event, with scales spread by the test's own loop."""
     from narrowgauge.diagnose.statistics import tensor_statistics
     from narrowgauge.ops.quantize import quantize, tile_amax
-    from narrowgauge.tiles import WHOLE
+    from narrowgauge.scaling import WHOLE
 
     config = make(recipe=recipe, steps=1, tensor_every=1)
     weights = {}

@@ -114,7 +114,7 @@ def test_other_heads_fall_back_and_say_why(model):
         batch = batch_of(2, uneven=False)
         with torch.no_grad():
             assert_same(objective(batch, CPU), loss_of_model(changed, batch, CPU))
-        return objective.words
+        return objective.description
 
     narrow = convert(copy.deepcopy(model), {"lm_head": "fp8-row"})
     assert words(narrow) == "whole logits: the output head follows the recipe 'fp8-row'"

@@ -59,8 +59,8 @@ def test_a_share_is_of_the_steps_rounded_down():
         ("bf16@half", "starts at 'half': give a share of the run"),
         ("bf16@-5", "starts at '-5': give a share of the run"),
         ("bf16@0.8", "starts at '0.8': give a share of the run"),
-        ("bf16@6", r"starts after step 6, and the run has 6: it would never happen"),
-        ("bf16@10%", "would be there from the first of 6 steps on: give the recipe itself"),
+        ("bf16@6", r"starts after step 6, but the run has 6 steps, so it would never happen"),
+        ("bf16@10%", "starts before the first of 6 steps"),
         ("bf16@50%, fp8-row@3", "switches the same layers and product twice at one step"),
     ],
 )

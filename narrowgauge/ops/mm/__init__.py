@@ -16,7 +16,7 @@ from a native one by the order of summation only. On a GPU a kernel is taken onl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,11 +24,25 @@ from torch import Tensor
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
 from narrowgauge.ops.mm import cpp, cublas, cublas_block, cublas_mx, definition, triton
-from narrowgauge.ops.mm.selfcheck import proven
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
+
+
+def proven(kernel: Kernel[MmSpec]) -> Kernel[MmSpec]:
+    """The kernel, refused as well where it fails its proof on the device at hand (see `Device.index`)."""
+
+    def refuse(spec: MmSpec) -> str | None:
+        reason = kernel.refuse(spec)
+        if reason is not None or spec.device.index is None:
+            return reason
+        from narrowgauge.ops.mm import selfcheck  # on a GPU alone
+
+        return selfcheck.proven(kernel).refuse(spec)
+
+    return replace(kernel, refuse=refuse)
+
 
 KERNELS: Registry[MmSpec] = Registry("mm")
 KERNELS.register(proven(Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True)))

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import INT4, INT4X2
-from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 LONGEST_SUM = (2**31 - 1) // (14 * 98)  # of products within 32 bits
 
@@ -30,6 +29,8 @@ def refuse(spec: MmSpec) -> str | None:
         return "takes codes, but an operand is expanded to floats"
     if any(cast is not None and cast.has_global_scale for cast in casts):
         return "takes one scale, but a cast has a second one for the tensor (headroom)"
+    from narrowgauge.ops.cpp import int4 as cpp
+
     reason = cpp.refuse(spec.device.type)
     if reason is not None:
         return reason
@@ -37,7 +38,9 @@ def refuse(spec: MmSpec) -> str | None:
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Codes of INT4 may come packed, or one to a byte (see `straight_through`)."""
+    """Codes of INT4 may come packed, or one to a byte (see `nn.straight_through`)."""
+    from narrowgauge.ops.cpp import int4 as cpp
+
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
         out = torch.zeros(m, n, device="cpu")

@@ -16,7 +16,7 @@ from narrowgauge.formats import E4M3, E5M2, IntFormat
 from narrowgauge.ops.mm.definition import times_scales
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16

@@ -30,7 +30,7 @@ from narrowgauge.ops.mm.cpu import cpu_mm
 from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
+from narrowgauge.scaling import WHOLE, times_scale
 
 
 def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:
@@ -59,10 +59,9 @@ def run(
     fast_accumulate: bool,
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
-    if lhs.device.type != "meta" and torch.is_autocast_enabled(
-        lhs.device.type
-    ):  # it would round the operands of torch.mm
-        with torch.autocast(lhs.device.type, enabled=False):
+    device = (lhs.data if isinstance(lhs, QTensor) else lhs).device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # it would round the operands of torch.mm
+        with torch.autocast(device, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
     narrow = left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None
@@ -90,7 +89,8 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
     if not isinstance(operand, QTensor):
         return operand, None
     if operand.scale.shape[1] <= 1:
-        return operand.values(), _row_scale(operand)
+        is_values = operand.data.dtype in (torch.float32, torch.bfloat16)
+        return operand.data if is_values else operand.values(), _row_scale(operand)
     exact = operand.is_expanded and _is_exact_in_bf16(operand.cast)
     values = operand.data if exact else operand.values().to(torch.float32)
     shared = None if operand.global_scale is None else operand.global_scale.reshape(1, 1)
@@ -160,8 +160,9 @@ def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
 
 def _row_scale(operand: QTensor) -> Tensor:
     """[outer, 1] or [1, 1]."""
-    rows = tile_sizes(operand.shape, operand.cast.tile)[0]
-    scale = operand.full_scale()
+    scale, rows = operand.scale, operand.cast.tile[0]
+    if operand.global_scale is not None:
+        scale = operand.full_scale()
     if scale.numel() == 0:  # nothing is contracted or nothing comes out
         return scale.new_ones(1, 1)
     if rows == 1 or scale.shape[0] == 1:

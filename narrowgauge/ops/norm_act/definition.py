@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.ops.norm_act.spec import Kind, Made, Order
 from narrowgauge.ops.quantize import quantize
-from narrowgauge.ops.quantize.pair import quantize_delayed
+from narrowgauge.ops.quantize.pair import quantize_pair
 
 Statistics = tuple[Tensor, ...]
 ROOT = math.sqrt(2 / math.pi)
@@ -65,7 +65,7 @@ def cast(y: Tensor, order: Order | None) -> Made:
     if order.live is None:
         plain, amax = quantize(y, order.cast), None
     else:
-        plain, amax = quantize_delayed(y, order.cast, order.live, records=order.records)
+        plain, _, amax = quantize_pair(y, order.cast, amax_state=order.live, records=order.records, cols=False)
     return Made(y, plain, quantize(y.T, order.cast, amax=amax) if order.turned else None, amax)
 
 

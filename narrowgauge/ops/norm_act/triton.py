@@ -24,7 +24,7 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
 from narrowgauge.recipe import ClippedRms, LearnedStep
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 LONGEST_ROW = 8192  # of a norm, whose backward pass keeps rows and the sums for the weight in registers
 

@@ -23,7 +23,7 @@ from narrowgauge.ops.quantize.triton_launch import Output
 from narrowgauge.ops.triton.cast_constants import Settings
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.qtensor import QTensor
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 FORWARD: dict[Name, int] = {
     "rms-norm": triton_kernel.RMS_NORM.value,

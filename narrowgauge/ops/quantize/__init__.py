@@ -20,34 +20,54 @@ scale per tensor or row whose noise comes as a Key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.ops.quantize import cpp, definition, selfcheck, triton
+from narrowgauge.ops.quantize import cpp, definition, triton
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import scale_shape
+from narrowgauge.scaling import scale_shape
 
 
-def _in_torch(
-    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
-) -> QTensor:
-    made = noise if noise is None or isinstance(noise, Tensor) else noise.uniform(tuple(x.shape))
-    return definition.quantize(x, cast, amax, made, expand)
+def proven(op: str, kernel: Kernel[Spec], check: str) -> Kernel[Spec]:
+    """The kernel, refused as well where it fails its proof, a function of selfcheck.py, on the device at hand (see `Device.index`)."""
+
+    def refuse(spec: Spec) -> str | None:
+        reason = kernel.refuse(spec)
+        if reason is not None or spec.device.index is None:
+            return reason
+        from narrowgauge.ops.quantize import selfcheck  # on a GPU alone
+
+        return selfcheck.proven(op, kernel, getattr(selfcheck, check)).refuse(spec)
+
+    return replace(kernel, refuse=refuse)
 
 
 KERNELS: Registry[Spec] = Registry("quantize")
-KERNELS.register(selfcheck.proven("quantize", Kernel("triton", triton.refuse, triton.run), selfcheck.check_one))
+KERNELS.register(proven("quantize", Kernel("triton", triton.refuse, triton.run), "check_one"))
 KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_torch, by_torch=True))
+KERNELS.register(Kernel("reference", lambda spec: None, definition.quantize, by_torch=True))
 
 tile_amax = definition.tile_amax
 calibrated_amax = definition.calibrated_amax
+
+
+def plan(
+    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
+) -> Callable[..., QTensor]:
+    """What computes `quantize` for such arguments: run(x, cast, amax, noise, expand), without a check of them.
+
+    It serves other tensors of the same device and type, as empty and with as many columns modulo 2, and noise of the same kind.
+    """
+    return KERNELS.choose(Spec.of(x, cast, amax, noise, expand)).kernel.run
 
 
 @torch.no_grad()
@@ -90,7 +110,7 @@ def quantize(
     if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
         raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
     if backend is None and torch.compiler.is_compiling():  # all others refuse, which need not be traced
-        return _in_torch(x, cast, amax, noise, expand)
+        return definition.quantize(x, cast, amax, noise, expand)
     return KERNELS.choose(Spec.of(x, cast, amax, noise, expand), backend).kernel.run(x, cast, amax, noise, expand)
 
 

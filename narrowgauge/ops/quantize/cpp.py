@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import IntFormat
-from narrowgauge.ops.cpp import cast as cast_kernel
-from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
-from narrowgauge.tiles import WHOLE, scale_shape, tile_sizes
+from narrowgauge.scaling import WHOLE, scale_shape, tile_sizes
 
 
 def refuse(spec: Spec) -> str | None:
@@ -32,10 +30,15 @@ def _refuse_stochastic(spec: Spec) -> str | None:
         return "rounds integers stochastically with the noise of a key, nothing else"
     if spec.cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or spec.cast.has_global_scale or spec.amax:
         return "takes one scale per tensor or row, from the tensor"
+    from narrowgauge.ops.cpp import int4 as cpp
+
     return cpp.refuse(spec.device.type)
 
 
 def _refuse_nearest(spec: Spec) -> str | None:
+    from narrowgauge.ops.cpp import cast as cast_kernel
+    from narrowgauge.ops.cpp import int4 as cpp
+
     if not cast_kernel.rounds(spec.cast.format) or spec.cast.scale.two_level:
         return "rounds integers and floats with a mantissa to nearest, by one scale per tile"
     if spec.expand is None and not isinstance(spec.cast.format, IntFormat):
@@ -49,6 +52,8 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
     """See `ops.quantize`."""
     if noise is None:
         return _nearest(x, cast, amax, expand)
+    from narrowgauge.ops.cpp import int4 as cpp
+
     # x.T, as grad_weight may give it, has the noise of its own order: made contiguous, it is read in that.
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     scale = cast.scale(definition.calibrated_amax(x, cast), cast.format)
@@ -58,6 +63,8 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
 
 
 def _nearest(x: Tensor, cast: Cast, amax: Tensor | None, expand: torch.dtype | None) -> QTensor:
+    from narrowgauge.ops.cpp import cast as cast_kernel
+
     shape = (x.shape[0], x.shape[1])
     if amax is None:
         # The reference sums squares and magnitudes in float32; of the largest magnitude the type does not matter.

@@ -5,7 +5,7 @@
 in the order of memory and as the transpose of it, and the same with a NaN and an infinity in it. Codes and scales must have the bits that
 the reference computes on the CPU: an instruction that rounds ties another way, a quotient that is off by a bit, noise of another
 element, a scale of another tile are seen in a single code. Of delayed scaling the state of the window is compared as well; its codes
-under a scale that is NaN are free (see `together`).
+under a scale that is NaN are free (see `pair`).
 
 Once per process, device, kernel, cast, type of x, and way of calling; then a dictionary. What it does not prove: rows longer than
 8,192, and every shape.
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from narrowgauge.ops import selfcheck
 from narrowgauge.ops.quantize import definition
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.ops.selfcheck import Verdict
 from narrowgauge.qtensor import QTensor
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 ROWS, COLUMNS, SPREAD, SEED = 136, 272, 12, 20260612
 KEY, TURNED_KEY = Key(2**32 - 5, 77), Key(3, 2**31 + 1)
@@ -45,7 +45,7 @@ def proven(op: str, kernel: Kernel[Spec], check: Check) -> Kernel[Spec]:
         reason = kernel.refuse(spec)
         if reason is not None or spec.device.index is None:
             return reason
-        kind = (spec.cast, spec.dtype, spec.noise, spec.amax, spec.expand)
+        kind = (spec.cast, spec.dtype, spec.noise, spec.amax, spec.expand, spec.cols, spec.delayed)
         return selfcheck.once(
             op, kernel.name, kind, spec.device.type, spec.device.index, lambda device: _compare(kernel.run, spec, check, device)
         )  # fmt: skip
@@ -54,7 +54,7 @@ def proven(op: str, kernel: Kernel[Spec], check: Check) -> Kernel[Spec]:
 
 
 def examine(run: Callable[..., Any], spec: Spec, check: Check, device: torch.device) -> Verdict:
-    """The proof itself, see `verdicts.examine`."""
+    """The proof itself, see `ops.selfcheck.examine`."""
     return selfcheck.examine("quantize", lambda device: _compare(run, spec, check, device), device)
 
 
@@ -91,11 +91,20 @@ def check_one(run: Callable[..., Any], spec: Spec, device: torch.device, x: Tens
     return _difference(got, _truth(x, spec, amax, key), device)
 
 
-def check_both(run: Callable[..., Any], spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> str | None:
-    """`quantize_both`."""
-    keys = (KEY, TURNED_KEY) if spec.noise is not None else (None, None)
-    plain, turned = run(x, spec.cast, *keys)
-    return compare_both(plain, turned, spec, device, x, keys)
+def check_pair(run: Callable[..., Any], spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> str | None:
+    """`quantize_pair`; delayed with an amax of earlier steps and without one."""
+    if not spec.delayed:
+        keys = (KEY, TURNED_KEY) if spec.noise is not None else (None, None)
+        rows, cols, _ = run(x, spec.cast, None, True, True, keys)
+        return compare_both(rows, cols, spec, device, x, keys)
+    for in_use in (0.0, 3.0):
+        before = torch.tensor([in_use, 0.5, 0.0])
+        here = before.to(device, copy=True)
+        *found, used = run(x, spec.cast, here, True, spec.cols, (None, None))
+        casts = [each for each in found if each is not None]
+        if (reason := compare_delayed(casts, used, here, before, spec, device, x, poisoned)) is not None:
+            return f"{reason}, in use {in_use}"
+    return None
 
 
 def compare_both(
@@ -111,18 +120,6 @@ def compare_both(
     return reason or _difference(turned, _truth(x.T, spec, None, keys[1]), device, " of x.T")
 
 
-def check_delayed(run: Callable[..., Any], spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> str | None:
-    """`quantize_delayed` and `quantize_both_delayed`, with an amax of earlier steps and without one."""
-    for in_use in (0.0, 3.0):
-        live = torch.tensor([in_use, 0.5, 0.0])
-        here = live.to(device, copy=True)
-        *found, used = run(x, spec.cast, here, True)
-        reason = compare_delayed(found, used, here, live, spec, device, x, poisoned)
-        if reason is not None:
-            return f"{reason}, in use {in_use}"
-    return None
-
-
 def compare_delayed(
     found: Sequence[QTensor],
     used: Tensor,
@@ -135,7 +132,7 @@ def compare_delayed(
 ) -> str | None:
     """What differs in the casts of x and of x.T, in the amax that they used, and in the window `here`, which was `live` before."""
     live = live.clone()
-    amax = observe(live, definition.tile_amax(x.cpu(), (WHOLE, WHOLE)))
+    amax = update_amax(live, definition.tile_amax(x.cpu(), (WHOLE, WHOLE)))
     reason = selfcheck.difference("amax", used, amax, device) or selfcheck.difference("window", here, live, device)
     for got, of in zip(found, (x, x.T), strict=False):
         expected = _truth(of, spec, amax, None)

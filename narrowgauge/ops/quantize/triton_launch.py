@@ -20,7 +20,7 @@ from narrowgauge.ops.triton.cast_constants import Settings
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import WHOLE, scale_shape
+from narrowgauge.scaling import WHOLE, scale_shape
 
 FLAT_BLOCK, FLAT_WARPS = 4096, 4
 PARTS = (

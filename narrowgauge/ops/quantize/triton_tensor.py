@@ -76,7 +76,7 @@ def cast_delayed(x, codes, maxima, live, key, n, C: tl.constexpr, PARTS: tl.cons
 
 @triton.jit
 def settled(maxima, live, amax_out, scale_out, is_first, RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
-    """(scale, live[IN_USE]) once maxima [PARTS] is whole: amax as `delayed.observe` chooses it; the first program writes both and live."""
+    """(scale, live[IN_USE]) once maxima [PARTS] is whole: amax as `update_amax` chooses it; the first program writes both and live."""
     in_use = tl.load(live + IN_USE)
     own_bits = tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0)
     own = own_bits.to(tl.float32, bitcast=True)
@@ -108,7 +108,7 @@ def settle(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """After cast_delayed: scale_out and amax_out [1], as `delayed.observe` chooses amax, and live as it updates it.
+    """After cast_delayed: scale_out and amax_out [1], as `update_amax` chooses amax, and live as it updates it.
 
     Casts only where no earlier step gave a scale. An amax that is not finite makes the scale NaN; the codes stay as they are,
     since that scale makes NaN of all of them.

@@ -9,8 +9,7 @@ from functools import cache
 from narrowgauge.formats import E4M3, FloatFormat, IntFormat
 from narrowgauge.ops.triton import LEAST_CAPABILITY, has_conversions
 from narrowgauge.recipe import Cast
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, ceil_carry, smallest_scale
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, WHOLE, ceil_carry, smallest_scale
 
 TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 

@@ -359,7 +359,7 @@ def foresee(table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """Ahead of `step`, a program for each line: what `step` adds to, and counts on.
 
     The largest magnitude of the last step is forgotten. With delayed scaling (the expected amax has an address) it is worked out which
-    amax the window will give once `delayed.roll` has ended this step.
+    amax the window will give once `roll_history` has ended this step.
     """
     line = table + tl.program_id(0).to(tl.int64) * FIELDS
     place = tl.arange(0, PARTS)

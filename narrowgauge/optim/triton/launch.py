@@ -26,7 +26,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import address, identity
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import Settings, settings
 from narrowgauge.ops.triton.launch import launch
@@ -217,7 +217,7 @@ class Batch:
         launch(kernel.step, self.programs, self.which, self.table, step_args, tables, F=form, warps=WARPS)
         for task in self.tasks:
             if task.stepped is not None:
-                task.stepped.wrote()
+                task.stepped.mark_written()
 
 
 def step(tasks: Sequence[ParamStep], kept: dict[Any, Batch]) -> None:
@@ -271,7 +271,7 @@ def _programs(rows: int, per_row: int, form: Form) -> int:
     return -(-rows * per_row // form.tiles)
 
 
-def _of_cast(stepped: Stepped | None) -> list[int]:
+def _of_cast(stepped: PrecastWeight | None) -> list[int]:
     """The rest of a tensor's line."""
     if stepped is None:
         return []

@@ -2,8 +2,8 @@
 
     RUN/best/step-00000120/      the group `weights` of a checkpoint, alone (see `checkpoint`)
 
-Which step is best is a fact of the run's checkpoints. Weights that are no longer the best are removed once a checkpoint says
-so, not before: a run that is killed in between goes on from the older checkpoint, and finds what that one calls best.
+The checkpoints of the run record which step is best. Older best weights are removed only after the next checkpoint is saved: a run
+that is killed in between resumes from the older checkpoint, which still needs them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Best:
         self.step, self.value, self.loss = 0, math.nan, math.nan
 
     def take(self, step: int, found: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
-        """Keeps the weights if this evaluation is better than all before; of equal ones that with the least loss, the first of them."""
+        """Saves the weights if this evaluation is the best so far. Ties go to the lower loss, then to the earlier step."""
         if not self.metric:
             return False
         if self.metric not in found:
@@ -52,7 +52,7 @@ class Best:
         return {"step": self.step, "value": self.value, "loss": loss} if self.step else None
 
     def restore(self, facts: Mapping[str, Any] | None) -> str:
-        """Takes up what a checkpoint says. Returns why its best weights are lost, or ''."""
+        """Restores the best step from a checkpoint's facts. Returns why its weights are lost, or ''."""
         if not facts or not self.metric:
             return ""
         try:

@@ -1,4 +1,4 @@
-"""What the state in a checkpoint cannot be: values that no run writes, found before anything is changed.
+"""Finds values in a checkpoint's state that no run writes, before anything is changed.
 
     facts.json  has the keys of a run, each with a possible value
     scaling     amax windows are finite and not negative, learned steps within their bounds, counters not negative
@@ -55,11 +55,6 @@ NOT_FINITE = re.compile(
 LEARNED = re.compile(r"(^|\.)steps\.[xw]$")
 LARGEST_LEARNED = 100 * math.log(2) / 64 + 1e-6  # log of 2^100 / RATE, see narrowgauge/nn/learned_step.py
 WORDS = 624  # of a Mersenne twister
-
-
-def impossible_facts(facts: Any) -> Iterator[str]:
-    if words := refuse(facts, FACTS):
-        yield words
 
 
 def impossible_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:

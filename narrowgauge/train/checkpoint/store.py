@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and in which one changed bit is noticed.
+"""Checkpoints: whole or absent, and every changed bit is detected.
 
     step-00000100/
       weights-0.safetensors    the tensors of group `weights`, in shards of at most SHARD_BYTES
@@ -18,6 +18,7 @@ stored apart. Left out: several writers of one folder (the run folder's lock see
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,9 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     facts_json = _facts_json(facts)
     with storage.refusals("save a checkpoint in", folder):
         storage.make_folder(folder)
-        total_bytes = sum(_bytes(group, ties.get(name, {})) for name, group in tensors.items())
+        total_bytes = sum(
+            tensor.nbytes for group, each in tensors.items() for name, tensor in each.items() if name not in ties[group]
+        )
         storage.require_space(folder, 1.2 * (total_bytes + len(facts_json)), f"checkpoint {step}")
         draft, final = folder / f".tmp-step-{step:08d}-{os.getpid()}", folder / f"step-{step:08d}"
         storage.remove(draft)
@@ -118,14 +121,10 @@ def _check_storable(place: str, name: str, tensor: Tensor) -> None:
         reason = f"is a {type(tensor).__name__}, not a plain tensor"
     elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         reason = f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
-    elif name == "__metadata__" or not _is_text(name):
+    elif not isinstance(name, str) or name == "__metadata__" or re.search("[\ud800-\udfff]", name):
         reason = "is a name that safetensors reserves or cannot hold"
     if reason:
         raise CheckpointError(f"save: {place!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
-
-
-def _is_text(name: Any) -> bool:
-    return isinstance(name, str) and not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def nonfinite(tensor: Tensor) -> int:
@@ -148,10 +147,6 @@ def _ties(members: Mapping[str, Tensor]) -> dict[str, str]:
             if first.setdefault(identity, name) != name:
                 ties[name] = first[identity]
     return ties
-
-
-def _bytes(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for name, tensor in members.items() if name not in ties)
 
 
 def _facts_json(facts: dict[str, Any]) -> bytes:
@@ -188,13 +183,12 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
     for name, tensor in members.items():
         if name in ties:
             continue
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if shard and size + tensor_bytes > SHARD_BYTES:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, taken, size = {}, set(), 0
         shard[name] = _own(tensor, taken)
         taken.add(shard[name].untyped_storage().data_ptr())
-        size += tensor_bytes
+        size += tensor.nbytes
     if shard:
         yield shard
 
@@ -291,22 +285,19 @@ def prune(folder: Path, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
-    ours = sorted((path for path in _step_paths(folder) if _looks_whole(path)), reverse=True)
-    _remove_all(folder, ours[keep:])
-    return ours[keep:]
+    return _discard(folder, sorted(filter(_looks_whole, _step_paths(folder)), reverse=True)[keep:])
 
 
 def remove(folder: Path, keep: Path) -> list[Path]:
-    """Removes all checkpoints in `folder` but `keep`, and returns them; what `prune` would not touch stays."""
-    others = [path for path in _step_paths(folder) if path != keep and _looks_whole(path)]
-    _remove_all(folder, others)
-    return others
+    """Removes all checkpoints in `folder` but `keep`, and returns them. Keeps damaged and foreign folders, as `prune` does."""
+    return _discard(folder, [path for path in _step_paths(folder) if path != keep and _looks_whole(path)])
 
 
-def _remove_all(folder: Path, paths: list[Path]) -> None:
+def _discard(folder: Path, paths: list[Path]) -> list[Path]:
     with storage.refusals("remove old checkpoints from", folder):
         for path in paths:
             storage.discard(path)
+    return paths
 
 
 def _looks_whole(path: Path) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 from narrowgauge.train.config import switch_syntax
 from narrowgauge.train.config.field_checks import Problem, key_of, shown
 
-TrainConfig = Any  # that of `config`, which imports this file
-Check = tuple[object, str, str]  # true if the rule is broken; the keys that break it, with spaces; the words
+TrainConfig = Any  # the class in `settings`, which imports this file
+Check = tuple[object, str, str]  # true if the rule is broken; the keys that break it, with spaces; the message
 
 TASKS = ("text", "causal-lm", "classification", "seq2seq")
 BEST = ("", "none", "loss", "accuracy", "mcc", "f1", "f1_binary")  # f1 is the mean over classes
@@ -35,9 +35,9 @@ def cross_checks(config: TrainConfig) -> Iterator[Problem]:
         value, reason = shown(getattr(config, key)), shown(getattr(config, because))
         name = key_of(config.__dataclass_fields__[because])
         yield Problem((key,), f"{key} = {value}: has no effect with {name} = {reason}. Remove one of them.")
-    for broken, keys, words in (*_of_the_model(config), *_of_the_task(config), *_of_the_training(config)):
+    for broken, keys, message in (*_model_checks(config), *_task_checks(config), *_training_checks(config)):
         if broken:
-            yield Problem(tuple(keys.split()), words)
+            yield Problem(tuple(keys.split()), message)
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -63,7 +63,7 @@ def _is_set(config: TrainConfig, name: str) -> bool:
     return bool(getattr(config, name) != config.__dataclass_fields__[name].default)
 
 
-def _of_the_model(c: TrainConfig) -> list[Check]:
+def _model_checks(c: TrainConfig) -> list[Check]:
     return [
         (c.from_scratch and not c.model, "from_scratch",
          "from_scratch = true: needs model. Without it the Llama always starts from random weights."),
@@ -75,7 +75,7 @@ def _of_the_model(c: TrainConfig) -> list[Check]:
     ]  # fmt: skip
 
 
-def _of_the_task(c: TrainConfig) -> list[Check]:
+def _task_checks(c: TrainConfig) -> list[Check]:
     is_table = c.task != "text"
     return [
         (c.best in SCORES and c.task != "classification", "best",
@@ -92,18 +92,20 @@ def _of_the_task(c: TrainConfig) -> list[Check]:
     ]  # fmt: skip
 
 
-def _of_the_training(c: TrainConfig) -> list[Check]:
-    found = () if c.epochs else switch_syntax.problems(c.switch, c.steps)  # the steps of epochs are known later
+def _training_checks(c: TrainConfig) -> list[Check]:
+    switch_problems = (
+        () if c.epochs else switch_syntax.problems(c.switch, c.steps)
+    )  # with epochs, steps are known later
     return [
-        *((True, "switch steps", f"switch = {shown(c.switch)}: {words}") for words in found),
+        *((True, "switch steps", f"switch = {shown(c.switch)}: {message}") for message in switch_problems),
         (not c.token_budget and c.batch_size % c.micro_batches, "micro_batches batch_size",
          f"micro_batches = {c.micro_batches}: must divide batch_size = {c.batch_size}."),
         (c.compress_activations and c.compile, "compress_activations compile",
-         "compress_activations = true: has no place in a compiled model, where the compiler fixes what is kept. "
+         "compress_activations = true: a compiled model cannot use it, because the compiler decides what is kept for backward. "
          "Remove one of compress_activations and compile."),
         (c.cuda_graph and c.checkpointing != "none", "cuda_graph checkpointing",
-         f"cuda_graph = true: cannot be had with checkpointing = {c.checkpointing!r}, which keeps the state of random "
-         "numbers on the host. Remove one of them."),
+         f"cuda_graph = true: does not work with checkpointing = {c.checkpointing!r}, which keeps the generator's "
+         "state on the host. Remove one of them."),
         (c.master and not c.precision.startswith("bf16-o"), "master precision",
          f"master = {c.master!r}: has no effect with precision = {c.precision!r}, whose weights are float32. "
          "Remove it, or take precision bf16-o2."),

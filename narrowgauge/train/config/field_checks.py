@@ -1,4 +1,4 @@
-"""What one setting may be: its type, its rule, and the words that refuse a value; without torch, for a quick --help."""
+"""Checks of one setting: its type, its rule, and the message for a bad value. Without torch, for a quick --help."""
 
 import math
 import re
@@ -51,16 +51,16 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Matching:
-    """Text of a form that `words` describe."""
+    """Text that matches a regular expression; `description` says which, for messages."""
 
     pattern: str
-    words: str
+    description: str
 
     def refuse(self, value: str) -> str:
-        return "" if re.fullmatch(self.pattern, value) else str(self)
+        return "" if re.fullmatch(self.pattern, value) else self.description
 
     def __str__(self) -> str:
-        return self.words
+        return self.description
 
 
 NOT_EMPTY = Matching(r"(?s).+", "not empty")
@@ -81,7 +81,7 @@ class Problem:
     """A broken rule, and the keys whose values break it."""
 
     keys: tuple[str, ...]
-    words: str
+    message: str
 
 
 def key_of(each: Field[Any]) -> str:
@@ -91,11 +91,10 @@ def key_of(each: Field[Any]) -> str:
 
 def refuse(each: Field[Any], value: Any) -> Problem | None:
     key, rule = key_of(each), each.metadata["rule"]
-    words = _refuse_type(each.type, value)
-    if not words and rule:
-        broken = rule.refuse(value)
-        words = f"must be {broken}" if broken else ""
-    return Problem((key,), f"{key} = {shown(value)}: {words}.") if words else None
+    reason = _refuse_type(each.type, value)
+    if not reason and rule and (broken := rule.refuse(value)):
+        reason = f"must be {broken}"
+    return Problem((key,), f"{key} = {shown(value)}: {reason}.") if reason else None
 
 
 def _refuse_type(kind: Any, value: Any) -> str:

@@ -3,7 +3,7 @@
 TOML keys, command-line flags, `narrowgauge train --help` and RUN/config.toml are all read off `TrainConfig`, so a new
 setting is one entry here. The key `hidden_size` is the flag `--hidden-size`; `layers_recipe` alone is spelled `recipes`
 on both sides, because in a file it is a table. Rules that need one value stand beside it; rules between values are in
-`between`. Names of recipes are checked later, by `narrowgauge.recipes`, because this file does without torch.
+`cross_checks`. Names of recipes are checked later, by `narrowgauge.recipes`, because this file does without torch.
 """
 
 import math
@@ -151,12 +151,10 @@ class InvalidSettings(ConfigError):
 
     def __init__(self, problems: Iterable[Problem], origins: Mapping[str, str] | None = None) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(_place(problem, origins or {}) + problem.words for problem in self.problems))
-
-
-def _place(problem: Problem, origins: Mapping[str, str]) -> str:
-    place = next((origins[key] for key in problem.keys if key in origins), "")
-    return f"{place}: " if place else ""
+        origins = origins or {}
+        places = [next(filter(None, map(origins.get, problem.keys)), "") for problem in self.problems]
+        lines = zip(places, self.problems, strict=True)
+        super().__init__("\n".join(f"{place}: {each.message}" if place else each.message for place, each in lines))
 
 
 def by_key() -> dict[str, Field[Any]]:

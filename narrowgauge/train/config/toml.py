@@ -8,7 +8,7 @@ A file holds the keys of `TrainConfig` at its top level, and one table, `[recipe
     [recipes]
     "lm_head" = "bf16"
 
-`tomllib` tells the line of a syntax error and of nothing else, so `_lines` finds the lines of the keys.
+`tomllib` gives the line of a syntax error only, so `_lines` finds the lines of the keys.
 """
 
 import json
@@ -27,15 +27,15 @@ MAX_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Values by key as somebody gave them, not yet checked, and where each came from, as 'tiny.toml:3' or '--steps'."""
+class SettingsLayer:
+    """Unchecked values by key, and the origin of each, such as 'tiny.toml:3' or '--steps'."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
-def build(*layers: Settings) -> TrainConfig:
-    """The configuration of several layers of settings, of which the later win, key by key."""
+def build(*layers: SettingsLayer) -> TrainConfig:
+    """The configuration of several layers of settings; later layers override earlier ones, key by key."""
     values = {key: value for layer in layers for key, value in layer.values.items()}
     origins = {key: layer.origins.get(key, "") for layer in layers for key in layer.values}
     names = {key: each.name for key, each in by_key().items()}
@@ -49,7 +49,7 @@ def load(path: Path) -> TrainConfig:
     return build(read(path))
 
 
-def read(path: Path) -> Settings:
+def read(path: Path) -> SettingsLayer:
     """The settings of a file. ConfigError if it cannot be read, is no TOML, or has a key that is not a setting."""
     try:
         with open(path, "rb") as file:
@@ -73,15 +73,15 @@ def parse(text: str, name: str = "config") -> TrainConfig:
     return build(settings(text, name))
 
 
-def settings(text: str, name: str) -> Settings:
+def settings(text: str, name: str) -> SettingsLayer:
     text = text.replace("\r\n", "\n")
     values = _tomllib(text, name)
     origins = {key: f"{name}:{line}" for key, line in _lines(text).items()}
     known = by_key()
-    problems = [Problem((key,), words) for key, value in values.items() if (words := _misplaced(key, value, known))]
+    problems = [Problem((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
-    return Settings(values, origins)
+    return SettingsLayer(values, origins)
 
 
 def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:

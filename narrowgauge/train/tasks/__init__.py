@@ -6,14 +6,16 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.tasks.causal_lm import CausalTask
 from narrowgauge.train.tasks.classification import ClassificationTask
 from narrowgauge.train.tasks.seq2seq import Seq2SeqTask
-from narrowgauge.train.tasks.task import Feed, Scorer, StepBatch, Task
+from narrowgauge.train.tasks.task import Feed, Scorer, StepBatch, TrainTask
 from narrowgauge.train.tasks.text import TextTask
 
-__all__ = ["Feed", "Scorer", "StepBatch", "Task", "prepare"]
+__all__ = ["Feed", "Scorer", "StepBatch", "TrainTask", "prepare"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (TextTask, CausalTask, ClassificationTask, Seq2SeqTask)}
+TASKS: dict[str, type[TrainTask]] = {
+    task.name: task for task in (TextTask, CausalTask, ClassificationTask, Seq2SeqTask)
+}
 
 
-def prepare(config: TrainConfig) -> Task:
+def prepare(config: TrainConfig) -> TrainTask:
     """Reads the data and encodes them, or finds them in the cache. Raises DataError and ConfigError for what is wrong."""
     return TASKS[config.task].prepare(config)

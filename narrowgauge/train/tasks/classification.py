@@ -14,7 +14,7 @@ from narrowgauge import data
 from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Objective
-from narrowgauge.train.model import Kind, own_configuration
+from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.scores import Confusion
 from narrowgauge.train.tasks.table_task import TableTask, tokenizer_of
@@ -22,7 +22,7 @@ from narrowgauge.train.tasks.task import Scorer
 
 SHOWN_CLASSES = 10
 MOST_CLASSES = 1000  # more distinct labels than that are hardly classes, but texts or numbers
-CLASSIFIER = Kind(AutoModelForSequenceClassification, "model that classifies texts", new=True)
+CLASSIFIER = ModelClass(AutoModelForSequenceClassification, "model that classifies texts", new=True)
 
 
 @dataclass
@@ -49,10 +49,10 @@ class ClassificationTask(TableTask):
         columns = data.Classification(
             classes=classes, text=config.text_column, pair=config.pair_column or None, label=config.label_column
         )
-        kind = with_classes(names, pad_id)
-        table, notes = tables.read(config, columns, tokenizer, kind)
+        model_class = with_classes(names, pad_id)
+        table, notes = tables.read(config, columns, tokenizer, model_class)
         table.summary["classes"] = list(names)
-        return cls(config, tokenizer, [*notes, *_class_notes(table, names)], kind, table, names)
+        return cls(config, tokenizer, [*notes, *_class_notes(table, names)], model_class, table, names)
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
         return Objective.of_classes(model, compiled=self.config.compile)
@@ -93,16 +93,14 @@ def _class_notes(table: tables.Tables, names: tuple[str, ...]) -> list[str]:
     return notes
 
 
-def with_classes(names: tuple[str, ...], pad_id: int) -> Kind:
+def with_classes(names: tuple[str, ...], pad_id: int) -> ModelClass:
     """The kind of model that has these classes, and pads with this token."""
+    ids = {name: place for place, name in enumerate(names)}
     options = {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: place for place, name in enumerate(names)},
-        "pad_token_id": pad_id,
+        "num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": ids, "pad_token_id": pad_id,
         "problem_type": "single_label_classification",
-    }
-    return Kind(CLASSIFIER.auto, CLASSIFIER.words, options, new=True)
+    }  # fmt: skip
+    return ModelClass(CLASSIFIER.auto, CLASSIFIER.words, options, new=True)
 
 
 def chosen_classes(config: TrainConfig) -> tuple[str, ...] | int:

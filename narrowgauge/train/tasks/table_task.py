@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from narrowgauge import data
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import Kind, check_sizes, pretrained
+from narrowgauge.train.model import ModelClass, check_sizes, pretrained
 from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.scores import perplexity
-from narrowgauge.train.tasks.task import Feed, Scorer, Task
+from narrowgauge.train.tasks.task import Feed, Scorer, TrainTask
 
 ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "auto" measured
 
@@ -24,10 +24,10 @@ def tokenizer_of(config: TrainConfig) -> Any:
 
 
 @dataclass
-class TableTask(Task):
-    """kind: the class of models that it trains."""
+class TableTask(TrainTask):
+    """model_class: the class of models that it trains."""
 
-    kind: Kind
+    model_class: ModelClass
     table: tables.Tables
 
     default_metric: ClassVar[str] = "loss"
@@ -68,7 +68,7 @@ class TableTask(Task):
         return [data.coloured_sample(self.tokenizer, example["input_ids"], example["labels"])]
 
     def model(self) -> Any:
-        model = pretrained(self.config, self.kind)
+        model = pretrained(self.config, self.model_class)
         check_sizes(model, self.tokenizer, "max_length", self.config.max_length)
         return model
 

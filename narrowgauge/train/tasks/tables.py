@@ -20,7 +20,7 @@ from narrowgauge import data
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import Kind, own_configuration
+from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks.task import StepBatch
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out rows
@@ -40,9 +40,9 @@ class Tables:
     summary: dict[str, Any]
 
 
-def longest_example(config: TrainConfig, kind: Kind, tokenizer: Any) -> int | None:
+def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any) -> int | None:
     """max_length of the configuration, or the tokens that model and tokenizer know positions for; None: no limit is known."""
-    sizes = own_configuration(config, kind)
+    sizes = own_configuration(config, model_class)
     positions = getattr(sizes, "max_position_embeddings", None)
     if positions is not None and sizes.model_type in OFFSET_POSITIONS:
         positions -= (sizes.pad_token_id or 0) + 1
@@ -57,9 +57,9 @@ def longest_example(config: TrainConfig, kind: Kind, tokenizer: Any) -> int | No
     return config.max_length
 
 
-def read(config: TrainConfig, task: data.Task, tokenizer: Any, kind: Kind) -> tuple[Tables, list[str]]:
+def read(config: TrainConfig, task: data.Task, tokenizer: Any, model_class: ModelClass) -> tuple[Tables, list[str]]:
     """(the examples of both sides, encoded or from the cache; notes)."""
-    longest = longest_example(config, kind, tokenizer)
+    longest = longest_example(config, model_class, tokenizer)
     limits = data.Limits(max_length=longest, too_long=config.too_long, no_target=config.no_target)  # type: ignore[arg-type]
 
     def prepared(source: str) -> data.Examples:

@@ -1,6 +1,6 @@
 """What a run needs of the thing that it learns: a model, batches with a place in them, a loss, an evaluation.
 
-A `Task` is the data and what is known of them, shared by a run and its reference; nothing in it changes. A `Feed` is the batches
+A `TrainTask` is the data and what is known of them, shared by a run and its reference; nothing in it changes. A `Feed` is the batches
 of one run, and where it stands. The trainer knows these two and no kind of task.
 """
 
@@ -61,7 +61,7 @@ class Scorer:
 
 
 @dataclass
-class Task(ABC):
+class TrainTask(ABC):
     """Examples to learn from, and how.
 
     name            as the configuration has it

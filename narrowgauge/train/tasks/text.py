@@ -13,7 +13,7 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.generate import sample
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import language_model
-from narrowgauge.train.tasks.task import StepBatch, Task
+from narrowgauge.train.tasks.task import StepBatch, TrainTask
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents
 
@@ -40,7 +40,7 @@ class TextFeed:
 
 
 @dataclass
-class TextTask(Task):
+class TextTask(TrainTask):
     corpus: data.Corpus
 
     name: ClassVar[str] = "text"

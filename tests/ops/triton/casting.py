@@ -17,11 +17,11 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.quantize import precast_weight, triton_launch, triton_transpose
 from narrowgauge.ops.quantize import selfcheck as of_casts
-from narrowgauge.ops.quantize.amax_state import AmaxWindow
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
 from narrowgauge.optim.triton import kernel as triton_kernel
@@ -52,15 +52,15 @@ class Casting:
     """Stands in for `optim.precast_weights.WeightCasts`: one weight, its cast in guarded memory."""
 
     def __init__(self, weight: torch.Tensor, cast: Cast, guards: Guards) -> None:
-        window = AmaxWindow(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
-        self.stepped = Stepped.of(weight, cast, window)
+        window = AmaxHistory(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
+        self.stepped = PrecastWeight.of(weight, cast, window)
         if self.stepped.codes is not None:
             for name in ("plain", "turned"):
                 codes = getattr(self.stepped, name)
                 codes.view(torch.uint8).fill_(0x77)
                 setattr(self.stepped, name, guards.home(codes))
 
-    def of(self, parameter: torch.Tensor) -> Stepped:
+    def of(self, parameter: torch.Tensor) -> PrecastWeight:
         return self.stepped
 
     def pass_step(self, step: int, seen: float) -> None:

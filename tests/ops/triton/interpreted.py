@@ -34,7 +34,7 @@ from narrowgauge.ops.quantize import (
     triton_launch,
     triton_transpose,
 )
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.triton import noise
@@ -112,7 +112,7 @@ def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None
         x[3, 5] = spoiled
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
     got, used = triton_launch.delayed(x, cast, settings(cast, (0, 0)), live, records, None)
-    amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
+    amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
     expected = quantize(x, cast, amax=amax, backend="reference")
     assert_same(live, expected_live, at="live")
     assert_same(used, amax, any_nan=True, at="amax")
@@ -130,7 +130,7 @@ def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool)
     x = x.T.contiguous().T if transposed else x
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
     *found, used = triton_launch.both_delayed(x, cast, settings(cast, (0, 0)), live, True)
-    amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)))
+    amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)))
     assert_same(live, expected_live, at="live")
     assert_same(used, amax, any_nan=True, at="amax")
     for got, of in zip(found, (x, x.T), strict=True):
@@ -144,12 +144,12 @@ def prove(cast: Cast, dtype: torch.dtype) -> None:
     """What a GPU is asked for before it may compute."""
     spec = Spec.of(torch.zeros(2, 2, dtype=dtype), cast, None, KEY if cast.rounding == "stochastic" else None)
     cpu = torch.device("cpu")
-    runs = [(triton.run, selfcheck.check_one), (triton.both, selfcheck.check_both)]
+    runs = [(triton.run, selfcheck.check_one, spec), (triton.pair, selfcheck.check_pair, spec)]
     if cast.tile == (WHOLE, WHOLE) and cast.rounding == "nearest":
-        delayed = (lambda x, cast, live, records: triton.delayed(x, cast, live, records)), selfcheck.check_delayed
-        runs += [delayed, (triton.both_delayed, selfcheck.check_delayed)]
-    for run, check in runs:
-        verdict = selfcheck.examine(run, spec, check, cpu)
+        delayed = [replace(spec, delayed=True, cols=cols) for cols in (False, True)]
+        runs += [(triton.pair, selfcheck.check_pair, each) for each in delayed]
+    for run, check, kind in runs:
+        verdict = selfcheck.examine(run, kind, check, cpu)
         assert verdict.reason is None, verdict.reason
 
 

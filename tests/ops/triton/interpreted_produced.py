@@ -17,7 +17,7 @@ from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.ops.norm_act import definition, spec, triton_launch
 from narrowgauge.ops.norm_act.spec import Kind, Made, Order
 from narrowgauge.ops.quantize import quantize, tile_amax
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.triton.cast_constants import settings
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E8M0_CEIL, POW2
@@ -62,7 +62,7 @@ def check_casts(made: Made, order: Order, spoiled: bool = False) -> None:
     amax = None
     if order.live is not None:
         live = torch.tensor([order.live[0].item(), 0.5, 0.0])
-        amax = observe(live, tile_amax(made.value, (WHOLE, WHOLE)))
+        amax = update_amax(live, tile_amax(made.value, (WHOLE, WHOLE)))
         assert_same(order.live, live, at="live")
         assert made.amax is not None
         assert_same(made.amax, amax, any_nan=True, at="amax")

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.quantize import triton_launch
-from narrowgauge.ops.quantize.amax_state import AmaxWindow
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.triton.cast_constants import settings
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.moments import STATES
@@ -40,10 +40,10 @@ class Left:
     """Stands in for `optim.precast_weights.WeightCasts`."""
 
     def __init__(self, weight: torch.Tensor, cast: Cast) -> None:
-        window = AmaxWindow(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
-        self.stepped = Stepped.of(weight.detach(), cast, window)
+        window = AmaxHistory(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
+        self.stepped = PrecastWeight.of(weight.detach(), cast, window)
 
-    def of(self, parameter: torch.Tensor) -> Stepped:
+    def of(self, parameter: torch.Tensor) -> PrecastWeight:
         return self.stepped
 
 

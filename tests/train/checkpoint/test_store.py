@@ -327,7 +327,7 @@ def test_recover_clears_our_leftovers_and_only_those(tmp_path):
 CRASH = """
 import os, sys, torch
 from pathlib import Path
-from narrowgauge.train import checkpoint
+from narrowgauge.train.checkpoint import store as checkpoint
 rename = os.rename
 os.rename = lambda source, target: os._exit(9) if Path(source).name.startswith(".tmp-") else rename(source, target)
 checkpoint.save(Path(sys.argv[1]), 1, {"weights": {"up": torch.zeros(3)}}, {})

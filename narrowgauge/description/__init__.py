@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from narrowgauge import readings
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion import is_read_by_owner, output_head, reason_to_keep
+from narrowgauge.description import readings
 from narrowgauge.fuse import Fusion, fusions
-from narrowgauge.nn.learned_step import UNREAD
+from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan

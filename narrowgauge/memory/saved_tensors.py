@@ -42,7 +42,7 @@ EXACT: frozenset[Any] = frozenset(
 Pack = Callable[[Tensor], Any]
 
 
-class Working(TorchFunctionMode):
+class SavedTensorMode(TorchFunctionMode):
     """While it is entered: the function at work, and for a product under autocast the operands that are activations.
 
     origins  storage of an operand that was cast beforehand -> the storage it was cast from; equal casts hold equal numbers
@@ -106,10 +106,10 @@ class Working(TorchFunctionMode):
 
 
 @contextmanager
-def saving(
+def around_saves(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], verb: str, unpack: Callable[[Any], Tensor]
-) -> Iterator[tuple[Working, Callable[[Pack], AbstractContextManager[object]]]]:
-    """Enters a Working for the block; yields it, and what turns a pack function into the hooks to enter."""
+) -> Iterator[tuple[SavedTensorMode, Callable[[Pack], AbstractContextManager[object]]]]:
+    """Enters a SavedTensorMode for the block; yields it, and what turns a pack function into the hooks to enter."""
     if torch.compiler.is_compiling():
         raise ConfigError(
             f"{verb}: the compiler fixes what is kept for backward itself and sees no saved tensors. "
@@ -117,6 +117,6 @@ def saving(
         )
     exact = [*block.parameters(), *block.buffers()]
     exact += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]
-    working = Working({tensor.untyped_storage()._cdata for tensor in exact})
+    working = SavedTensorMode({tensor.untyped_storage()._cdata for tensor in exact})
     with working:
         yield working, lambda pack: torch.autograd.graph.saved_tensors_hooks(pack, unpack)
