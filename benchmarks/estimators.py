@@ -252,7 +252,7 @@ def sample_rows(scores: Tensor, budget: int, noise: Tensor) -> leverage_score.Sa
 def relative_variance(p: Tensor, scores: Tensor, norm_squared: Tensor | None = None) -> Tensor:
     """`leverage_score.sampling_variance` over the squared norm of the product, 0-d float64; 0 for a product of zeros.
 
-    norm_squared  |G|^2, for instance from `product_norm_squared`. None: the sum of the squared scores, which is exact for
+    norm_squared  |G|^2. None: the sum of the squared scores, which is exact for
                   an outer axis, whose rows are orthogonal pieces of the result
     """
     whole = scores.to(torch.float64).square().sum() if norm_squared is None else norm_squared.to(torch.float64)

@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from narrowgauge.unconverted import read_weights
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.unconverted import read_weights
 from tests.compare import assert_same
 
 

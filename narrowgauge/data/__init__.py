@@ -30,7 +30,7 @@ from narrowgauge.data.sample import coloured_sample
 from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.data.sources import documents
 from narrowgauge.data.targets import count_targets, step_loss, summed_loss, trainer_loss
-from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, Task, class_names
+from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, Task
 from narrowgauge.data.text import Document
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 
@@ -38,7 +38,7 @@ __all__ = [
     "IGNORED", "Batching", "CausalBatches", "Chat", "Classification", "Collator", "Completion", "Corpus", "Document",
     "Encoder", "Examples", "LengthBatchSampler", "Limits", "PackingCheck", "PaddingReport", "Plan", "Record",
     "Seq2Seq", "Task", "TokenStream", "TrainedTokenizer", "Waste", "block_mask", "check_packing", "check_vocabulary",
-    "class_names", "coloured_sample", "count_targets", "cumulative_lengths", "documents", "fingerprint", "load",
+    "coloured_sample", "count_targets", "cumulative_lengths", "documents", "fingerprint", "load",
     "pack", "pad_id_of", "plan", "prepare", "prepare_examples", "records", "restore_order", "sorted_batches",
     "step_loss", "summed_loss", "train_bpe", "trainer_loss", "valid_targets",
 ]  # fmt: skip

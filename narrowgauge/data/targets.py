@@ -51,7 +51,11 @@ def summed_loss(logits: Tensor, labels: Tensor, kind: Kind) -> Tensor:
 
     Holds the logits once more in float32.
     """
-    targets = shifted_labels(labels, kind).to(logits.device)
+    return aligned_loss(logits, shifted_labels(labels, kind).to(logits.device))
+
+
+def aligned_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """`summed_loss` where the logits at each position are compared with the target there."""
     return torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )

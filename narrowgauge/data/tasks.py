@@ -234,8 +234,3 @@ class Seq2Seq:
 
 
 Task = Completion | Chat | Classification | Seq2Seq
-
-
-def class_names(rows: Sequence[Record], column: str) -> tuple[str, ...]:
-    """The distinct labels of these rows, sorted: the `classes` of a Classification whose names nobody has listed."""
-    return tuple(sorted({row.text(column) for row in rows}))

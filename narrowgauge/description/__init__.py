@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from math import isfinite
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion import is_read_by_owner, output_head, reason_to_keep
 from narrowgauge.description import readings
 from narrowgauge.fuse import Fusion, fusions
+from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan
@@ -180,7 +180,7 @@ def _four_bit_notes(layer: QLinear) -> list[str]:
     if layer.sampling is not None and holds_numbers(layer.sampling.variance):
         notes += [
             f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
-            + (readings.variance_note(variance) if isfinite(variance) else " so far")
+            + (readings.variance_note(variance) if variance < UNREAD / 2**32 else " so far")
             for product, variance in zip(layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True)
             if product in layer.sampling.settings
         ]

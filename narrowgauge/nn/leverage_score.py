@@ -45,6 +45,9 @@ from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.recipe import LeverageScore
 
+# A reading that was not taken, or one beyond float32. Finite: infinity less infinity would make NaN of an average of two models.
+UNREAD = torch.finfo(torch.float32).max
+
 
 class Sample(NamedTuple):
     """Rows that stand for all rows.
@@ -173,17 +176,6 @@ def sampling_variance(p: Tensor, scores: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, term).sum()
 
 
-def product_norm_squared(gradient: Tensor, other: Tensor, signs: Tensor) -> Tensor:
-    """|gradient.T @ other|^2 (squared Frobenius norm) without the product: 0-d float64, unbiased.
-
-    gradient [R, N], other [R, K]; signs [K, q], independent numbers of mean 0 and variance 1: E |G z|^2 = |G|^2.
-    2 R (N + K) q operations. Its relative standard deviation is at most sqrt(2 / q), reached by a product of rank 1, and
-    near sqrt(2 / (q r)) for r singular values of one size.
-    """
-    probes = gradient.to(torch.float32).T @ (other.to(torch.float32) @ signs.to(torch.float32))
-    return probes.to(torch.float64).square().sum() / signs.shape[1]
-
-
 def _check(scores: Tensor, budget: int) -> None:
     if scores.ndim != 1:
         raise ShapeError(f"sampling: scores are {list(scores.shape)}; they must be [rows], see leverage_scores.")
@@ -197,7 +189,9 @@ def _check(scores: Tensor, budget: int) -> None:
 def note(readings: Tensor, place: int, variance: Tensor, whole: Tensor) -> None:
     """Writes the variance that sampling adds to a product, relative to its squared norm `whole`, into a layer's readings [2]."""
     relative = torch.where(variance == 0, 0.0, variance / whole).to(torch.float32)
-    relative = torch.where(whole.isfinite(), relative, torch.inf)  # beyond float32 is no reason to sample
+    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(
+        max=UNREAD
+    )  # beyond float32 is no reason to sample
     here = torch.arange(2, device=readings.device) == place
     readings.copy_(torch.where(here, relative, readings))
 
@@ -206,7 +200,7 @@ class RowSampling(nn.Module):
     """Which products of a layer sample their rows.
 
     variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
-              last backward pass; infinite before the first, so that a layer begins with all its rows
+              last backward pass; UNREAD before the first, so that a layer begins with all its rows
     """
 
     variance: Tensor
@@ -215,9 +209,9 @@ class RowSampling(nn.Module):
     def __init__(self, settings: dict[str, LeverageScore], device: torch.device) -> None:
         super().__init__()
         self.settings = settings
-        self.register_buffer("variance", torch.full((2,), math.inf, device=device))
+        self.register_buffer("variance", torch.full((2,), UNREAD, device=device))
         self.active: tuple[str, ...] = ()
-        self.decide([math.inf, math.inf])
+        self.decide([UNREAD, UNREAD])
 
     def decide(self, variance: list[float]) -> None:
         """Takes over readings of `variance`. A NaN, from a poisoned gradient, means: all rows."""
@@ -231,6 +225,7 @@ class RowSampling(nn.Module):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         if not self.variance.is_meta:
+            self.variance.clamp_(max=UNREAD)  # infinite in states of earlier versions
             self.decide(self.variance.tolist())
 
     def _apply(self, fn: Any, recurse: bool = True) -> RowSampling:
@@ -238,7 +233,7 @@ class RowSampling(nn.Module):
         was_meta, moved = self.variance.is_meta, fn(self.variance)
         self.variance = moved if moved.dtype == torch.float32 else self.variance.to(moved.device)
         if was_meta and not self.variance.is_meta:
-            self.variance.fill_(math.inf)
+            self.variance.fill_(UNREAD)
         return self
 
     def extra_repr(self) -> str:

@@ -48,7 +48,7 @@ from narrowgauge.train.device import (
 from narrowgauge.train.hooks import cuda_graph
 from narrowgauge.train.hooks.gpu_idle import LaunchMonitor
 from narrowgauge.train.hooks.tensor_stats import watched
-from narrowgauge.train.loss import Batch, Objective, count_targets, learning_rate, summed_loss
+from narrowgauge.train.loss import Batch, Objective, learning_rate, loss_of_model, targets_of_step
 from narrowgauge.train.memory_options import apply_memory_options
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build
@@ -272,7 +272,7 @@ class Trainer:
         config, number = self.config, self.step + 1
         step_batch = self.feed.draw(self.step)
         micro_batches = step_batch.batches
-        targets = count_targets(micro_batches, number)
+        targets = targets_of_step(micro_batches, number)
         lr = learning_rate(
             number, steps=config.steps, warmup_steps=config.warmup_steps,
             peak=config.learning_rate, lowest=config.min_learning_rate,
@@ -337,7 +337,7 @@ class Trainer:
 
         def repeat() -> None:
             for batch in micro_batches:
-                whole = partial(summed_loss, self.model, options=self.task.options)  # and uncompiled: all hooks run
+                whole = partial(loss_of_model, self.model, options=self.task.options)  # and uncompiled: all hooks run
                 self._backward(whole, batch, targets)
 
         where = first_nonfinite(self.model, repeat, loss)

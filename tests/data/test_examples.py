@@ -17,7 +17,7 @@ from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Limits, prepare_examples
 from narrowgauge.data.records import records
 from narrowgauge.data.sample import coloured_sample
-from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, class_names
+from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
 from narrowgauge.errors import ConfigError, DataError
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
@@ -237,7 +237,6 @@ def test_classes_by_name_and_by_number(write, llama_like, tmp_path):
     found = prepare_examples(path, task, llama_like, cache=tmp_path)
     assert [item["labels"] for item in found] == [0, 1]
     assert found[0]["input_ids"].tolist() == llama_like("a tile")["input_ids"]
-    assert class_names(list(records(path, ["label"])), "label") == ("bad", "good")
     headless = write("x\t1\t\tThe sailors\nx\t0\t*\tAs you eat\n", "cola.tsv")
     found = prepare_examples(
         headless, Classification(classes=2), llama_like, cache=tmp_path, header=["source", "label", "mark", "text"]

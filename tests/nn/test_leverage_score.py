@@ -166,14 +166,6 @@ def test_variance_is_zero_where_nothing_is_left_out():
     assert estimators.relative_variance(torch.zeros(4), torch.zeros(4)).item() == 0
 
 
-def test_the_norm_of_a_product_comes_from_probes():
-    """Exact for all sign vectors together, which are 2**K: their average is the squared norm."""
-    gradient, other = torch.randn(9, 4), torch.randn(9, 5)
-    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 5).T
-    exact = (gradient.T @ other).square().sum().double()
-    torch.testing.assert_close(leverage_score.product_norm_squared(gradient, other, signs), exact, rtol=1e-5, atol=0)
-
-
 def test_budgets_are_rounded_up_and_bounded():
     assert [leverage_score.budget(rows, 0.5) for rows in (0, 1, 2, 3)] == [0, 1, 1, 2]
     assert (

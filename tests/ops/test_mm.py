@@ -401,6 +401,7 @@ def on_fake_cuda(x):
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
 
+@exact_int8
 @pytest.mark.parametrize("shape", [(33, 50, 130), (1, 1, 1), (16, 16, 16), (17, 3, 48)], ids=str)
 def test_integer_gemms_meet_what_cuda_asks_for(shape, monkeypatch):
     """torch._int_mm on CUDA: more than 16 rows, K and N multiples of 8, rhs column-major (aten/src/ATen/native/cuda/Blas.cpp).

@@ -51,7 +51,7 @@ FREE = frozenset({"lr", "capturable", "fused", "foreach", "why", "form"})  # of 
 NOT_NEGATIVE = re.compile(r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$")
 NOT_FINITE = re.compile(
     r"(^|\.)sampling\.variance$"
-)  # infinite before the first reading, NaN after a poisoned gradient
+)  # infinite in states of earlier versions, NaN after a poisoned gradient
 LEARNED = re.compile(r"(^|\.)steps\.[xw]$")
 LARGEST_LEARNED = 100 * math.log(2) / 64 + 1e-6  # log of 2^100 / RATE, see narrowgauge/nn/learned_step.py
 WORDS = 624  # of a Mersenne twister
