@@ -87,7 +87,7 @@ def cached(
 
     Raises StorageError if the folder cannot be read or written.
     """
-    notes = []
+    notes: list[str] = []
     with storage(path.parent):
         try:
             if entry := open_entry(path):

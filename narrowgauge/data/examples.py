@@ -126,14 +126,14 @@ def prepare_examples(
     header: Sequence[str] | None = None,
     allow_slow: bool = False,
 ) -> Examples:
-    """The rows of `source` (a file or glob of tables) as examples of `task`, from the folder `cache` or made and put there.
+    """The rows of `source` (a file or glob of tables) as examples of `task`, cached in the folder `cache`.
 
-    header      names of the columns of CSV and TSV files without a header row
-    allow_slow  a tokenizer in Python may encode more than a few thousand texts
+    header      column names of CSV and TSV files without a header row
+    allow_slow  allows a slow tokenizer for more than SLOW_ROWS texts
 
-    Reads the files' bytes once for the key, and once more if they are not cached. Memory: one batch of rows and the lengths.
-    Raises DataError for what is wrong with the data (file and line) or the tokenizer, ConfigError for options that do not fit,
-    StorageError if the cache cannot be written. A damaged entry is made again, and a note says so.
+    Reads the files once for the key, and again if they are not cached. Memory: one batch of rows and the lengths. A damaged entry
+    is made again, and a note says so. Raises DataError for faulty data (file and line) or tokenizers, ConfigError for
+    wrong options, StorageError if the cache cannot be written.
     """
     job = _Job(source, task, Encoder(tokenizer, allow_slow=allow_slow), limits or Limits(), header)
     fields = task.fields(job.encoder)
