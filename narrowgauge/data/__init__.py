@@ -1,4 +1,4 @@
-"""Text and tables to batches: read strictly, tokenize once, and batch as a pure function of the step.
+"""Turns text and tables into batches: reads strictly, tokenizes once, batches as a pure function of the step.
 
 Running text, for pretraining:
 

@@ -1,10 +1,10 @@
-"""Arrays on disk: a folder with a memory-mapped file for each and a JSON index, under a key that says what they were made from.
+"""Cached arrays: a folder with a memory-mapped file for each array and a JSON index, named by a key of its sources.
 
-    CACHE/tokens-KEY/train.bin        values one after another, little-endian
+    CACHE/tokens-KEY/train.bin        values, little-endian
     CACHE/tokens-KEY/index.json       dtype, bytes and SHA-256 of each file, facts, and its own checksum
 
-An entry is written under another name, flushed to the disk and renamed, so it is whole or absent. Opening one hashes its
-files, about a second per GB; an entry of which a single bit has changed is Damaged and never used.
+An entry is written under another name, flushed and renamed, so it is whole or absent. Opening one checks its hashes, about a second
+per GB; an entry with a changed bit is Damaged and never used.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
 from narrowgauge.storage import flush, locked, publish, storage, sweep, temporary
 
-FORMAT = 2  # counts up when the files change their meaning; part of the key
+FORMAT = 2  # of the files; part of the key
 INDEX = "index.json"
 Values = np.ndarray[Any, np.dtype[Any]]
-Append = Callable[[str, Values], None]  # adds values to the end of an array of the entry
+Append = Callable[[str, Values], None]  # append(array name, values)
 
 
 class Damaged(Exception):
-    """A cache entry whose bytes are not those that were written. Says which file, and how."""
+    """A cache entry has changed since it was written. Names the file and the fault."""
 
 
 def token_dtype(largest_token: int) -> np.dtype[Any]:
-    """The narrowest of uint16 and uint32, little-endian, that holds the ids."""
+    """uint16 if it holds the ids, else uint32; little-endian."""
     return np.dtype("<u2" if largest_token < 2**16 else "<u4")
 
 
@@ -48,7 +48,7 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Token ids in reading order, an end-of-text id behind each document. `tokens` is one-dimensional and read-only."""
+    """Token ids in reading order, with an end-of-text id after each document. `tokens` is one-dimensional and read-only."""
 
     name: str
     tokens: Values
@@ -68,55 +68,53 @@ class Entry:
     @cached_property
     def arrays(self) -> dict[str, Values]:
         """One-dimensional, memory-mapped and read-only, by name."""
-        return {name: _mapped(self.path / f"{name}.bin", dtype) for name, dtype in self.dtypes.items()}
+        files = {name: self.path / f"{name}.bin" for name in self.dtypes}
+        return {  # an empty file cannot be mapped
+            name: np.memmap(file, self.dtypes[name], mode="r")
+            if file.stat().st_size
+            else np.empty(0, self.dtypes[name])
+            for name, file in files.items()
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "arrays"}
 
 
-def _mapped(path: Path, dtype: str) -> Values:
-    return (
-        np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
-    )  # no empty file can be mapped
-
-
 def cached(
     path: Path, dtypes: Mapping[str, np.dtype[Any]], fill: Callable[[Append], dict[str, Any]]
 ) -> tuple[Entry, list[str]]:
-    """(the entry at `path`, notes). Where it is missing or damaged, `fill` writes its arrays and returns its facts.
+    """(the entry at `path`, notes). If it is missing or damaged, `fill` writes its arrays and returns its facts.
 
     Raises StorageError if the folder cannot be read or written.
     """
-    notes = []
+    notes: list[str] = []
     with storage(path.parent):
         try:
-            entry = open_entry(path)
+            if entry := open_entry(path):
+                return entry, notes
         except Damaged as damage:
-            entry = None
             notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
-        if entry is None:
-            with new_folder(path, _is_whole) as draft:
-                _write(draft, path.name, dtypes, fill)
-            try:
-                entry = open_entry(path)
-            except Damaged as damage:
-                raise StorageError(
-                    f"{damage}, though it was just written. Check the disk, or pass another cache folder."
-                ) from damage
-    if entry is None:
-        raise StorageError(
-            f"{shown(path.parent)}: an entry is missing though it was just written; another process removes what stands "
-            "there. Start again without it, or pass another cache folder."
-        )
-    return entry, notes
+        with new_folder(path, _is_whole) as draft:
+            _write(draft, path.name, dtypes, fill)
+        try:
+            if entry := open_entry(path):
+                return entry, notes
+        except Damaged as damage:
+            raise StorageError(
+                f"{damage}, though it was just written. Check the disk, or pass another cache folder."
+            ) from damage
+    raise StorageError(
+        f"{shown(path.parent)}: an entry is missing though it was just written: another process removes files there. "
+        "Stop that process, or pass another cache folder."
+    )
 
 
 @contextmanager
 def new_folder(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
-    """A draft of the folder `path`: published when the body ends, removed when it fails, locked meanwhile.
+    """A locked draft of the folder `path`, published when the body ends and removed if it fails.
 
-    A folder that stands there by then stays if it `is_whole`: another process was faster, and its bytes are the same.
-    Else it is replaced at once; who reads the old files goes on reading them. Removes what killed processes left behind.
+    If `path` exists by then and `is_whole`, it stays: another process wrote the same bytes. Otherwise the draft replaces it;
+    readers of the old files are not disturbed. Also removes drafts of killed processes.
     """
     draft = temporary(path)
     try:
@@ -142,7 +140,7 @@ def _publish(draft: Path, path: Path, is_whole: Callable[[Path], bool]) -> None:
         if is_whole(path):
             return
         doomed = temporary(path)
-        with suppress(FileNotFoundError):  # another process may replace it too
+        with suppress(FileNotFoundError):  # another process may have replaced it
             os.rename(path, doomed)
             shutil.rmtree(doomed)
 
@@ -169,7 +167,7 @@ def _write(
 
 
 def open_entry(path: Path) -> Entry | None:
-    """The entry at `path`, None if there is none. Raises Damaged if its bytes have changed or belong to another key."""
+    """The entry at `path`; None if it is missing. Raises Damaged if its bytes have changed or belong to another key."""
     if not path.exists():
         return None
     try:

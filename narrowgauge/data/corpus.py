@@ -1,11 +1,11 @@
-"""From a source and a tokenizer to two streams of token ids, kept on disk and checked whenever they are opened.
+"""Turns a source and a tokenizer into two cached streams of token ids.
 
-    read the source once: content hash, number of documents, how to split       (an error in the data shows here)
-    open the cache entry for (content, tokenizer, split); done if it is whole
+    read the source once: content hash, number of documents, split       (errors in the data appear here)
+    open the cache entry of (content, tokenizer, split); done if it is whole
     read the source again: split, tokenize in batches, append an end-of-text id to each document, write
 
-Costs one read of the source per call even when the tokens are cached, since only the content can say whether it has
-changed. Memory holds one batch of BATCH_CHARS and a few copies of one document, whatever the size of the source.
+Every call reads the source once even if the tokens are cached, because only the content tells whether it has changed. Memory
+holds one batch of BATCH_CHARS and a few copies of one document.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from narrowgauge.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-BATCH_CHARS = 16 * PIECE_CHARS  # handed to the tokenizer's threads at once
-BATCH_PIECES = 8192  # likewise: each comes back as an object of about a kilobyte, however short it is
+BATCH_CHARS = 16 * PIECE_CHARS  # per call of the tokenizer
+BATCH_PIECES = 8192  # likewise: each piece returns an object of about a kilobyte
 Piece = tuple[str, str, bool]  # side, text, whether it ends its document
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains and validates on.
+    """The training and validation streams.
 
-    summary  facts for run.json, all plain JSON values: source, documents, train_documents, validation_documents,
-             train_tokens, validation_tokens, unigram_entropy (nats per token of the training tokens), split (in words),
-             tokenizer, tokenizer_fingerprint, vocab_size, content_hash, notes (what the user should know, in sentences).
+    summary  JSON values for run.json: source, documents, train_documents, validation_documents, train_tokens,
+             validation_tokens, unigram_entropy (nats per training token), split (a clause), tokenizer, tokenizer_fingerprint,
+             vocab_size, content_hash, notes (sentences for the user)
     """
 
     train: TokenStream
@@ -62,11 +62,11 @@ def prepare(
     column: str | None = None,
     separator: str | None = None,
 ) -> Corpus:
-    """The corpus of `source` (see `documents`) in the ids of `tokenizer`, from the folder `cache` or made and put there.
+    """The corpus of `source` (see `documents`) in the ids of `tokenizer`, cached in the folder `cache`.
 
-    Special tokens that the text itself spells out become special ids, as `tokenizer(text)` does it; a note counts them.
-    Raises DataError for what is wrong with the data or the tokenizer, ConfigError for an impossible fraction, StorageError
-    if the cache cannot be written. A damaged cache entry is made again, and a note says so.
+    Special tokens that the text spells out become special ids, as in `tokenizer(text)`; a note counts them. A damaged cache
+    entry is made again, and a note says so. Raises DataError for faulty data or tokenizers, ConfigError for a bad
+    fraction, StorageError if the cache cannot be written.
     """
     check_fraction(validation_fraction)
     read = partial(documents, source, column=column, separator=separator)
@@ -80,9 +80,7 @@ def prepare(
     facts, name = entry.facts, tokenizer.name_or_path or type(tokenizer).__name__
     tokens = sum(map(len, streams.values()))
     if unknown := facts["unknown_tokens"]:
-        notes.append(
-            f"{unknown} of {tokens} tokens are {tokenizer.unk_token}: the tokenizer does not know this text well."
-        )
+        notes.append(f"{unknown} of {tokens} tokens are {tokenizer.unk_token}: the tokenizer does not fit this text.")
     if special := facts["special_tokens_in_text"]:
         notes.append(f"The text itself spells out special tokens, {special} times; they became special ids.")
     summary = {
@@ -102,7 +100,7 @@ def prepare(
 
 
 def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
-    """Raises DataError if the corpus holds a token id for which a model of so many vocabulary entries has no row."""
+    """Raises DataError if the corpus holds a token id outside the model's vocabulary."""
     largest = corpus.largest_token
     if largest >= model_vocabulary:
         raise DataError(
@@ -129,7 +127,7 @@ def _digest(document: Document) -> bytes:
 
 
 class _Job:
-    """What decides every byte of a cache entry."""
+    """Everything that determines the bytes of a cache entry."""
 
     def __init__(self, source: str, tokenizer: PreTrainedTokenizerFast, split: Split, content_hash: str):
         from tokenizers import __version__
@@ -147,7 +145,7 @@ class _Job:
         }
 
     def fill(self, found: Iterable[Document], append: Append) -> dict[str, Any]:
-        """Writes the ids of both sides. Raises DataError if a side that should have text has none but ends of text."""
+        """Writes the ids of both sides. Raises DataError if a side that should have text has none."""
         counts, ends = _tokenize(self, found, append)
         for side, name in ((TRAIN, "training"), (VALIDATION, "validation")):
             if int(counts[side].sum()) == ends[side] and (side == TRAIN or self.split.fraction > 0):
@@ -182,9 +180,9 @@ def _tokenize(
         for document in found:
             content.update(digest := _digest(document))
             for side, text in job.split.parts(document.text, digest):
-                *body, end = pieces(text)
+                *body, last = pieces(text)
                 yield from ((side, piece, False) for piece in body)
-                yield side, end, True
+                yield side, last, True
 
     for batch in _batches(parts()):
         encodings = job.backend.encode_batch_fast([piece for _, piece, _ in batch], add_special_tokens=False)

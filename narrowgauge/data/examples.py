@@ -1,12 +1,12 @@
-"""From rows of a table to encoded examples, kept on disk and checked whenever they are opened.
+"""Encodes the rows of a table as examples, cached on disk.
 
     examples = prepare_examples("train.jsonl", Completion(), tokenizer, cache="cache")
-    examples[0]           {"input_ids": int64 array, "labels": int64 array}, -100 where nothing is to be learnt
+    examples[0]           {"input_ids": int64 array, "labels": int64 array}, -100 where no loss is computed
     examples.lengths      tokens of each, for `plan` and `LengthBatchSampler`
 
-The key of the cache is what decides the ids: the files' bytes, the tokenizer, the task with its columns, the chat template and
-the options here. Nothing is dropped or cut silently: rows that are too long or have no target are an error that counts them,
-or follow the policy that was asked for, and a note counts them.
+The cache key holds everything that determines the ids: the files' bytes, the tokenizer, the task with its columns, the chat
+template and the options. Rows that are too long or have no target raise an error that counts them, unless `Limits` sets a policy; a
+note then counts them.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from narrowgauge.errors import ConfigError, DataError, StorageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1  # counts up when the meaning of the files changes
+FORMAT = 1  # of the files; part of the key
 LENGTH = np.dtype("<u4")
 Item = dict[str, Any]
 
 
 class Examples:
-    """Encoded examples, as a data set for torch's DataLoader or transformers' Trainer; read from the disk as asked for.
+    """Encoded examples as a map-style dataset for torch's DataLoader or transformers' Trainer; memory-mapped.
 
-    examples[i]             causal-lm: input_ids, labels (same length, unshifted, -100 where nothing is learnt)
+    examples[i]             causal-lm: input_ids, labels (same length, unshifted, -100 where no loss is computed)
                             classification: input_ids, labels (one int), token_type_ids if the tokenizer has them
                             seq2seq: input_ids, labels (of their own length)
-    examples[3, 1, 4]       the list of these, for a packed row
-    examples.select(rows)   these rows alone
+    examples[3, 1, 4]       the list of these examples, for a packed row
+    examples.select(rows)   a subset
     """
 
     def __init__(self, kind: Kind, entry: Entry, fields: Sequence[str], summary: dict[str, Any]):
@@ -60,7 +60,7 @@ class Examples:
         return len(self._lengths["input_ids"])
 
     def select(self, rows: Indices) -> Examples:
-        """These rows, in this order. The summary stays that of all."""
+        """A subset in the given order. The summary stays that of all examples."""
         part = copy(self)
         part._lengths = {name: lengths[rows] for name, lengths in self._lengths.items()}
         part._ends = {name: ends[rows] for name, ends in self._ends.items()}
@@ -68,24 +68,18 @@ class Examples:
 
     @property
     def lengths(self) -> Indices:
-        """Tokens of each example, int64; of a seq2seq pair the longer side."""
+        """Tokens of each example, int64; the longer side of a seq2seq pair."""
         lengths = self._lengths["input_ids"]
         return np.maximum(lengths, self._lengths["labels"]) if self.kind == "seq2seq" else lengths
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about the data, in sentences."""
+        """Sentences for the user about the data."""
         return list(self.summary["notes"])
 
     def __getitem__(self, index: int | Sequence[int]) -> Any:
         if isinstance(index, Sequence):
-            return [self._example(one) for one in index]
-        return self._example(index)
-
-    def __iter__(self) -> Iterator[Item]:
-        return (self._example(index) for index in range(len(self)))
-
-    def _example(self, index: int) -> Item:
+            return [self[one] for one in index]
         found: Item = {}
         for name, ends in self._ends.items():
             end = int(ends[index])
@@ -96,13 +90,16 @@ class Examples:
             found["labels"] = int(found["labels"][0])
         return found
 
+    def __iter__(self) -> Iterator[Item]:
+        return (self[index] for index in range(len(self)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What becomes of rows that are too long for max_length tokens, or have no target: an error that counts them, or a policy.
+    """The policy for rows of more than max_length tokens, or without a target.
 
-    too_long   "truncate" cuts the end (of a pair, of the longer one), "skip" leaves the row out
-    no_target  "skip" leaves the row out; rows of a causal-lm task alone can have none
+    too_long   "error" counts them, "truncate" cuts the end (of a pair, of the longer one), "skip" leaves the row out
+    no_target  "error" counts them, "skip" leaves the row out
     """
 
     max_length: int | None = None
@@ -129,14 +126,14 @@ def prepare_examples(
     header: Sequence[str] | None = None,
     allow_slow: bool = False,
 ) -> Examples:
-    """The rows of `source` (a file or glob of tables) as examples of `task`, from the folder `cache` or made and put there.
+    """The rows of `source` (a file or glob of tables) as examples of `task`, cached in the folder `cache`.
 
-    header      names of the columns of CSV and TSV files without a header row
-    allow_slow  a tokenizer in Python may encode more than a few thousand texts
+    header      column names of CSV and TSV files without a header row
+    allow_slow  allows a slow tokenizer for more than SLOW_ROWS texts
 
-    Reads the files' bytes once for the key, and once more if they are not cached. Memory: one batch of rows and the lengths.
-    Raises DataError for what is wrong with the data (file and line) or the tokenizer, ConfigError for options that do not fit,
-    StorageError if the cache cannot be written. A damaged entry is made again, and a note says so.
+    Reads the files once for the key, and again if they are not cached. Memory: one batch of rows and the lengths. A damaged entry
+    is made again, and a note says so. Raises DataError for faulty data (file and line) or tokenizers, ConfigError for
+    wrong options, StorageError if the cache cannot be written.
     """
     job = _Job(source, task, Encoder(tokenizer, allow_slow=allow_slow), limits or Limits(), header)
     fields = task.fields(job.encoder)
@@ -150,10 +147,10 @@ def prepare_examples(
 
 @dataclass
 class _Tally:
-    """What the rows had in them.
+    """Counts over the rows.
 
     counts  rows, examples, tokens, targets, too_long, no_target
-    first   where the first row that is too_long, or has no_target, stands
+    first   origin of the first row that is too_long or has no_target
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -168,7 +165,7 @@ class _Tally:
 
 
 class _Job:
-    """What decides every byte of a cache entry."""
+    """Everything that determines the bytes of a cache entry."""
 
     def __init__(self, source: Any, task: Task, encoder: Encoder, limits: Limits, header: Sequence[str] | None):
         self.source, self.task, self.encoder, self.limits, self.header = source, task, encoder, limits, header
@@ -185,7 +182,7 @@ class _Job:
         )
 
     def _content(self) -> str:
-        """SHA-256 over the bytes of the files in the order in which they are read."""
+        """SHA-256 over the bytes of the files in reading order."""
         digest = hashlib.sha256()
         for path in files_of(os.fspath(self.source)):
             try:
@@ -198,7 +195,7 @@ class _Job:
         return digest.hexdigest()
 
     def fill(self, append: Append) -> dict[str, Any]:
-        """Encodes every row into a new entry."""
+        """Encodes all rows into a new entry and returns its facts."""
         tally, rows = _Tally(), records(self.source, self.task.columns, header=self.header)
         while batch := list(islice(rows, BATCH_ROWS)):
             if kept := list(self._kept(batch, tally)):
@@ -276,7 +273,7 @@ class _Job:
 
 
 def _targets(example: Encoded, kind: Kind) -> int:
-    """Positions that a loss counts; nothing precedes the first token of a causal-lm example, so it is none."""
+    """Number of positions with a loss; the first token of a causal-lm example has no prediction, so its target is cleared."""
     if kind == "causal-lm":
         example["targets"][:1] = 0
         return int(example["targets"].sum())

@@ -1,7 +1,6 @@
-"""Data sets of the Hugging Face Hub by name: hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (split: train).
+"""Reads Hugging Face data sets by name: hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (default split: train).
 
-NAME may also be a local folder that `datasets` loads. The data set is downloaded once, into the cache of `datasets`,
-and read from there. Code that a data set repository may hold is never run.
+NAME may also be a local folder that `datasets` loads. `datasets` downloads once into its cache. Code in a repository is never run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from narrowgauge.data.text import Document, reason
 from narrowgauge.errors import ConfigError, DataError
 
 PREFIX = "hf:"
-COLON = r":(?![^\[]*\])"  # but not the one in a slice, as in hf:NAME:train[:10%]
+COLON = r":(?![^\[]*\])"  # not the colon in a slice, as in hf:NAME:train[:10%]
 BATCH_ROWS = 256
 
 
@@ -28,10 +27,7 @@ def parse(source: str) -> tuple[str, str | None, str]:
 
 
 def hub_documents(source: str, *, column: str | None) -> Iterator[Document]:
-    """One document per row. Origin: the source and the row, from 1. Needs the package `datasets`.
-
-    Raises ConfigError at the call for a malformed name.
-    """
+    """One document per row. Origin: source and row, from 1. Needs `datasets`. Raises ConfigError for a malformed name."""
     return _documents(source, *parse(source), column)
 
 

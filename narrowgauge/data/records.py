@@ -1,10 +1,10 @@
-"""The rows of tables with the columns that a task needs.
+"""Reads the rows of tables with the columns that a task needs.
 
     for record in records("train.jsonl", ["prompt", "completion"]):
         record.values["prompt"], record.origin          # origin: file:line, for error messages
 
-A name means what it means for `documents`: a file, a folder's glob. A missing column, a ragged row or a malformed line is a
-DataError with file and line. Values keep their type: a CSV has strings alone, JSONL and Parquet also numbers and lists.
+A missing column, a ragged row or a malformed line raises DataError with file and line. Values keep their type: CSV has strings
+alone, JSONL and Parquet also numbers and lists.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from narrowgauge.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The values of one row by column, and where it stands."""
+    """The values of one row by column, and its origin."""
 
     values: dict[str, Any]
     origin: str
 
     def text(self, column: str) -> str:
-        """The string in this column. Raises DataError if it holds something else."""
+        """The string in this column. Raises DataError if the value is not a string."""
         return checked_text(self.values[column], column, self.origin)
 
 
@@ -41,9 +41,9 @@ def records(
 ) -> Iterator[Record]:
     """The rows of `source` with these columns, in the order of the sorted paths.
 
-    header  names of the columns of CSV and TSV files that have no header row.
+    header  column names of CSV and TSV files without a header row
 
-    Raises DataError for what is wrong with the data, at the row; ConfigError for an option that the file does not have.
+    Raises DataError when it reaches a faulty row; ConfigError for an option that does not fit the file.
     """
     if not columns or len(set(columns)) != len(columns):
         raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.")

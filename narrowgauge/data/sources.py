@@ -1,15 +1,14 @@
-"""One word names the data: a file, a folder, a glob, a data set on the Hub, or `stdlib`.
+"""Reads documents from a source: a file, a folder, a glob, a data set on the Hub, or `stdlib`.
 
-    documents("stdlib")                     this interpreter's standard library: the default, needs no download
+    documents("stdlib")                     this interpreter's standard library: the default, no download
     documents("book.txt")                   one document, or several with form feeds (or `separator`) between them
     documents("posts.jsonl", column="body") also .ndjson, .csv, .tsv, .parquet
-    documents("notes/")                     the text files below it; hidden files and other suffixes are passed over
+    documents("notes/")                     the text files below it, without hidden files and other suffixes
     documents("shards/**/*.parquet")        every file that matches
     documents("hf:roneneldan/TinyStories:validation")
 
-The order is that of the sorted paths, the same on every machine. Documents that are empty or blank are passed over.
-Anything malformed is a DataError with the file, the line and the next step; nothing is skipped or repaired silently.
-`./stdlib` is a folder of that name.
+The order is that of the sorted paths, the same on every machine. Blank documents are skipped; anything malformed raises DataError
+with the file, the line and the next step. `./stdlib` is a folder of that name.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ def documents(
 ) -> Iterator[Document]:
     """The documents of `source`, one at a time.
 
-    column       of a table; needed unless one is called 'text' or one alone holds strings.
-    separator    between the documents of a plain text file, for example '<|endoftext|>'; a form feed if None.
-    limit_bytes  of one document: a longer one is an error before it is read in whole.
+    column       text column of a table; needed unless one is called 'text' or only one holds strings
+    separator    between the documents of a plain text file, such as '<|endoftext|>'; None means a form feed
+    limit_bytes  largest document; a longer one raises before it is read completely
 
-    Raises DataError for missing, empty or malformed data, ConfigError for an option that the source does not have,
-    StorageError for a file that may not be read; at the call for a source that is not there, else when it is reached.
+    Raises DataError for missing, empty or malformed data, ConfigError for an option that does not fit the source, StorageError
+    for an unreadable file; at the call for a missing source, else when reading reaches the fault.
     """
     if separator == "":
         raise ConfigError("separator: an empty string separates nothing. Pass None for form feeds.")
@@ -88,7 +87,7 @@ def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[
         if not text or text.isspace():
             passed_over += 1
             continue
-        # Files are stopped before they are read; this is for sources that hand over whole texts. UTF-8 has up to 4 bytes.
+        # For sources that return whole texts; the file readers check earlier. A character has at most 4 bytes in UTF-8.
         if 4 * len(text) > limit_bytes and len(text.encode()) > limit_bytes:
             raise too_long(document.origin, limit_bytes, "Split the document.")
         empty = False
@@ -99,7 +98,7 @@ def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[
 
 
 def files_of(name: str) -> list[Path]:
-    """The files that a path or glob means, sorted. Raises DataError if there is none."""
+    """The files of a path or glob, sorted. Raises DataError if there are none."""
     path = Path(name)
     if path.is_dir():
         return _folder_files(path)

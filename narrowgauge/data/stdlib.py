@@ -1,9 +1,8 @@
-"""The word `stdlib` as a source: the Python sources of this interpreter's own standard library.
+"""The source `stdlib`: the Python sources of this interpreter's standard library.
 
-About 11 MB of real text that every machine has, so that a first run downloads nothing. One document per file, in the
-order of their paths. Left out: tests (numbers and broken files on purpose), packages installed by others, and
-`encodings`, whose 1.4 MB are tables of code points that repeat from file to file and would flatter a validation loss.
-What it holds depends on the Python version: compare runs by their content hash.
+About 11 MB of text that every machine has, so that a first run downloads nothing. One document per file, in the order of their paths.
+Leaves out tests (numbers and broken files), installed packages, and `encodings`, whose 1.4 MB of repeated tables would flatter a
+validation loss. The content depends on the Python version: compare runs by their content hash.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Rows with named columns: JSONL, CSV, TSV and Parquet, read as streams and strictly.
+"""Reads rows with named columns from JSONL, CSV, TSV and Parquet, streaming and strictly.
 
-Values keep their type and are never converted: readers that turn null into 'None' or 5 into '5' train on it. The readers of
-`datasets` and pandas are not used for JSONL and CSV: they fill missing columns and short rows with null, pass over what
-follows a JSON object, rename repeated columns, and name no line.
+Values keep their type. We do not use `datasets` or pandas for JSONL and CSV: they fill missing columns and short rows with null,
+ignore text after a JSON object, rename repeated columns, and do not report lines.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ CONVENTIONAL_COLUMN = "text"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SHOWN_COLUMNS = 20
 PARQUET_ROWS = 256  # rows decoded at a time
-ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string")  # of the names of types, string_view too
+ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string")  # names of Arrow's string types, also string_view
 Rows = Iterator[tuple[str, dict[str, Any]]]  # file:line (or file:row), and the values by column
 Choose = Callable[[Sequence[str], Sequence[str], str], list[str]]  # (columns, those of texts, where) -> columns to read
 
 
 def choose_column(column: str | None, columns: Sequence[str], candidates: Sequence[str], where: str) -> str:
-    """The column to read, out of all `columns`, of which the `candidates` could hold strings.
+    """The column to read: the named one, else 'text', else the only one of the `candidates` that hold strings.
 
-    Without a name, the column called 'text', or else the only candidate. Raises DataError if the named column is missing,
-    or if none is named and there is no obvious one.
+    Raises DataError if the named column is missing, or if none is named and the choice is not clear.
     """
     listing = ", ".join(map(repr, columns[:SHOWN_COLUMNS])) + (", ..." if columns[SHOWN_COLUMNS:] else "")
     if column is not None and column not in columns:
@@ -55,7 +53,7 @@ JSON_TYPES = {
 
 
 def checked_text(value: object, column: str, where: str) -> str:
-    """`value` if it is a string that UTF-8 can hold. Raises DataError otherwise."""
+    """Returns `value`. Raises DataError unless it is a string that UTF-8 can encode."""
     if not isinstance(value, str):
         held = JSON_TYPES.get(type(value), type(value).__name__)
         known = f" ({value!r})" if isinstance(value, int | float) else ""
@@ -72,7 +70,7 @@ def checked_text(value: object, column: str, where: str) -> str:
 
 
 def table_documents(path: Path, *, column: str | None, limit_bytes: int) -> Iterator[Document]:
-    """One document per row of a table. The first row, or the header, decides the column if none is named."""
+    """One document per row of a table. The first row or the header determines the column if none is named."""
 
     def choose(columns: Sequence[str], texts: Sequence[str], where: str) -> list[str]:
         is_csv = path.suffix.lower() in DELIMITERS
@@ -90,7 +88,7 @@ def table_documents(path: Path, *, column: str | None, limit_bytes: int) -> Iter
 def table_rows(path: Path, choose: Choose, *, limit_bytes: int, header: Sequence[str] | None = None) -> Rows:
     """The rows of a file whose suffix is in TABLES, with the columns that `choose` returns.
 
-    Raises DataError with file and line for what is malformed, ConfigError for a `header` of a file that names its columns.
+    Raises DataError with file and line for malformed rows, ConfigError for a `header` of a file that names its columns.
     """
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
@@ -119,7 +117,7 @@ def _jsonl_rows(path: Path, choose: Choose, limit_bytes: int) -> Rows:
 
 
 def _parse_object(line: str, where: str) -> dict[str, Any]:
-    """The JSON object of one line. Raises DataError for anything else, and for a key that stands twice."""
+    """The JSON object of one line. Raises DataError for anything else, and for a repeated key."""
     try:
         row = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
@@ -178,11 +176,11 @@ def _csv_rows(path: Path, choose: Choose, limit_bytes: int, header: Sequence[str
 
 
 def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
-    """(line on which it begins, fields) of each row that is not blank.
+    """(first line, fields) of each row that is not blank.
 
-    The csv module's limit on a field is global; it is raised around each row alone and put back.
+    The csv module's field limit is global, so it is raised and restored around each row.
     """
-    # TSV has no quoting (IANA text/tab-separated-values): a quotation mark in it is text.
+    # TSV has no quoting (IANA text/tab-separated-values).
     tab: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     form = tab if DELIMITERS[path.suffix.lower()] == "\t" else {"strict": True}
     reader = csv.reader((line for _, line in lines(path, limit_bytes=limit_bytes)), **form)
@@ -208,7 +206,7 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _parquet_rows(path: Path, choose: Choose, limit_bytes: int) -> Rows:
-    """Rows count from 1. Nested columns become lists and dicts. Needs pyarrow."""
+    """Rows count from 1; nested columns become lists and dicts. Needs pyarrow."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -225,7 +223,7 @@ def _parquet_rows(path: Path, choose: Choose, limit_bytes: int) -> Rows:
                 for row, values in enumerate(_batch_rows(batch, name, first), first):
                     yield f"{name}:{row}", values
                 first += batch.num_rows
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for the names of columns
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: column names
         raise DataError(
             f"{name}: cannot be read as Parquet: {reason(error)} Write or download the file again."
         ) from error

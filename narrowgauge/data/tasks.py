@@ -1,12 +1,12 @@
-"""What a row of a table is for: the four kinds of examples, and how each becomes arrays of ids.
+"""The four tasks: how a row of a table becomes arrays of ids.
 
-    Completion      prompt + completion, loss on the completion and the end-of-text token behind it
+    Completion      prompt + completion, loss on the completion and its end-of-text token
     Chat            messages in the tokenizer's template, loss on the assistant's answers
     Classification  a text or a pair of texts, and a class
     Seq2Seq         a source for the encoder, a target for the decoder
 
-Prompt and completion are tokenized as one text. A token that covers the end of the one and the beginning of the other counts
-as prompt, in chats too, and a note counts such examples: at inference the prompt alone is tokenized, and ends differently.
+Prompt and completion are tokenized as one text. A token that spans both counts as prompt (in chats too), and a note counts such
+examples: at inference the prompt is tokenized alone and ends differently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from narrowgauge.errors import ConfigError, DataError, closest
 
 Kind = Literal["causal-lm", "classification", "seq2seq"]
 Encoded = dict[str, Values]
-Notes = Counter[str]  # sentence with {count} -> how many examples it is true of
+Notes = Counter[str]  # sentence with {count} -> number of examples
 
 NUMBER = re.compile(r"-?\d{1,18}")
 STRADDLING = (
@@ -54,7 +54,7 @@ class _CausalLM:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion(_CausalLM):
-    """Columns with the prompt and what is to follow it. The prompt may be empty."""
+    """Columns with a prompt, which may be empty, and its completion."""
 
     prompt: str = "prompt"
     completion: str = "completion"
@@ -121,9 +121,9 @@ class Chat(_CausalLM):
 
 
 def _learnt(places: Values, spans: Sequence[Span]) -> tuple[Values, bool]:
-    """(which tokens begin in one of the `spans` of characters, whether one lies across the beginning of a span).
+    """([tokens] bool, True if the token begins in a span of characters; True if a token crosses the start of a span).
 
-    places  [tokens, 2] first and behind-last character of each
+    places  [tokens, 2] start and end character of each token
     """
     targets, straddles = np.zeros(len(places), bool), False
     for first, last in spans:
@@ -136,7 +136,7 @@ def _learnt(places: Values, spans: Sequence[Span]) -> tuple[Values, bool]:
 class Classification:
     """Columns with a text, perhaps a second one, and a class.
 
-    classes  names in the order of their ids, or how many there are if the data holds the ids 0, 1, ...
+    classes  names in the order of their ids, or their number if the data holds ids
     """
 
     classes: tuple[str, ...] | int
@@ -176,12 +176,12 @@ class Classification:
         for row, text, example, label in zip(rows, texts, encoded, labels, strict=True):
             encoder.check_start(example["input_ids"], row.origin)
             example["labels"] = np.array([label])
-            if not "".join(text).strip():  # special tokens are no text: an example without ids is one without a target
+            if not "".join(text).strip():  # an example without ids has no target
                 example["input_ids"] = example["input_ids"][:0]
         return encoded
 
     def class_of(self, row: Record) -> int:
-        """The id of the row's class. Raises DataError for a label that is none of the classes."""
+        """The id of the row's class. Raises DataError for an unknown label."""
         value = row.values[self.label]
         if isinstance(self.classes, tuple):
             if value in self.classes:
@@ -203,7 +203,7 @@ class Classification:
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2Seq:
-    """Columns with what the encoder reads and what the decoder writes."""
+    """Columns with the encoder's source and the decoder's target."""
 
     source: str = "source"
     target: str = "target"

@@ -436,7 +436,7 @@ def test_a_slow_tokenizer_is_refused_for_many_rows_unless_asked_for(write, tmp_p
         prepare_examples(many, task, Slow(), cache=tmp_path)
     assert len(prepare_examples(many, task, Slow(), cache=tmp_path, allow_slow=True)) == 4
     chat = write([{"prompt": "a", "completion": "b"}], "completion.jsonl")
-    with pytest.raises(ConfigError, match="does not say which characters"):
+    with pytest.raises(ConfigError, match="does not know which characters"):
         prepare_examples(chat, Completion(), Slow(), cache=tmp_path)
 
 

@@ -139,7 +139,7 @@ def test_a_state_of_other_data_or_none_is_refused():
         sampler.load_state_dict(late)
     with pytest.raises(ConfigError, match="rank 2 of a world of 2"):
         LengthBatchSampler(LENGTHS, Batching(batch_size=1, world=2), rank=2)
-    with pytest.raises(ConfigError, match="step 10000 is not one of"):
+    with pytest.raises(ConfigError, match="step 10000 is not in"):
         sampler.state_dict(step=10_000)
 
 
