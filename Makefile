@@ -2,11 +2,11 @@
 # venv, filled by pip with exactly the versions of constraints.txt. Nothing is compiled. pip's own configuration decides
 # where packages come from; docs/install.md says how to take the CPU build of torch.
 #
-#   make test ARGS="-k quantize"      ARGS is appended to the command of train, test, bench, estimators and convergence
+#   make test ARGS="-k quantize"      ARGS is appended to the command of train, test, test-slow, bench, estimators and convergence
 #   make test VENV=/elsewhere/venv    another place for the environment
 #   make test PYTHON=python3.12       another interpreter to create it with (3.11 or newer)
 #   make same-loss BASE=main          the commit to compare with
-#   make test WORKERS=1               processes among which the files of tests are shared
+#   make test WORKERS=1               processes among which the tests are shared
 #   make train OUTPUT=runs/mine       the run folder; a new one each time if not given
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining sanitize estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train test test-slow test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -35,14 +35,23 @@ help: ## this list
 train: $(INSTALLED) ## train the demo model of examples/demo.toml and write its report
 	$(BIN)/narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)
 
+# worksteal: a process that is done takes tests from another, so no test may count on those before it in its file.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test: $(INSTALLED) ## the test suite in WORKERS processes (2); tests that need a GPU are skipped, with a line, where there is none
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(INSTALLED) ## the tests that `make test` leaves out: whole matrices of casts and GPUs, long runs, benchmarks
+	$(PYTEST) -m slow $(ARGS)
+
+test-benchmarks: $(INSTALLED) ## of those, the tests of benchmarks/
+	$(PYTEST) -m benchmark $(ARGS)
 
 oldest: ## the suite with the oldest torch and Triton that are supported, in .venv-oldest; gigabytes, PyPI's torch is the CUDA build
 	mkdir -p .venv-oldest
 	sed -e 's/^torch==.*/torch==$(OLDEST_TORCH)/' -e 's/^numpy==.*/numpy<2.4/' -e 's/^setuptools==.*/setuptools<82/' constraints.txt > .venv-oldest/constraints.txt
 	echo 'triton==$(OLDEST_TRITON)' >> .venv-oldest/constraints.txt
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
+	$(MAKE) test test-slow VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
 
 check: $(INSTALLED) ## format, lint, types, layers
 	$(BIN)/ruff format --check .
@@ -95,6 +104,9 @@ same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must b
 
 convergence: $(INSTALLED) ## the loss curves of the recipes beside BF16
 	$(BIN)/python -m benchmarks.convergence $(ARGS)
+
+mutations: $(INSTALLED) ## would the tests notice? fifty seeded one-line faults, one at a time; takes an hour
+	$(BIN)/python -m benchmarks.mutations $(ARGS)
 
 sanitize: $(INSTALLED) ## every kernel under compute-sanitizer, on a GPU
 	$(BIN)/python -m tests.sanitized $(ARGS)

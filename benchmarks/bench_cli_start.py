@@ -24,7 +24,7 @@ SETTINGS = """
 import inspect, sys
 from dataclasses import fields
 from typing import Annotated
-from narrowgauge.train.config import TABLE, TrainConfig, key_of
+from narrowgauge.train.config.settings import TABLE, TrainConfig, key_of
 """
 PROGRAMS = {
     "argparse": """

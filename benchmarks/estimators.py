@@ -8,7 +8,7 @@ head), x [512, 128] in INT4 codes, G = gy.T @ x. For each estimator, over replic
     variance   E |estimate - E estimate|^2 / |G|^2
     cosine     between an estimate and G
     slope      <E estimate, G> / <G, G>: 1 when unbiased, in this direction at least (tests/estimators proves more)
-    predicted  what sampling.relative_variance expects, for rows that are sampled and not rounded
+    predicted  what relative_variance expects, for rows that are sampled and not rounded
 
 Estimators take (gy, other, generator) and return an estimate of gy.T @ other; their quantizers are written out here as definitions,
 independent of the recipes that the library trains with. The two marked "defect" repeat published mistakes: a bit split clamped at
@@ -123,7 +123,7 @@ def sampled(quantizer: Quantizer, keep: float = 0.5) -> Estimator:
 
     def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
         sample = draw(leverage_score.leverage_scores(gy, other), keep, generator)
-        rows = leverage_score.weighted(gy, sample)
+        rows = leverage_score.importance_weighted(gy, sample)
         return quantizer(rows, uniform(rows, generator)).T @ other[sample.rows]
 
     return estimate
@@ -136,7 +136,7 @@ def sampled_parts(requantize: bool, keep: float = 0.5) -> Estimator:
         high, low, step = bit_split(gy, uniform(gy, generator))
         parts = torch.cat((RATIO * high, low))
         sample = draw(leverage_score.leverage_scores(parts, other), keep, generator)
-        rows = leverage_score.weighted(parts, sample) * step
+        rows = leverage_score.importance_weighted(parts, sample) * step
         rows = integers(rows, uniform(rows, generator), 127) if requantize else rows
         return rows.T @ other[sample.rows % len(other)]
 
@@ -149,7 +149,7 @@ def sampled_sums(requantize: bool, keep: float = 0.5) -> Estimator:
     def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
         codes = split(gy, uniform(gy, generator))
         sample = draw(leverage_score.leverage_scores(codes, other), keep, generator)
-        rows = leverage_score.weighted(codes, sample)
+        rows = leverage_score.importance_weighted(codes, sample)
         rows = integers(rows, uniform(rows, generator), 127) if requantize else rows
         return rows.T @ other[sample.rows]
 
@@ -162,7 +162,7 @@ def sampled_uniformly(gy: Tensor, other: Tensor, generator: Generator) -> Tensor
     sample = leverage_score.systematic(
         p, leverage_score.budget(len(gy), 0.5), torch.rand(len(gy) + 1, generator=generator)
     )
-    rows = leverage_score.weighted(gy, sample)
+    rows = leverage_score.importance_weighted(gy, sample)
     return split(rows, uniform(rows, generator)).T @ other[sample.rows]
 
 
@@ -171,16 +171,16 @@ def sampled_input(quantizer: Quantizer, *, weigh_first: bool, keep: float = 0.5)
 
     def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
         sample = draw(leverage_score.leverage_scores(gy), keep, generator)
-        rows = leverage_score.weighted(gy, sample) if weigh_first else gy[sample.rows]
+        rows = leverage_score.importance_weighted(gy, sample) if weigh_first else gy[sample.rows]
         product = quantizer(rows, uniform(rows, generator)) @ other.T
-        return leverage_score.spread(product, sample, len(gy), weigh=not weigh_first)
+        return leverage_score.scatter_rows(product, sample, len(gy), weigh=not weigh_first)
 
     return estimate
 
 
 def draw(scores: Tensor, keep: float, generator: Generator) -> leverage_score.Sample:
     noise = torch.rand(len(scores) + 1, generator=generator)
-    return leverage_score.sample_rows(scores, leverage_score.budget(len(scores), keep), noise)
+    return sample_rows(scores, leverage_score.budget(len(scores), keep), noise)
 
 
 # Cost beside one INT4 product over all rows: the split ones read twice the rows unless they sample half.
@@ -233,15 +233,42 @@ def measure(estimator: Estimator, gy: Tensor, x: Tensor, replicates: int, seed: 
 
 
 def predicted(gy: Tensor, x: Tensor, keep: float = 0.5) -> float:
-    """What sampling alone adds to the relative variance, by sampling.relative_variance."""
+    """What sampling alone adds to the relative variance, by relative_variance."""
     scores = leverage_score.leverage_scores(gy, x)
     p = leverage_score.probabilities(scores, leverage_score.budget(len(gy), keep))
-    return float(leverage_score.relative_variance(p, scores, (gy.T @ x).square().sum()))
+    return float(relative_variance(p, scores, (gy.T @ x).square().sum()))
 
 
 def concentration(gy: Tensor) -> float:
     """The share of the row norms that the largest tenth of the rows holds."""
-    return float(leverage_score.row_concentration(leverage_score.row_norms(gy)))
+    return float(row_concentration(leverage_score.row_norms(gy)))
+
+
+def sample_rows(scores: Tensor, budget: int, noise: Tensor) -> leverage_score.Sample:
+    """`systematic` with the `probabilities` of these scores [R]; noise [R + 1]."""
+    return leverage_score.systematic(leverage_score.probabilities(scores, budget), budget, noise)
+
+
+def relative_variance(p: Tensor, scores: Tensor, norm_squared: Tensor | None = None) -> Tensor:
+    """`leverage_score.sampling_variance` over the squared norm of the product, 0-d float64; 0 for a product of zeros.
+
+    norm_squared  |G|^2. None: the sum of the squared scores, which is exact for
+                  an outer axis, whose rows are orthogonal pieces of the result
+    """
+    whole = scores.to(torch.float64).square().sum() if norm_squared is None else norm_squared.to(torch.float64)
+    variance = leverage_score.sampling_variance(p, scores)
+    return torch.where(variance == 0, 0.0, variance / whole)
+
+
+def row_concentration(norms: Tensor, share: float = 0.1) -> Tensor:
+    """Which part of the sum of the norms [R] the largest ceil(share * R) rows hold: 0-d float64, between share and 1.
+
+    Near `share`, sampling loses much; near 1, nothing. 0 when all rows are zero.
+    """
+    norms = norms.to(torch.float64)
+    whole = norms.sum()
+    largest = norms.topk(leverage_score.budget(norms.shape[0], share)).values.sum()
+    return torch.where(whole == 0, 0.0, largest / whole)
 
 
 def main() -> None:

@@ -81,6 +81,7 @@ def cached(build: Callable[Given, Made]) -> Callable[Given, Made]:
     def get(*given: Given.args, **named: Given.kwargs) -> Made:
         return build(*given, **named) if wrapper() else keeping(*given, **named)  # type: ignore[arg-type]
 
+    get.cache_clear = keeping.cache_clear  # type: ignore[attr-defined]
     return get
 
 

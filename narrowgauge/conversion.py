@@ -29,12 +29,12 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.fuse import unfuse
 from narrowgauge.model_blocks import Block, blocks
+from narrowgauge.nn import step_end
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import SharedInputs
-from narrowgauge.nn.learned_step import decide, warn_of_untrained
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.ops.quantize.amax_state import AmaxWindow, roll
 from narrowgauge.patterns import matches
 from narrowgauge.recipe import Recipe
 from narrowgauge.unconverted import read_weights, refuse_fast_path
@@ -78,7 +78,8 @@ def convert(
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
     """
-    _check_model(model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"convert: a {type(model).__name__} is no nn.Module. Pass the model first, then the recipe.")
     if recipe is None:
         for _, quantized in _quantized(model):
             _restore(quantized)
@@ -123,12 +124,13 @@ def convert(
             _give(layer, recipes.BF16 if name in wide else chosen, wide.get(name, ""))
     if left_to_auto:
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
-            _follow(left_to_auto[name], decision)
+            _apply_decision(left_to_auto[name], decision)
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.share_inputs(shared)
     refuse_fast_path(model, _has_recipe)
     _warn_of_read_weights(model)
+    step_end.follow_model(model)
     _warn_of_emulation(model)
     if fuse:
         fuse_producers(model)
@@ -175,8 +177,12 @@ def _warn_of_read_weights(model: nn.Module) -> None:
 
 
 def _matching(model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Iterable[str]) -> dict[str, list[str]]:
-    """Each Linear's first name -> the patterns that mean it, by any of its names. ConfigError for one that means none."""
-    aliases = _aliases(model, linears)
+    """Each Linear's first name -> the patterns that match any of its names. ConfigError for a pattern without a match."""
+    names_by_id = {id(layer): name for name, layer in linears.items()}
+    aliases: dict[str, list[str]] = {name: [] for name in linears}
+    for alias, module in model.named_modules(remove_duplicate=False):
+        if id(module) in names_by_id:
+            aliases[names_by_id[id(module)]].append(alias)
     for pattern in patterns:
         if not any(matches(alias, pattern) for names in aliases.values() for alias in names):
             near = closest(pattern, linears)
@@ -199,8 +205,8 @@ def _give(layer: nn.Linear, recipe: Recipe | None, reason: str) -> None:
         layer.reason = reason
 
 
-def _follow(layer: nn.Linear, decision: Decision) -> None:
-    """bf16 leaves a Linear on a GPU as it is; a CPU without bfloat16 units is faster at it by the recipe."""
+def _apply_decision(layer: nn.Linear, decision: Decision) -> None:
+    """Applies what "auto" chose. bf16 needs no recipe on a GPU; a CPU without bfloat16 units is faster with it."""
     as_it_is = decision.recipe == "bf16" and layer.weight.device.type == "cuda"
     quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
     quantized.recipe = None if as_it_is else recipes.get(decision.recipe)
@@ -208,7 +214,7 @@ def _follow(layer: nn.Linear, decision: Decision) -> None:
 
 
 def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, str]:
-    """Layers that the recipe's `wide_blocks` leaves in bf16 -> why; without those whose block's number the pattern spells out."""
+    """Layers that the recipe's `wide_blocks` keeps in bf16 -> why; a pattern that names a block's number overrides it."""
     if recipe.wide_blocks is None:
         return {}
     return {
@@ -244,24 +250,16 @@ def advance(model: nn.Module) -> None:
     Learned steps count down their cold start and are kept positive; a product that may sample its rows decides about the next
     step by the variance that was predicted in this one.
 
-    Call it once after `optimizer.step()`. From the first call on, each weight is quantized once per step in eager mode and
-    reused over micro-batches; before it, at each forward. Works without host synchronisation, but for one small read if a
-    recipe samples rows, and one per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
+    torch's own optimizers, and those of narrowgauge.optim, end it themselves (nn/step_end.py); this line after `optimizer.step()` then
+    does nothing, and says what happens. It is needed where no such optimizer steps: weights that are written by hand, a step that
+    torch.compile traces, steps inside a backward pass. Each weight is cast once per step in eager mode and reused over micro-batches;
+    before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one
+    per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
     """
-    named = dict(_quantized(model))
-    layers = list(named.values())
-    for layer in layers:
-        layer.end_step()
-        if layer.steps is not None:
-            layer.steps.advance()
-    warn_of_untrained([(name, layer, layer.steps) for name, layer in named.items() if layer.steps is not None])
-    decide([layer.sampling for layer in layers if layer.sampling is not None])
-    roll([window for layer in layers if layer.scaling is not None for window in _windows(layer)])
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"convert: a {type(model).__name__} is no nn.Module. Pass the model first, then the recipe.")
+    layers = dict(_quantized(model))
+    step_end.end_steps({name: layer for name, layer in layers.items() if not layer.step_ended})
+    for layer in layers.values():
+        layer.step_ended = False
 
 
 def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
@@ -269,7 +267,7 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     found = {}
     for name, layer in _quantized(model):
         for role, window in (layer.scaling or {}).items():
-            assert isinstance(window, AmaxWindow)
+            assert isinstance(window, AmaxHistory)
             if count := int(window.nonfinite):
                 found[name, role] = count
     return found
@@ -281,44 +279,18 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
-def _aliases(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, list[str]]:
-    """Each Linear's first name -> all the names by which the model holds it."""
-    names = {id(layer): name for name, layer in linears.items()}
-    found: dict[str, list[str]] = {name: [] for name in linears}
-    for alias, module in model.named_modules(remove_duplicate=False):
-        if id(module) in names:
-            found[names[id(module)]].append(alias)
-    return found
-
-
 def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
     return ((name, layer) for name, layer in _linears(model) if isinstance(layer, QLinear))
-
-
-def _windows(layer: QLinear) -> Iterator[AmaxWindow]:
-    assert layer.scaling is not None
-    for window in layer.scaling.values():
-        assert isinstance(window, AmaxWindow)
-        yield window
 
 
 def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
-    for name in (
-        "observer",
-        "is_suspended",
-        "reason",
-        "decision",
-        "_cache",
-        "_stepped",
-        "_shared",
-        "_written",
-        "_recipe",
-        "_plans",
-    ):
+    own = "observer is_suspended reason decision _cache _precast _shared _written step_ended _recipe _plans"
+    for name in own.split():
         layer.__dict__.pop(name)
+    step_end.forget(layer)
     for name in ("scaling", "steps", "sampling"):
         layer._modules.pop(name, None)
         layer.__dict__.pop(name, None)
@@ -331,14 +303,11 @@ def _names_in_letters(pattern: str) -> bool:
 
 
 def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
-    """The first reasons, and what a model of another make is built from (GPT-2 of transformers: Conv1D)."""
+    """The first three reasons, and a hint for models built from Conv1D (GPT-2 of transformers)."""
     words = [f"{name!r} ({reason})" for name, reason in list(kept.items())[:3]]
     others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
-    return "; ".join(words) + (
-        f". Its {others} Conv1D layers are no nn.Linear: replace them first, or train without a recipe"
-        if others
-        else ""
-    )
+    hint = f". Its {others} Conv1D layers are no nn.Linear: replace them first, or train without a recipe"
+    return "; ".join(words) + hint * (others > 0)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""A training step as CUDA graphs: what the host would launch one kernel after the other is started at once.
+"""A training step as CUDA graphs: one launch replays all kernels of a part of the step.
 
     step = GraphedStep(model, optimizer, backward, clip=1.0)
     for batch in micro_batches:
@@ -6,17 +6,16 @@
     loss, norm = step.readings().tolist()   clipping, one graph; the step's only synchronisation
     step.update()                           optimizer, advance, gradients to zero: one graph
 
-The stop between readings and update is where a run ends before a number that is not finite has changed anything. All graphs share
-one pool of memory, and inputs are copied into tensors that stay where they are. A part runs in eager mode the first few times, on a
-stream of its own (these are steps like any other), and is captured then; what stays eager says so in `notes`. The step of
-`narrowgauge.optim` reads its numbers from memory, which the host fills ahead of each replay (`optim.cuda_graph`).
+Between readings and update a run can stop before a number that is not finite changes anything. All graphs share one memory pool, and
+inputs are copied into static tensors. A part first runs eagerly a few times on a side stream (these are real steps) and is then
+captured; `notes` lists what stays eager. The step of `narrowgauge.optim` reads its scalars from memory that the host fills before each
+replay (`optim.cuda_graph`).
 
-Where a step has several micro-batches, a graph of its own casts the weights ahead of the first one, for those that follow cannot know
-whether they are it. The casts stay in memory from step to step, as they do in eager mode between two calls of `advance`. Random
-numbers of the device's default generator, so those of stochastic rounding and dropout, differ at every replay, since the graph is
-registered with it.
+If a step has several micro-batches, a separate graph casts the weights before the first one, because a captured micro-batch cannot
+know whether it is the first. The casts stay in memory from step to step. Stochastic rounding and dropout draw new numbers at every
+replay, because the graph registers the device's default generator.
 
-Refused in words before anything runs (`refuse`): what reads from the host what the device computes, or is decided there in each step.
+`refuse` names, before anything runs, parts of the step that synchronise or that the host decides in each step.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from torch import Tensor, nn
 
 from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError
+from narrowgauge.nn.caches import StepCasts, WeightCache
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.plan import StepCasts, WeightCache
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cuda_graph import ReplayedStep
@@ -45,14 +44,14 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """What one graph holds.
+    """The content of one graph.
 
-    run             run(**inputs) in eager mode; the graph holds the same calls unless `record` makes others
-    record          what is captured in place of `run`
-    before_replay   ahead of each replay: fills the memory that its launches read
-    around_capture  ahead of a capture and after it
-    ready           whether it may be captured already
-    refuse          why it is not captured, a clause, or '': asked when its turn has come
+    run             run(**inputs) in eager mode; also captured, unless `record` is given
+    record          captured instead of `run`
+    before_replay   called before each replay: fills the memory that the kernels read
+    around_capture  called before and after a capture
+    ready           whether the part may be captured now
+    refuse          why the part cannot be captured, a clause, or ''; called before the capture
     """
 
     run: Callable[..., None]
@@ -75,20 +74,20 @@ def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: objec
 
 
 def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -> list[str]:
-    """The reasons that lie in the choice of recipes and optimizer, not in the device."""
+    """The reasons that depend on recipes and optimizer, not on the device."""
     reasons = list(_refuse_recipes(model))
     if isinstance(optimizer, NarrowOptimizer):
         if optimizer.steps_in_backward:
             reasons.append("the optimizer steps inside backward, before the gradient's norm is known")
     elif not all("capturable" in group for group in optimizer.param_groups):
-        reasons.append(f"{type(optimizer).__name__} knows no capturable=True: it counts its steps on the host")
+        reasons.append(f"{type(optimizer).__name__} has no capturable=True: it counts its steps on the host")
     if scaler is not None:
         reasons.append("a GradScaler decides on the host whether to step")
     return reasons
 
 
 def _refuse_uncapturable(optimizer: Any) -> list[str]:
-    """What `make_capturable` would mend."""
+    """The reasons that `make_capturable` removes."""
     kind = type(optimizer).__name__
     able = [group for group in optimizer.param_groups if "capturable" in group]
     if not all(group["capturable"] for group in able):
@@ -106,13 +105,13 @@ def _refuse_recipes(model: nn.Module) -> Iterator[str]:
             continue
         seen.add(recipe.name)
         if recipe.steps():
-            yield f"recipe {recipe.name} (first in {name}) begins with steps that the host sets from the data"
+            yield f"recipe {recipe.name} (first in {name}) learns steps, which the host initialises from the data"
         if recipe.samples():
-            yield f"recipe {recipe.name} (first in {name}) lets the host decide after each step which products sample their rows"
+            yield f"recipe {recipe.name} (first in {name}) samples rows, which the host decides after each step"
 
 
 class Recorder(Protocol):
-    """What turns calls into graphs."""
+    """Turns calls into graphs."""
 
     def warm(self, call: Callable[[], None]) -> None:
         """Runs it, so that a capture can follow."""
@@ -147,7 +146,7 @@ class CudaRecorder:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On the stream of the captures, which autograd and the allocator then know, in order with the current one."""
+        """Runs the body on the capture stream, ordered with the current stream."""
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -156,8 +155,8 @@ class CudaRecorder:
 
 
 @dataclass
-class _Recorded:
-    """One part of a step for inputs of one shape: run `runs` times in eager mode, then a graph with inputs in `static`."""
+class _PartState:
+    """One part for inputs of one shape: `runs` eager runs so far, then a graph that reads its inputs from `static`."""
 
     runs: int = 0
     static: dict[str, Tensor] = field(default_factory=dict)
@@ -167,7 +166,7 @@ class _Recorded:
 class Graphs:
     """The parts of a step, by name and shape of their inputs; each becomes a graph when it has run `warmup` times.
 
-    notes  what stays eager and why, a sentence each
+    notes  sentences on what stays eager and why
     """
 
     def __init__(
@@ -177,13 +176,13 @@ class Graphs:
             raise ConfigError(f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.")
         self.recorder, self.device, self.warmup, self.most_shapes = recorder, device, warmup, most_shapes
         self.notes: list[str] = []
-        self._parts: dict[Any, _Recorded] = {}
+        self._parts: dict[Any, _PartState] = {}
 
     def run(self, name: str, part: Part, inputs: Batch | None = None) -> None:
-        """The part with these inputs, eager or as its graph."""
+        """Runs the part with these inputs, eagerly or as its graph."""
         inputs = inputs or {}
         key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
-        recorded = self._parts.setdefault(key, _Recorded())
+        recorded = self._parts.setdefault(key, _PartState())
         waits = recorded.runs < self.warmup or not part.ready()
         if recorded.replay is None and (waits or self._stays_eager(name, part, key)):
             recorded.runs += 1
@@ -199,7 +198,7 @@ class Graphs:
         part.before_replay()
         recorded.replay()
 
-    def _captured(self, name: str, part: Part, recorded: _Recorded) -> Callable[[], None]:
+    def _captured(self, name: str, part: Part, recorded: _PartState) -> Callable[[], None]:
         call = part.record or part.run
         part.around_capture()
         try:
@@ -213,7 +212,7 @@ class Graphs:
             part.around_capture()
 
     def _stays_eager(self, name: str, part: Part, key: Any) -> bool:
-        """Whether this part, or another shape of it, may not be captured; a note says so once."""
+        """Whether this part or this shape is not captured; adds a note once."""
         if reason := part.refuse():
             self._note(f"{name} stays eager", f": {reason}.")
             return True
@@ -233,7 +232,7 @@ class Graphs:
             self.notes.append(beginning + rest)
 
     def clear(self) -> None:
-        """Forgets all graphs: what they launch is out of date."""
+        """Drops all graphs."""
         self._parts.clear()
 
     @property
@@ -247,7 +246,7 @@ class Graphs:
 
 
 def _copy(inputs: Batch, targets: Mapping[str, Tensor]) -> None:
-    """Into tensors of the same names, without waiting for the device, which a copy from ordinary memory would."""
+    """Copies into tensors of the same names through pinned memory, so the host does not wait for the device."""
     for name, target in targets.items():
         value = inputs[name]
         pinned = value.pin_memory() if target.is_cuda and not value.is_cuda else value
@@ -255,9 +254,9 @@ def _copy(inputs: Batch, targets: Mapping[str, Tensor]) -> None:
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Lets torch's own optimizer keep its learning rate and steps on the device. Call it again after load_state_dict.
+    """Moves learning rate and step counters of a torch optimizer to its device. Call it again after load_state_dict.
 
-    From then on the learning rate is changed with `group["lr"].fill_(value)`.
+    Change the learning rate with `group["lr"].fill_(value)` from then on.
     """
     for group in optimizer.param_groups:
         if "capturable" in group:
@@ -342,29 +341,29 @@ class GraphedStep:
         self._end()
 
     def renew(self) -> None:
-        """After a change of the model, such as another recipe of a layer: everything is warmed up and captured anew."""
+        """Warms up and captures everything again. Call it after a change of the model, such as another recipe of a layer."""
         self.graphs.clear()
         self._casts = {}
         self._replayed = self._replayable()
         self._forget()
 
     def _replayable(self) -> ReplayedStep | None:
-        """Its memory must not be that of a capture."""
+        """Called outside a capture: its memory must not come from the graphs' pool."""
         return self.optimizer.replayable() if isinstance(self.optimizer, NarrowOptimizer) else None
 
     def _shares_casts(self) -> bool:
-        """Whether a step has several micro-batches, and layers whose casts serve them all."""
+        """Whether a step has several micro-batches and layers that keep casts for all of them."""
         return self._usual > 1 and any(layer.keeps_casts for layer in self._layers())
 
     def _layers(self) -> list[QLinear]:
         return [layer for layer in self.model.modules() if isinstance(layer, QLinear)]
 
     def _may_record(self) -> bool:
-        """Not before it is known how many micro-batches a step has, and where the casts lie that they shall read."""
+        """Whether the micro-batches per step and the addresses of the shared casts are known."""
         return self._usual > 0 and (bool(self._casts) or not self._shares_casts())
 
     def _cast_weights(self) -> None:
-        """Recorded alone: until then the first micro-batch casts, and the others find it, as in eager mode."""
+        """Captured, never run eagerly: in eager mode the first micro-batch casts and the others reuse its casts."""
         self._casts = {layer: StepCasts(casts=layer.cast_weight().casts) for layer in self._layers()}
 
     def _forward_and_backward(self, **batch: Tensor) -> None:
@@ -397,11 +396,11 @@ class GraphedStep:
         self._loss.zero_()
 
     def _end(self) -> None:
-        """Of a step."""
+        """Ends a step: resets the count of micro-batches and drops cached casts."""
         self._taken, self._usual = 0, self._taken
         self._forget()
 
     def _forget(self) -> None:
-        """What lies in the host's memory of the last weights and inputs: a replay changes them behind its back."""
+        """Drops casts that layers cache: a replay changes weights and inputs without their knowledge."""
         for layer in self._layers():
             layer.end_step()

@@ -158,8 +158,8 @@ class FloatFormat(Format):
             y = self._nearest_power(y.abs(), power)
         elif noise is None:
             # y + 1.5 * 2**23 * gap has no bits below the gap: float32's own addition rounds to nearest even.
-            power.mul_(1.5 * 2.0 ** (FLOAT32_MANTISSA - self.mantissa))
-            y.add_(power).sub_(power)
+            gaps = 1.5 * 2.0 ** (FLOAT32_MANTISSA - self.mantissa)  # times a power of two is exact
+            y.add_(power, alpha=gaps).sub_(power, alpha=gaps)
         else:
             gap = power.mul_(2.0**-self.mantissa)
             y = _round_stochastically(y / gap, noise) * gap

@@ -1,57 +1,11 @@
-"""Transformer blocks: the numbered layer lists of a model, and which of their blocks a recipe leaves in 16 bits.
-
-Four-bit pre-training keeps some blocks wide: "NVFP4 pre-training" (arXiv 2509.25149, section 4.1 and appendix E.2) finds that the
-last ones need more than a mantissa bit and keeps about 15 % of the Linears in bf16, in its 12B model of 62 blocks the first 2
-and the last 8.
-"""
+"""Transformer blocks: the numbered layer lists of a model. A recipe may leave some of them in 16 bits (`recipe.WideBlocks`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
-
-from narrowgauge.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class WideBlocks:
-    """Which blocks of a stack stay in bf16. Of `count` blocks, ceil(share * count): the last ones, and of large stacks the first.
-
-    share       of the blocks of a stack
-    first       how many of these are taken from the start, in stacks of `first_from` blocks and more
-    smallest    stacks of fewer blocks keep none: one block would be more than a quarter of the model
-    """
-
-    share: float = 0.15
-    first: int = 2
-    first_from: int = 40
-    smallest: int = 4
-
-    def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share < 1:
-            raise ConfigError(
-                f"WideBlocks: share is {self.share!r}; it must lie between 0 and 1. wide_blocks=None keeps none."
-            )
-        for name in ("first", "first_from", "smallest"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"WideBlocks: {name} is {value!r}; it must be a whole number of blocks, 0 or more.")
-
-    def of(self, count: int) -> frozenset[int]:
-        """The indices, from 0, of the blocks that stay wide in a stack of `count`."""
-        if count < self.smallest:
-            return frozenset()
-        kept = math.ceil(self.share * count - 1e-9)  # 0.15 * 20 is 3
-        first = min(self.first, kept) if count >= self.first_from else 0
-        return frozenset((*range(first), *range(count - kept + first, count)))
-
-    def __str__(self) -> str:
-        return (
-            f"last {self.share:.0%} of the blocks in bf16 (of {self.first_from} and more, {self.first} of them first)"
-        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ contracted axis last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch import Tensor
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import scale_shape
+from narrowgauge.scaling import scale_shape
+
+_VALUES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QTensor:
-    """See the module. Invariants are checked at construction.
+    """See the module. Checked at construction, unless `checked` says that it is made from parts of one that was.
 
     data          codes of `cast.format`: [outer, inner] of its storage dtype, or, of 4-bit formats, [outer, ceil(inner / 2)]
                   uint8, two to a byte (those of integers may come one to a byte, int8), or [outer, inner] float32 or
@@ -37,35 +39,40 @@ class QTensor:
     cast: Cast
     inner: int
     global_scale: Tensor | None = None
+    checked: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
-        held = (torch.float32, torch.bfloat16, torch.uint8 if self.is_packed else self.cast.format.storage)
-        if self.data.dtype not in held or self.scale.dtype != torch.float32:
+    def __post_init__(self, checked: bool) -> None:
+        if not checked:
+            self._check()
+
+    def _check(self) -> None:
+        data, scale, cast, whole = self.data, self.scale, self.cast, self.global_scale
+        if (data.dtype not in (cast.format.storage, *_VALUES) and not self.is_packed) or scale.dtype != torch.float32:
             raise ShapeError(
-                f"QTensor: data is {self.data.dtype} and scale {self.scale.dtype}; {self.cast.format} needs codes in "
-                f"{held[-1]}, or values in float32 or bfloat16, and a float32 scale. Build the tensor with quantize()."
+                f"QTensor: data is {data.dtype} and scale {scale.dtype}; {cast.format} needs codes in {cast.format.storage}, packed "
+                "ones in torch.uint8, or values in float32 or bfloat16, and a float32 scale. Build the tensor with quantize()."
             )
-        if self.data.ndim != 2 or self.scale.ndim != 2:
+        if data.ndim != 2 or scale.ndim != 2:
             raise ShapeError(
-                f"QTensor: data {list(self.data.shape)} and scale {list(self.scale.shape)} must both be two-dimensional. "
+                f"QTensor: data {list(data.shape)} and scale {list(scale.shape)} must both be two-dimensional. "
                 "Flatten the leading axes first."
             )
-        columns = self.inner if not self.is_packed else -(-self.inner // self.cast.format.codes_per_byte)
-        expected = scale_shape(self.shape, self.cast.tile)
-        if self.data.shape[1] != columns or tuple(self.scale.shape) != expected:
+        columns = self.inner if not self.is_packed else -(-self.inner // cast.format.codes_per_byte)
+        expected = scale_shape((data.shape[0], self.inner), cast.tile)
+        if data.shape[1] != columns or tuple(scale.shape) != expected:
             raise ShapeError(
-                f"QTensor: data {list(self.data.shape)} with scale {list(self.scale.shape)} does not fit "
-                f"{self.inner} {self.cast.format} elements per row in tiles of {self.cast.tile}; "
+                f"QTensor: data {list(data.shape)} with scale {list(scale.shape)} does not fit "
+                f"{self.inner} {cast.format} elements per row in tiles of {cast.tile}; "
                 f"expected {columns} columns and scale {list(expected)}."
             )
-        if (self.global_scale is not None) != self.cast.has_global_scale:
+        if (whole is not None) != cast.has_global_scale:
             raise ShapeError(
-                f"QTensor: cast {self.cast} {'needs' if self.cast.has_global_scale else 'takes no'} "
+                f"QTensor: cast {cast} {'needs' if cast.has_global_scale else 'takes no'} "
                 "global_scale. Build the tensor with quantize()."
             )
-        if self.global_scale is not None and (self.global_scale.ndim != 0 or self.global_scale.dtype != torch.float32):
+        if whole is not None and (whole.ndim != 0 or whole.dtype != torch.float32):
             raise ShapeError(
-                f"QTensor: global_scale is {list(self.global_scale.shape)} {self.global_scale.dtype}; it must be a single "
+                f"QTensor: global_scale is {list(whole.shape)} {whole.dtype}; it must be a single "
                 "float32 without axes. Build the tensor with quantize()."
             )
 
@@ -79,11 +86,11 @@ class QTensor:
 
     @property
     def is_expanded(self) -> bool:
-        return self.data.dtype in (torch.float32, torch.bfloat16)
+        return self.data.dtype in _VALUES
 
     @property
     def is_packed(self) -> bool:
-        return self.cast.format.codes_per_byte > 1 and self.data.dtype == torch.uint8
+        return self.data.dtype == torch.uint8 and self.cast.format.codes_per_byte > 1
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +109,7 @@ class QTensor:
 
     def values(self) -> Tensor:
         """[outer, inner] float32 (or the expanded dtype): the decoded elements, not yet multiplied by their scale."""
-        if self.is_expanded:
+        if self.data.dtype in _VALUES:
             return self.data
         return self.cast.format.decode(self.one_to_a_byte())
 
@@ -110,7 +117,7 @@ class QTensor:
         """The same tensor holding decoded values in `dtype`: float32, or bfloat16, which holds those of all but tables."""
         if dtype == torch.bfloat16 and isinstance(self.cast.format, TableFormat):
             raise ConfigError(f"expanded: levels of {self.cast.format} are not exact in {dtype}. Use torch.float32.")
-        return replace(self, data=self.values().to(dtype))
+        return replace(self, data=self.values().to(dtype), checked=True)
 
     def compact(self) -> QTensor:
         """The same tensor holding codes: one byte per element, or half of one."""
@@ -119,7 +126,7 @@ class QTensor:
         format = self.cast.format
         # The values are representable, so torch's cast is exact and need not round.
         codes = self.data.to(format.storage) if format.storage != torch.uint8 else format.encode(self.data)
-        return replace(self, data=format.pack(codes) if format.codes_per_byte > 1 else codes)
+        return replace(self, data=format.pack(codes) if format.codes_per_byte > 1 else codes, checked=True)
 
     def full_scale(self) -> Tensor:
         """The scales, [outer tiles, inner tiles] float32, with the per-tensor scale multiplied in."""
@@ -132,4 +139,6 @@ class QTensor:
                 f"transposed: {self.cast} has tiles that do not transpose, or packed codes. "
                 "Quantize the transposed tensor instead."
             )
-        return replace(self, data=self.data.T, scale=self.scale.T, inner=self.data.shape[0])
+        return QTensor(
+            data=self.data.T, scale=self.scale.T, cast=self.cast, inner=self.data.shape[0], global_scale=self.global_scale, checked=True
+        )  # fmt: skip

@@ -18,21 +18,9 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal
 
-from narrowgauge.calibration import (
-    CURRENT,
-    Calibrate,
-    ClippedRms,
-    Current,
-    LearnedStep,
-    Window,
-    is_positive,
-    is_whole,
-)
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, Format, IntFormat
-from narrowgauge.model_blocks import WideBlocks
-from narrowgauge.scaling import FP32, ScaleRule
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import FP32, WHOLE, ScaleRule
 
 __all__ = [
     "CURRENT", "GEMMS", "WHOLE", "Calibrate", "Cast", "ClippedRms", "Current", "Gemm", "Hadamard", "LearnedStep",
@@ -44,12 +32,121 @@ GEMMS = ("output", "grad_input", "grad_weight")
 LARGEST_HEADROOM = 4 / 3  # 8/6: how far the top of a tile can pass e2m1's maximum under E8M0_FLOOR
 LARGEST_BLOCK = 1024  # of a rotation: it costs 2 * block operations per element
 
+LARGEST_MARGIN = 32  # beyond it every element of a narrow format would be zero, or saturate
+
+Algorithm = Literal["max", "most_recent"]
+
 # What to do when a part of a Cast is of the wrong type.
 _NEXT = {
     "format": "it must be a Format. Take a constant of narrowgauge.formats, or look a name up with formats.get.",
     "scale": "it must be a ScaleRule. Take a constant of narrowgauge.scaling.",
     "calibrate": "it must be CURRENT or a Window(...), ClippedRms(...) or LearnedStep(...).",
 }
+
+
+# --- where the largest magnitude that a scale is made from comes from --------------------------------------------------------------
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+@dataclass(frozen=True)
+class Current:
+    """The scale comes from the tensor at hand."""
+
+    def __str__(self) -> str:
+        return "current"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Delayed scaling: the scale comes from the largest magnitudes of earlier steps.
+
+    length     steps remembered. 1024 is TransformerEngine's default; MS-AMP uses 16.
+    margin     the scale is multiplied by 2**margin: head-room for growth between steps, paid in resolution
+    algorithm  "max" of the window, or the "most_recent" entry
+
+    The first step of a layer has no history and uses the tensor at hand.
+    """
+
+    length: int = 1024
+    margin: int = 0
+    algorithm: Algorithm = "max"
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.length):
+            raise ConfigError(f"Window: length is {self.length!r}; it must be a whole number of steps.")
+        if not is_whole(self.margin) or abs(self.margin) > LARGEST_MARGIN:
+            raise ConfigError(
+                f"Window: margin is {self.margin!r}; it is an exponent of two, a whole number from "
+                f"{-LARGEST_MARGIN} to {LARGEST_MARGIN}."
+            )
+        if self.length < 1:
+            raise ConfigError(f"Window: length is {self.length}; it must be at least 1.")
+        if self.algorithm not in ("max", "most_recent"):
+            raise ConfigError(f"Window: algorithm is {self.algorithm!r}; choose 'max' or 'most_recent'.")
+
+    def __str__(self) -> str:
+        margin = f", margin {self.margin}" if self.margin else ""
+        return f"delayed ({self.algorithm} of {self.length}{margin})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedRms:
+    """The scale comes from the spread of the tile, not from its largest element: amax = clip * sqrt(mean x**2).
+
+    clip  in standard deviations; what lies beyond saturates. 2.475 is the best for a Gaussian in 15 levels (INT4): its mean
+          squared error is 0.0129 of the variance, against 0.0303 with the first step that LSQ takes. A rotated operand is
+          nearly Gaussian. One huge number makes the scale large and is itself clipped; see `quantize.definition.tile_rms` for
+          what a sum of squares beyond float32 does. (For 16 levels, QuEST's constant is 2.514; for E2M1, Quartet's is 2.923.)
+    """
+
+    clip: float = 2.475
+
+    def __post_init__(self) -> None:
+        if not is_positive(self.clip):
+            raise ConfigError(
+                f"ClippedRms: clip is {self.clip!r}; it must be a positive number of standard deviations."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.clip:g} rms"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedStep:
+    """LSQ (arXiv 1902.08153): the scale of a tensor is a parameter of the layer and has a gradient.
+
+    cold_steps      optimizer steps, counted by `advance`, in which the step is not learned but set from the data:
+                    2 mean|x| / sqrt(max), the rule of arXiv 2306.11987, appendix A.4. At least 1: it is also the first value.
+    residual_every  the gradient of x's step needs the rounding errors of x. They are kept for one row in so many, drawn
+                    anew each time, which leaves the gradient unbiased and costs 2 / residual_every bytes per element.
+    """
+
+    cold_steps: int = 16
+    residual_every: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("cold_steps", "residual_every"):
+            value = getattr(self, name)
+            if not is_whole(value) or value < 1:
+                raise ConfigError(f"LearnedStep: {name} is {value!r}; it must be a whole number of at least 1.")
+
+    def __str__(self) -> str:
+        return "learned step"
+
+
+CURRENT = Current()
+
+Calibrate = Current | Window | ClippedRms | LearnedStep
+
+
+# --- casts, products, recipes -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +331,47 @@ class Gemm:
             "16-bit" if self.lhs is None and self.rhs is None else f"{self.lhs or '16-bit'} x {self.rhs or '16-bit'}"
         )
         return ", ".join([words, *(str(part) for part in (self.rotate, self.sample) if part is not None)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideBlocks:
+    """Which blocks of a stack stay in bf16. Of `count` blocks, ceil(share * count): the last ones, and of large stacks the first.
+
+    "NVFP4 pre-training" (arXiv 2509.25149, section 4.1 and appendix E.2) finds that the last ones need more than a mantissa bit and
+    keeps about 15 % of the Linears in bf16, in its 12B model of 62 blocks the first 2 and the last 8.
+
+    share       of the blocks of a stack
+    first       how many of these are taken from the start, in stacks of `first_from` blocks and more
+    smallest    stacks of fewer blocks keep none: one block would be more than a quarter of the model
+    """
+
+    share: float = 0.15
+    first: int = 2
+    first_from: int = 40
+    smallest: int = 4
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share < 1:
+            raise ConfigError(
+                f"WideBlocks: share is {self.share!r}; it must lie between 0 and 1. wide_blocks=None keeps none."
+            )
+        for name in ("first", "first_from", "smallest"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"WideBlocks: {name} is {value!r}; it must be a whole number of blocks, 0 or more.")
+
+    def of(self, count: int) -> frozenset[int]:
+        """The indices, from 0, of the blocks that stay wide in a stack of `count`."""
+        if count < self.smallest:
+            return frozenset()
+        kept = math.ceil(self.share * count - 1e-9)  # 0.15 * 20 is 3
+        first = min(self.first, kept) if count >= self.first_from else 0
+        return frozenset((*range(first), *range(count - kept + first, count)))
+
+    def __str__(self) -> str:
+        return (
+            f"last {self.share:.0%} of the blocks in bf16 (of {self.first_from} and more, {self.first} of them first)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,7 @@ from narrowgauge.recipe import (
     WideBlocks,
     Window,
 )
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2, WHOLE
 
 SUMMARIES: dict[str, str] = {
     "bf16": "every operand in bfloat16: the reference that the others are compared with",

@@ -1,4 +1,4 @@
-"""Scale rules: from the largest magnitude of a tile to the number that its codes are multiplied by.
+"""Tiles, the pieces of a matrix that share a scale, and scale rules: from the largest magnitude of a tile to its scale.
 
 One direction everywhere: x ~= decode(codes) * scale. What is stored is exactly what was divided by.
 
@@ -33,6 +33,15 @@ quotient, which is not the same on every device (CUDA multiplies by the reciproc
 `smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that E8M0 could hold. At this
 scale float32's subnormals round to zero and no decoded value is subnormal, so that flush-to-zero, which is a switch of the
 process on a CPU and a habit of GPU compilers, changes no number.
+
+A tile (a, b) on [outer, inner] takes a rows and b columns; -1 is a whole axis. With A = ceil(outer / a), B = ceil(inner / b):
+
+    scale      [A, B]
+    as_tiles   [A, a, B, b]; [outer, B, b] when a is 1; [outer, inner] when one scale serves everything or each row
+    per_tile   the scale as [A, 1, B, 1], [outer, B, 1] or [A, B], so that it broadcasts against as_tiles
+
+The three views exist for speed and for Inductor (2.13): its CPU loop splitting drops a vector tail, or fails an assertion,
+where an index is divided by the size of a tile (try_loop_split in codegen/cpp.py). Views of tiles have no such division.
 """
 
 from __future__ import annotations
@@ -40,12 +49,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import E4M3, Format
 
+WHOLE = -1  # in a tile: the whole axis
 SMALLEST_NORMAL = 2.0**-126  # of float32
 LARGEST_POWER = 2.0**127
 _MANTISSA = 23
@@ -77,8 +88,15 @@ class ScaleRule:
 
 def smallest_scale(format: Format) -> float:
     """The smallest scale of a tile of `format`: a power of two; see the module for the reason."""
+    return _smallest_scale(format) if torch.compiler.is_compiling() else _known_smallest_scale(format)
+
+
+def _smallest_scale(format: Format) -> float:
     exact = 2 * SMALLEST_NORMAL / format.smallest
     return 2.0 ** (_floor_log2(exact) + (math.frexp(exact)[0] > 0.5))
+
+
+_known_smallest_scale = cache(_smallest_scale)  # Dynamo warns of caches
 
 
 def two_level_global(amax: Tensor, format: Format) -> Tensor:
@@ -156,6 +174,49 @@ E8M0_CEIL = ScaleRule("e8m0-ceil", _power_of_two_ceil, power_of_two=True)
 E8M0_FLOOR = ScaleRule("e8m0-floor", _power_of_two_floor, power_of_two=True)
 E4M3_TWO_LEVEL = ScaleRule("e4m3-two-level", _e4m3_relative, two_level=True)
 E4M3_TWO_LEVEL_CEIL = ScaleRule("e4m3-two-level-ceil", _e4m3_relative_ceil, two_level=True)
-RULES = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
+RULES: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
-ALL: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
+
+def tile_sizes(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
+    """The tile with -1 replaced by the length of its axis (at least 1)."""
+    outer = max(shape[0], 1) if tile[0] == WHOLE else tile[0]
+    return outer, max(shape[1], 1) if tile[1] == WHOLE else tile[1]
+
+
+def scale_shape(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
+    """Scales per axis: ceil(length / tile)."""
+    outer, inner = tile_sizes(shape, tile)
+    return -(-shape[0] // outer), -(-shape[1] // inner)
+
+
+def filled_up(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """x [outer, inner] with zeros added at the ends, so that whole tiles cover it; x itself if they do."""
+    if tile[1] == WHOLE and tile[0] in (1, WHOLE):
+        return x
+    a, b = tile_sizes(tuple(x.shape), tile)
+    fill = (0, -x.shape[1] % b, 0, -x.shape[0] % a)
+    return torch.nn.functional.pad(x, fill) if any(fill) else x
+
+
+def as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """A filled-up x as tiles, see the module. No copy if x is contiguous."""
+    if tile[1] == WHOLE and tile[0] in (1, WHOLE):
+        return x
+    a, b = tile_sizes(tuple(x.shape), tile)
+    if a == 1:
+        return x.reshape(x.shape[0], x.shape[1] // b, b)
+    return x.reshape(x.shape[0] // a, a, x.shape[1] // b, b)
+
+
+def per_tile(scale: Tensor, tile: tuple[int, int]) -> Tensor:
+    """scale [A, B], so shaped that it broadcasts against `as_tiles` of the same tile."""
+    if tile[1] == WHOLE and tile[0] in (1, WHOLE):
+        return scale
+    return scale[:, :, None] if tile[0] == 1 else scale[:, None, :, None]
+
+
+def times_scale(values: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
+    """values [outer, inner] times their tile's scale, in the dtype of values."""
+    full = filled_up(values, tile)
+    scaled = as_tiles(full, tile) * per_tile(scale, tile).to(values.dtype)
+    return scaled.reshape(full.shape)[: values.shape[0], : values.shape[1]]

@@ -7,9 +7,8 @@
 Four-bit runs that end in a wider format lose less: forward in bf16 for the last 18 % halves the gap of NVFP4 (arXiv 2509.25149,
 appendix D), backward in bf16 ends "FP4 All the Way" (arXiv 2505.19115).
 
-A switch only widens. A product whose operands have more bits already than in the new recipe stays as it is, so blocks that a
-recipe keeps in bf16 are not narrowed by a switch to FP8. Weights, gradients and optimizer state are not touched; amax windows of
-delayed scaling begin anew where the new recipe has them.
+A switch only widens: a product whose operands have more bits than in the new recipe keeps them, so a switch to FP8 does not narrow
+blocks in bf16. Weights, gradients and optimizer state do not change; amax windows of delayed scaling start empty.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def widened(
     for name in named:
         goal = recipes.BF16 if name in wide else target
         pair = (now[name], goal)
-        mixed = shared.setdefault(pair, _mixed_or_refused(*pair, chosen))
+        mixed = shared.setdefault(pair, _mixed(*pair, chosen))
         if mixed.gemms() != now[name].gemms():
             changes[name] = mixed
     if not changes:
@@ -85,16 +84,6 @@ def widened(
             "names have it already, or are wider. Name a wider recipe, other products or other layers."
         )
     return changes
-
-
-def _mixed_or_refused(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
-    try:
-        return _mixed(recipe, wider, products)
-    except ConfigError:
-        raise ConfigError(
-            f"switch: {recipe.name!r} computes its gradients on the codes of its forward product, so {', '.join(products)} alone cannot "
-            f"follow {wider.name!r}. Switch all products, output included, or these to bf16."
-        ) from None
 
 
 def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
@@ -107,9 +96,15 @@ def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
         return recipe
     if all(name in taken or new[name] == old[name] for name in GEMMS):
         return wider
-    mixed = recipe.with_gemm(**{name: new[name] for name in taken})
-    save = wider.save if "grad_weight" in taken else mixed.save
-    return replace(mixed, name=f"{recipe.name}+{wider.name}:{','.join(taken)}", save=save)
+    try:
+        mixed = recipe.with_gemm(**{name: new[name] for name in taken})
+        save = wider.save if "grad_weight" in taken else mixed.save
+        return replace(mixed, name=f"{recipe.name}+{wider.name}:{','.join(taken)}", save=save)
+    except ConfigError:
+        raise ConfigError(
+            f"switch: {recipe.name!r} computes its gradients on the codes of its forward product, so {', '.join(products)} alone cannot "
+            f"follow {wider.name!r}. Switch all products, output included, or these to bf16."
+        ) from None
 
 
 def _bits(gemm: Gemm) -> int:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import os
+import shutil
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -11,13 +16,14 @@ import pytest
 import torch
 
 from narrowgauge.ops import registry
+from narrowgauge.ops.cpp.build import compiler_name
 from narrowgauge.ops.registry import Device
 
 # The same examples on every run and machine; the time of one example says nothing on shared cores.
 hypothesis.settings.register_profile("narrowgauge", derandomize=True, deadline=None)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One thread, so that the order of a sum does not depend on the machine; Ctrl-C as on a terminal.
 
     A shell starts what runs in its background with SIGINT ignored, and so would be the processes that tests interrupt.
@@ -25,11 +31,41 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("narrowgauge")
+    _one_cache_per_configuration()
+    if (
+        shutil.which(compiler_name()) is None
+    ):  # a sentence that a test of the optimizers asks for by name; the others only meet it
+        config.addinivalue_line("filterwarnings", "ignore:narrowgauge.optim steps in plain torch:RuntimeWarning")
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    gc.disable()  # until all modules are imported: what they make stays
+
+
+def _one_cache_per_configuration() -> None:
+    """Inductor's cache does not tell capabilities of the CPU apart: a test would be handed the kernels of another run.
+
+    Beside the folder that is named or torch's own; processes that a test starts, and workers, take the same.
+    """
+    made_for = (torch.__version__, torch.backends.cpu.get_cpu_capability(), shutil.which(compiler_name()))
+    part = "-" + hashlib.sha256(repr(made_for).encode()).hexdigest()[:12]
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder if folder.endswith(part) else folder + part
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests count as old for good, so that the collections that tests ask for see what tests made."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nothing frees it, and bindings complain of leaks when the process ends
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: item.get_closest_marker("long") is None
+    )  # begun last, one process would wait for it alone
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")
@@ -70,14 +106,25 @@ def globals_kept() -> Iterator[None]:
     assert not changed, "the test left torch's globals changed: " + "; ".join(changed)
 
 
+@pytest.fixture
+def device_is(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """device_is(facts): what devices of that type are for the rest of the test; `of`: devices of another type. The one place for it."""
+
+    def install(facts: Device, of: str = "") -> None:
+        name = "cuda_facts" if (of or facts.type) == "cuda" else "cpu_facts"
+        monkeypatch.setattr(registry, name, lambda *_: facts)
+
+    return install
+
+
 @pytest.fixture(params=[False, True], ids=["plain-cpu", "fast-cpu"])
-def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+def cpu(request: pytest.FixtureRequest, device_is: Callable[..., None]) -> Device:
     """The test runs on a CPU without and on one with bfloat16 and VNNI instructions, whatever it runs on.
 
     torch's portable bfloat16 GEMM stands in where the processor has none: it too sums in float32 and rounds once.
     """
     facts = Device("cpu", bf16_gemm=request.param, int8_gemm=request.param)
-    monkeypatch.setattr(registry, "cpu_facts", lambda: facts)
+    device_is(facts)
     return facts
 
 

@@ -54,13 +54,14 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(before)
 
 
-def interpreted(module: str) -> dict[str, str]:
-    """Name of a case -> what differs, of a module that prints an object for each case.
+def interpreted(modules: Sequence[str], part: str) -> dict[str, str]:
+    """Name of a case -> what differs, of the cases that these modules run for `part` (see tests/ops/triton/cases.py).
 
     A process of its own, for Triton's interpreter is chosen when a kernel is defined.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setenv("OMP_NUM_THREADS", "1")
-        lines = run_ok([PYTHON, "-W", "ignore", "-m", module], timeout_s=280).stdout.splitlines()
+        command = [PYTHON, "-W", "ignore", "-m", "tests.ops.triton.cases", part, *modules]
+        lines = run_ok(command, timeout_s=900).stdout.splitlines()
     return {each["case"]: each["words"] for each in map(json.loads, lines)}

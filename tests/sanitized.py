@@ -29,11 +29,11 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.quantize.amax_state import AmaxWindow
-from narrowgauge.ops.quantize.pair import quantize_both, quantize_both_delayed, quantize_delayed
+from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.ops.quantize.pair import quantize_pair
 from narrowgauge.ops.random import draw
 from narrowgauge.recipe import GEMMS, Cast, LearnedStep, Window
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 FOUND = 86  # exit status by which a tool says that it found something
@@ -95,13 +95,13 @@ def _cast(x: Tensor, cast: Cast) -> None:
         return draw(tuple(like.shape), like.device) if stochastic else None
 
     if isinstance(cast.calibrate, Window):
-        live = AmaxWindow(cast.calibrate, x.device).live
-        quantize_delayed(x, cast, live)
-        quantize_both_delayed(x, cast, live)
+        live = AmaxHistory(cast.calibrate, x.device).live
+        quantize_pair(x, cast, amax_state=live, cols=False)
+        quantize_pair(x, cast, amax_state=live)
         return
     ng.quantize(x, cast, noise=noise(x))
     if not (packs and x.shape[0] % 2):
-        quantize_both(x, cast, noise=noise(x), turned_noise=noise(x.T))
+        quantize_pair(x, cast, noise=(noise(x), noise(x.T)))
     if cast.tile == (WHOLE, WHOLE):
         ng.quantize(x, cast, amax=torch.full((1, 1), 3.0, device=x.device), noise=noise(x))
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
+import pytest
+import torch
+
+from tests import conftest
 from tests.processes import PYTHON, ROOT, run
 
 TESTS = """
@@ -75,3 +79,14 @@ def test_the_others_pass(report):
 
 def test_a_gpu_test_runs_or_is_skipped_with_a_reason(report):
     assert "PASSED test_rules.py::test_gpu" in report or "needs a CUDA device; torch.cuda.is_available()" in report
+
+
+def test_kernels_of_torch_compile_are_kept_apart_by_configuration(monkeypatch):
+    """A worker, which inherits the variable, keeps it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere/cache")
+    found = []
+    for capability in ("AVX2", "AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        conftest._one_cache_per_configuration()
+        found.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert found[0] == found[1] and found[2].startswith(found[1]) and found[2] != found[1]

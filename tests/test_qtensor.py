@@ -12,8 +12,7 @@ from narrowgauge.errors import ShapeError
 from narrowgauge.formats import E2M1, E4M3, E8M0, INT4, INT8, NF4
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import WHOLE, Cast
-from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
-from narrowgauge.tiles import scale_shape
+from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2, scale_shape
 from tests.compare import assert_same
 from tests.oracles import plain
 
@@ -79,8 +78,18 @@ def test_refusals_name_what_was_given_and_what_was_expected():
         ShapeError, match=r"scale \[3, 1\] does not fit 7 e4m3 elements.*expected 7 columns and scale \[3, 2\]"
     ):
         replace(q, scale=q.scale[:, :1])
-    with pytest.raises(ShapeError, match=r"int4 needs codes in torch.int8, or values in float32 or bfloat16"):
+    with pytest.raises(
+        ShapeError, match=r"int4 needs codes in torch.int8, packed ones in torch.uint8, or values in float32"
+    ):
         replace(quantized(NIBBLES), data=torch.zeros(5, 4, dtype=torch.int16))
+
+
+def test_integers_of_4_bits_may_lie_one_to_a_byte():
+    """What an INT8 GEMM reads; the cast says what they are."""
+    q = quantized(NIBBLES)
+    loose = replace(q, data=q.cast.format.unpack(q.data, q.inner))
+    assert not loose.is_packed and loose.nbytes > q.nbytes
+    assert_same(loose.values(), q.values())
 
 
 @pytest.mark.parametrize("cast", [BLOCKS, NIBBLES, TWO_LEVEL], ids=str)

@@ -158,11 +158,11 @@ def test_at_the_smallest_scale_nothing_is_subnormal(format):
 
 
 def test_scale_rules_are_values():
-    for rule in scaling.ALL:
+    for rule in scaling.RULES:
         copy = pickle.loads(pickle.dumps(rule))
         assert copy == rule and hash(copy) == hash(rule) and str(rule) == rule.name
-    assert {rule.name for rule in scaling.ALL if rule.power_of_two} == {"pow2", "e8m0-ceil", "e8m0-floor"}
-    assert {rule.name for rule in scaling.ALL if rule.two_level} == {"e4m3-two-level", "e4m3-two-level-ceil"}
+    assert {rule.name for rule in scaling.RULES if rule.power_of_two} == {"pow2", "e8m0-ceil", "e8m0-floor"}
+    assert {rule.name for rule in scaling.RULES if rule.two_level} == {"e4m3-two-level", "e4m3-two-level-ceil"}
 
 
 # --- two levels ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.tiles import WHOLE, as_tiles, filled_up, per_tile, scale_shape, tile_sizes, times_scale
+from narrowgauge.scaling import WHOLE, as_tiles, filled_up, per_tile, scale_shape, tile_sizes, times_scale
 from tests.compare import assert_same
 
 SHAPES = ((5, 9), (1, 9), (6, 8), (5, 1), (1, 1), (0, 3), (3, 0), (0, 0))

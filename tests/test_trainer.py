@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import narrowgauge as ng
 from tests.compare import assert_same
+from tests.selection import quick
 
 pytest.importorskip("accelerate")  # which transformers' Trainer needs
 
@@ -40,7 +41,9 @@ def trainer(folder: Path, recipe: str, cold_steps: int, **options: Any) -> Train
 
 
 @pytest.mark.filterwarnings("ignore")  # the Trainer's own, of torch's and accelerate's versions
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss", "int4-lsq-luq"])
+@pytest.mark.parametrize(
+    "recipe", quick(["fp8-delayed", "int4-lsq-luq"], ["fp8-delayed", "int4-hq-lss", "int4-lsq-luq"])
+)
 def test_a_resumed_trainer_run_is_the_same(tmp_path: Path, recipe: str) -> None:
     whole = trainer(tmp_path, recipe, cold_steps=2, save_strategy="steps", save_steps=4)
     whole.train()

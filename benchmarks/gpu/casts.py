@@ -14,7 +14,7 @@ from benchmarks.gpu.bench import SETS, Bench, Build, rotating
 from narrowgauge import recipes
 from narrowgauge.formats import INT4
 from narrowgauge.ops.hadamard.encoding import rotate_and_encode
-from narrowgauge.ops.quantize.pair import quantize_both, quantize_both_delayed, quantize_delayed
+from narrowgauge.ops.quantize.pair import quantize_pair
 from narrowgauge.ops.random import draw
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard
@@ -69,14 +69,14 @@ def _together(
     x = sets[0]
     for name, cast in casts.items():
         assert cast is not None
-        plain, turned = quantize_both(x, cast)
-        builds[f"{name}, both"] = lambda cast=cast: rotating(lambda x: quantize_both(x, cast), sets)
+        plain, turned, _ = quantize_pair(x, cast)
+        builds[f"{name}, both"] = lambda cast=cast: rotating(lambda x: quantize_pair(x, cast), sets)
         work[f"{name}, both"] = (float(x.nbytes + plain.nbytes + turned.nbytes), "copy")
     cast, live = casts["tensor"], torch.tensor([6.0, 0.0, 0.0], device=x.device)
     assert cast is not None
     codes = ng.quantize(x, cast).nbytes
-    builds["tensor, delayed"] = lambda: rotating(lambda x: quantize_delayed(x, cast, live), sets)
-    builds["tensor, delayed, both"] = lambda: rotating(lambda x: quantize_both_delayed(x, cast, live), sets)
+    builds["tensor, delayed"] = lambda: rotating(lambda x: quantize_pair(x, cast, amax_state=live, cols=False), sets)
+    builds["tensor, delayed, both"] = lambda: rotating(lambda x: quantize_pair(x, cast, amax_state=live), sets)
     work["tensor, delayed"] = (float(x.nbytes + codes), "copy")
     work["tensor, delayed, both"] = (float(x.nbytes + 2 * codes), "copy")
 

@@ -7,7 +7,7 @@ sequences, tried, and lowered until it fits.
 bf16-autocast    float32 weights and states, torch's fused AdamW, bfloat16 by autocast: what transformers' Trainer does with bf16=True
 bf16-pure        weights, gradients and states in bfloat16: less memory, and updates smaller than a bfloat16's last digit are lost
 narrowgauge-...  what narrowgauge has for this: bfloat16 weights with the 16 bits that complete a float32 beside them, 8-bit states, the
-                 step taken inside backward, the loss in chunks of tokens, the recipe with fused producers
+                 step taken inside backward, the loss in chunks of tokens, the recipe with fused norms
 "-liger"         with liger-kernel's norm and SwiGLU, where it is installed
 
 Eager: the layers would be compiled anew for each number of sequences.

@@ -1,17 +1,17 @@
-"""recipe="auto": for each Linear the recipe that is fastest at its sizes on this device, so that none is slower than bfloat16.
+"""recipe="auto": for each Linear the recipe that is fastest at its sizes on this device; none is slower than bfloat16.
 
     tokens M, in K, out N  ->  seconds of forward and backward with all casts, per candidate  ->  the fastest
 
-Candidates are bf16, fp8-block, fp8-row and fp8-current, the more accurate first: the fewer elements share a scale, the fewer become zero.
-Of those within 2 % of the fastest the most accurate is taken. One that this device would emulate is no candidate: emulation multiplies
-in bfloat16 as well and casts besides. Delayed scaling is none either: it has memory, which is to be asked for.
+Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least accurate: the fewer elements share a scale, the
+fewer underflow. Of those within 2 % of the fastest, the most accurate wins. Recipes that the device would emulate are excluded:
+emulation multiplies in bfloat16 too, and casts besides. So is delayed scaling, whose state the user has to ask for.
 
-    measured         here and now, on a CUDA device (measure.py): half a second per candidate, more where code is compiled
-    measured before  the same device, versions and sizes are in the cache
-    predicted        the device has no memory left to measure with: a roofline (roofline.py)
-    no choice        no candidate but bf16 runs on units of its own; nothing is measured, on a CPU for one
+    measured         now, on a CUDA device (measure.py): half a second per candidate, more where code is compiled
+    measured before  the cache has this device, these versions and sizes
+    predicted        the device has too little memory to measure: a roofline (roofline.py)
+    no choice        only bf16 is native here, for example on a CPU; nothing is measured
 
-bf16 leaves a Linear on a GPU as it is. What was decided is `layer.decision`, and `describe` prints it.
+bf16 leaves a Linear on a GPU as it is. The result is `layer.decision`, which `describe` prints.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Decision:
     """Which recipe a layer got, and why.
 
     seconds   candidate -> forward and backward of one layer
-    excluded  candidate -> why it was none
-    how       see the module; "given" for choices that were handed in
+    excluded  recipe -> why it was not a candidate
+    how       see the module; "given" if the caller passed `choices`
     """
 
     recipe: str
@@ -79,10 +79,10 @@ def decide(
     cache: Path | None = None,
     measured: Callable[..., tuple[dict[str, float], dict[str, str]]] = measure.measured,
 ) -> Decision:
-    """The recipe for one Linear. Raises what the measurement of plain bf16 raises, but for want of memory.
+    """The recipe for one Linear. Raises the errors of measuring plain bf16, except OutOfMemoryError.
 
-    cache     the file where measurements are kept; None: the one in the user's cache folder
-    measured  what measures: (workload, candidates, device) -> seconds, and reasons of those that failed
+    cache     the file of measurements; None means the one in the user's cache folder
+    measured  the function that measures: (workload, candidates, device) -> seconds, and reasons of failures
     """
     excluded = {name: reason for name in CANDIDATES[1:] if (reason := _why_emulated(name, device)) is not None}
     names = [name for name in CANDIDATES if name not in excluded]
@@ -96,7 +96,7 @@ def decide(
             how = "measured"
             seconds, failed = measured(workload, names, device)
             excluded |= failed
-            if not failed:  # what failed may work another time
+            if not failed:  # a failure may be temporary
                 measure.keep(cache, key, seconds)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
@@ -106,16 +106,16 @@ def decide(
 
 
 def _predicted(workload: LinearWorkload, names: list[str], device_name: str) -> tuple[str, dict[str, float]]:
-    """How, and seconds of each candidate; none of a GPU whose rates are not known."""
+    """(how, seconds of each candidate); no seconds for a GPU whose rates are unknown."""
     card = roofline.card(device_name)
     if card is None:
-        return "no memory to measure with, and the rates of this GPU are not known", {}
+        return "no memory to measure with, and unknown rates of this GPU", {}
     m, n, k = workload.tokens, workload.outputs, workload.inputs
     return "predicted (no memory to measure with)", {name: roofline.seconds(name, m, n, k, card) for name in names}
 
 
 def _why_emulated(name: str, device: torch.device) -> str | None:
-    """Why the device would emulate a product of the recipe, or None."""
+    """Why the device would emulate a product of the recipe; None if it would not."""
     for gemm in recipes.get(name).gemms().values():
         if (reason := why_emulated(gemm, device)) is not None:
             return reason
@@ -128,22 +128,22 @@ def _why_emulated(name: str, device: torch.device) -> str | None:
 def decisions(
     layers: Mapping[str, nn.Linear], tokens: int | None, compiled: bool, choices: Mapping[str, str] | None
 ) -> dict[str, Decision]:
-    """Layer -> its decision, measured once for layers of one shape.
+    """Layer -> decision; measures once per shape.
 
-    tokens   rows of the matrices that a forward pass multiplies: sequences of a micro-batch times their length
-    choices  layer -> recipe, of `chosen` in an earlier run: nothing is measured. ConfigError if it is not for these layers.
+    tokens   rows of x in a forward pass: sequences of a micro-batch times their length
+    choices  layer -> recipe, from `chosen` in an earlier run: nothing is measured. Raises ConfigError if a layer is missing.
     """
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ConfigError(
-            f"convert: 'auto' chooses by the sizes of the products, and tokens is {tokens!r}. "
-            "Give tokens=, the sequences of a micro-batch times their length."
+            f"convert: 'auto' chooses by the sizes of the products, but tokens is {tokens!r}. "
+            "Pass tokens=, the sequences of a micro-batch times their length."
         )
     if choices is not None:
         for name in layers:
             if choices.get(name) not in CANDIDATES:
                 raise ConfigError(
-                    f"convert: the choice given for {name!r} is {choices.get(name)!r}; it must be one of {', '.join(CANDIDATES)}. "
-                    "Give the choices made for this model, or leave them out to choose anew."
+                    f"convert: the choice for {name!r} is {choices.get(name)!r}; it must be one of {', '.join(CANDIDATES)}. "
+                    "Pass the choices made for this model, or none to choose again."
                 )
         return {name: Decision(recipe=choices[name], tokens=tokens, how="given") for name in layers}
     made: dict[tuple[torch.device, LinearWorkload], Decision] = {}
@@ -161,12 +161,12 @@ def decisions(
 
 
 def chosen(model: nn.Module) -> dict[str, str]:
-    """Layer -> recipe, of the layers that `auto` decided about; what `convert(..., choices=...)` takes."""
+    """Layer -> recipe for the layers that `auto` decided; pass it as `convert(..., choices=...)`."""
     return {name: decision.recipe for name, _, decision in _decided(model)}
 
 
 def summary(model: nn.Module) -> list[str]:
-    """A line for each shape and decision: "4096 -> 14336 (32 layers): fp8-row (auto, measured at ...)"."""
+    """A line per shape and decision: "4096 -> 14336 (32 layers): fp8-row (auto, measured at ...)"."""
     groups = Counter(
         (f"{layer.in_features} -> {layer.out_features}", f"{decision.recipe} ({decision})")
         for _, layer, decision in _decided(model)

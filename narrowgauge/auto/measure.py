@@ -1,18 +1,15 @@
-"""Measures forward and backward of one Linear for several recipes, side by side.
+"""Measures forward and backward of one Linear for several recipes, interleaved.
 
-Candidates take turns in rounds, forwards and backwards through the list, so that a clock that slows down is slow for all; each gives
-the median of its rounds. Inputs are three sets of random numbers that are used in turn, so that no cache holds them and no
-multiplier sees zeros. Weights are quantized anew in each step, as after an optimizer step. Time is the device's (CUDA events).
+The candidates alternate in rounds, so that a falling clock slows all of them; each result is the median of the rounds. Three sets of
+random inputs alternate, so that no cache holds them and no multiplier sees zeros. Weights are quantized again in each step, as after
+an optimizer step. Times are CUDA events. Random state, gradients and autocast are restored. Cost: 0.1 s per candidate and shape besides
+the first calls; three times the layer's tensors in memory.
 
-Nothing around it changes: random state, gradients and autocast are as before. Cost: 0.1 s per candidate and shape besides the first
-calls; three times the layer's tensors in memory.
-
-Measurements are kept from run to run in $XDG_CACHE_HOME/narrowgauge/auto.json (~/.cache/narrowgauge):
+$XDG_CACHE_HOME/narrowgauge/auto.json (~/.cache/narrowgauge) keeps the measurements:
 
     {"format": 1, "measured": {"device=... tokens=8192 ...": {"bf16": 0.0019, "fp8-row": 0.0012}}}
 
-The file is written under another name and renamed, so that a reader sees a whole one. Nothing but speed depends on it: a run's
-decisions stand in its own folder.
+Nothing but speed depends on it: a run's folder holds its decisions.
 """
 
 from __future__ import annotations
@@ -54,9 +51,9 @@ Clock = Callable[[Step, int], float]  # seconds of so many steps
 class LinearWorkload:
     """What the time of a Linear depends on.
 
-    dtype      of the weight; float32 computes under bfloat16 autocast
-    trains     whether the weight has a gradient
-    compiled   whether the run uses torch.compile: then the candidates are compiled too, seconds to tens of seconds each
+    dtype      dtype of the weight; float32 computes under bfloat16 autocast
+    trains     True if the weight has a gradient
+    compiled   True if the run uses torch.compile: candidates are then compiled too, seconds to tens of seconds each
     """
 
     tokens: int
@@ -69,7 +66,7 @@ class LinearWorkload:
 
 
 def key(workload: LinearWorkload, names: Sequence[str], device: torch.device) -> str:
-    """What must be the same for a measurement to hold: device, driver, versions, sizes, candidates."""
+    """The cache key of a measurement: device, versions, kernel sources, sizes, candidates."""
     properties = torch.cuda.get_device_properties(device)
     facts = {
         "device": properties.name, "capability": f"{properties.major}.{properties.minor}",
@@ -81,7 +78,7 @@ def key(workload: LinearWorkload, names: Sequence[str], device: torch.device) ->
 
 @cache
 def _kernels() -> str:
-    """A digest of the sources of all kernels: faster ones are to be measured anew."""
+    """A digest of the sources of all kernels: changed kernels are measured again."""
     sources = sorted(Path(str(resources.files("narrowgauge.ops"))).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
@@ -89,7 +86,7 @@ def _kernels() -> str:
 def measured(
     workload: LinearWorkload, names: Sequence[str], device: torch.device
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """(candidate -> seconds, candidate -> why it could not be measured). Raises what "bf16" raises, and for want of memory."""
+    """(candidate -> seconds, candidate -> why it failed). Raises OutOfMemoryError, and any error of "bf16"."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     with torch.random.fork_rng(devices=[index] if device.type == "cuda" else []), torch.enable_grad():
         sets = [_inputs(workload, device) for _ in range(INPUT_SETS)]
@@ -102,7 +99,7 @@ def measured(
                     steps[name](turn)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # of a kernel or compiler: the candidate is out, in its own words
+            except Exception as error:  # a kernel or compiler can raise anything
                 if name == "bf16":
                     raise
                 steps.pop(name, None)
@@ -112,7 +109,7 @@ def measured(
 
 
 def step(workload: LinearWorkload, name: str, sets: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Step:
-    """One forward and backward of a fresh layer, a call at a time. "bf16" is an ordinary nn.Linear."""
+    """A function that runs forward and backward of a new layer once. "bf16" is an ordinary nn.Linear."""
     layer: nn.Linear = nn.Linear(workload.inputs, workload.outputs, workload.biased, device, workload.dtype)
     layer.weight.requires_grad_(workload.trains)
     if name != "bf16":
@@ -133,9 +130,9 @@ def step(workload: LinearWorkload, name: str, sets: Sequence[tuple[Tensor, Tenso
 
 
 def compiled_alone(module: nn.Module) -> Any:
-    """torch.compile of a call of the module, in code of its own.
+    """torch.compile of the module in a code object of its own.
 
-    Dynamo counts recompilations per code object and gives up at eight, without a word; layers of one class share theirs.
+    Dynamo counts recompilations per code object and falls back to eager at eight; layers of one class share their code.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +150,7 @@ def _inputs(workload: LinearWorkload, device: torch.device) -> tuple[Tensor, Ten
 def interleaved(
     steps: dict[str, Step], clock: Clock, rounds: int = ROUNDS, slice_s: float = SLICE_S
 ) -> dict[str, float]:
-    """Candidate -> median seconds of one step."""
+    """Candidate -> median seconds per step."""
     counts = {name: max(3, min(1000, round(slice_s / max(clock(run, 3) / 3, 1e-6)))) for name, run in steps.items()}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
@@ -179,7 +176,7 @@ def cuda_clock(device: torch.device) -> Clock:
 
 
 def wall_clock(run: Step, count: int) -> float:
-    """Seconds on the host: of a CPU, where nothing runs behind its back."""
+    """Seconds on the host, for a CPU, where calls are synchronous."""
     started_at_s = perf_counter()
     for turn in range(count):
         run(turn)
@@ -194,7 +191,7 @@ def user_cache() -> Path:
 
 
 def cached(path: Path) -> dict[str, dict[str, float]]:
-    """Key -> candidate -> seconds. {} without a file, and with a warning if it is damaged."""
+    """Key -> candidate -> seconds; {} if the file is missing, or damaged (with a warning)."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
@@ -214,9 +211,9 @@ def cached(path: Path) -> dict[str, dict[str, float]]:
 
 
 def keep(path: Path, key: str, seconds: dict[str, float]) -> None:
-    """Adds a measurement to the file; warns if the folder cannot be written to, and measures again next time."""
+    """Adds a measurement to the file, atomically; warns if the folder is not writable."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a damaged file was told of when it was read
+        warnings.simplefilter("ignore")  # `decide` has warned of a damaged file
         content = {"format": FORMAT, "measured": cached(path) | {key: seconds}}
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

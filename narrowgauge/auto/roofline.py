@@ -1,14 +1,12 @@
-"""What a Linear's forward and backward should take on a GPU, from its rates alone.
+"""Predicts forward and backward of a Linear on a GPU from its data sheet.
 
     seconds = sum over 3 products of max(2 M N K / rate, bytes / bandwidth) + bytes of the casts / bandwidth + launches
 
-The rates are the makers' dense ones, at 78 % (matrix units) and 92 % (memory) of them, and a launch is 2 microseconds: the constants
-of torchao's roofline for the H100 (torchao/testing/training/roofline_utils.py). Bytes that casts read and write per element of x and
-gy, and of w, follow from the passes of each recipe: of a tensor's scale 2 for its maximum, 2 + 1 for the codes, and 1 for codes
-turned round; of rows twice that, since both orientations are cast from the original; of blocks one read less, having no maximum of
-their own. Block-scaled products are taken at 66 % of the FP8 rate (DeepGEMM's first figures: 1304 to 1358 of 1979 TFLOP/s).
-
-This is a prediction, right to a few tens of percent; it says whether FP8 can pay at all. `Decision.how` says when it was used.
+The rates are the makers' dense ones times 78 % (matrix units) and 92 % (memory), and a launch is 2 microseconds: the constants of
+torchao's roofline for the H100 (torchao/testing/training/roofline_utils.py). Bytes of the casts per element: a per-tensor scale reads 2
+for the maximum, moves 2 + 1 for the codes and 1 for their transpose; per row twice that, since both orientations are cast from the
+original; per block one read less, without a separate maximum. Block-scaled products run at 66 % of the FP8 rate (DeepGEMM's first
+figures: 1304 to 1358 of 1979 TFLOP/s). The prediction is right to a few tens of percent: enough to say whether FP8 can pay.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ RESULT_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True)
 class Card:
-    """Dense products per second (multiply and add are two), and bytes per second; the makers' data sheets."""
+    """Dense FLOP/s and bytes/s of the data sheet."""
 
     bf16: float
     fp8: float
@@ -41,7 +39,7 @@ CARDS: dict[str, Card] = {  # part of the device's name -> card; the first that 
     "RTX 4090": Card(165.2e12, 330.3e12, 1.008e12),
 }
 
-# recipe -> bytes that its casts move per element of x and gy, the same of w, kernels of the casts, share of the rate that products reach
+# recipe -> (cast bytes per element of x and gy, cast bytes per element of w, cast kernels, share of the rate)
 CASTS: dict[str, tuple[int, int, int, float]] = {
     "bf16": (0, 0, 0, MATRIX_SHARE),
     "fp8-current": (2 + 4, 2 + 4 + 2, 9, MATRIX_SHARE),
@@ -51,7 +49,7 @@ CASTS: dict[str, tuple[int, int, int, float]] = {
 
 
 def card(device_name: str) -> Card | None:
-    """The rates of a GPU by its name, or None if it is not in the table."""
+    """The rates of a GPU by its name; None if it is not in the table."""
     return next((found for part, found in CARDS.items() if part in device_name), None)
 
 

@@ -1,7 +1,7 @@
-"""The command line. One file per verb, imported when the verb is called; this front is the standard library alone.
+"""The command line. Each verb is a file with a function of its name, imported when it is called.
 
-`narrowgauge --help` thus answers without importing cyclopts, rich or torch (figures: docs/dependencies.md).
-What a verb does with a NarrowgaugeError, Ctrl-C or a closed pipe is decided here, once. Exit codes: narrowgauge/errors.py.
+This file needs the standard library alone, so `narrowgauge --help` imports neither cyclopts, rich nor torch (docs/dependencies.md).
+`main` turns errors, Ctrl-C and a closed pipe into exit codes (errors.py).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ EXIT_BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code. Expected errors are a line on standard error, no traceback."""
+    """Runs the command line and returns its exit code. Expected errors print one line on standard error, no traceback."""
     for stream in (sys.stdout, sys.stderr):
         _never_fail_to_encode(stream)
     try:
@@ -65,7 +65,9 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         near = closest(verb, VERBS, limit=1)
         raise ConfigError(f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}")
-    return int(importlib.import_module(f"narrowgauge.cli.{verb}").main(rest))
+    from narrowgauge.cli import flags
+
+    return flags.run(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
 
 
 def _help() -> str:
@@ -77,19 +79,18 @@ def _help() -> str:
 
 
 def _never_fail_to_encode(stream: object) -> None:
-    """Prints what the stream's encoding lacks as escapes; a C locale or a file name that is no UTF-8 is no error."""
+    """Prints unencodable characters as escapes, for a C locale or a file name that is not UTF-8."""
     reconfigure = getattr(stream, "reconfigure", None)  # absent under pytest's capture and in notebooks
     if reconfigure:
         reconfigure(errors="backslashreplace")
 
 
 def _fail(message: object, code: int) -> int:
-    with contextlib.suppress(OSError):  # nobody listens; the exit code still tells
+    with contextlib.suppress(OSError):  # standard error may be closed
         print(f"narrowgauge: {message}", file=sys.stderr, flush=True)
     return code
 
 
 def _forget_output() -> None:
-    """Keeps the interpreter from flushing into a closed pipe or full disk, with a traceback, when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    """Prevents the interpreter's last flush into a closed pipe or full disk, which would print a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

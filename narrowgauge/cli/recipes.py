@@ -1,20 +1,13 @@
-"""`narrowgauge recipes [NAME]`: the table of casts, which number format each matrix product uses."""
+"""`narrowgauge recipes [NAME]`: the number format of each matrix product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from narrowgauge.cli import flags
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
 
 LEGEND = "A cast reads: format, the tile that shares a scale, the rule of the scale. Products are lhs x rhs: see docs/recipes.md."
-
-
-def main(arguments: Sequence[str]) -> int:
-    return flags.run(recipes, "recipes", arguments)
 
 
 def recipes(name: str = "", /) -> int:

@@ -1,14 +1,8 @@
 """`narrowgauge report [RUN]`: writes RUN/report.html."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from narrowgauge.cli import flags
 from narrowgauge.train.config.settings import TrainConfig
-
-
-def main(arguments: Sequence[str]) -> int:
-    return flags.run(report, "report", arguments)
 
 
 def report(run: Path = Path(TrainConfig.output), /) -> int:

@@ -1,7 +1,7 @@
-"""`narrowgauge train [CONFIG] [FLAGS]`: a flag for every setting of `TrainConfig`, over those of a TOML file.
+"""`narrowgauge train [CONFIG] [FLAGS]`: a flag for every setting of `TrainConfig`; flags override the TOML file.
 
-With --resume and no CONFIG, the run folder's own config.toml is the file. What a run may not change when it is
-resumed is refused here, before torch is imported, and so are recipes that do not exist, before data are read.
+With --resume and no CONFIG, the file is the run folder's config.toml. Refuses settings that may not change on resuming before torch
+is imported, and unknown recipes before data are read.
 """
 
 import inspect
@@ -13,33 +13,29 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter, Token
 
-from narrowgauge.cli import flags
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import run_folder
 from narrowgauge.train.config import switch_syntax, toml
-from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
-from narrowgauge.train.config.toml import Settings
+from narrowgauge.train.config.field_checks import TABLE, OneOf, key_of, shown
+from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, resolved
+from narrowgauge.train.config.toml import SettingsLayer
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 
 
-def main(arguments: Sequence[str]) -> int:
-    bound = flags.read(_verb(), "train", arguments)
-    if bound is None:
-        return 0
-    config = configuration(dict(bound.arguments))
-    _refuse_unknown_recipes(config)
+def train(config: str = "", **given: Any) -> int:
+    """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
+    settings = configuration(config, given)
+    _refuse_unknown_recipes(settings)
     from narrowgauge.train import loop
 
-    return loop.run(config)
+    return loop.run(settings)
 
 
-def configuration(given: dict[str, Any]) -> TrainConfig:
-    """The resolved configuration of the flags that were given, by key, and `config`, the path of a file."""
-    path = given.pop("config", "")
-    keys = {each.name: key_of(each) for each in fields(TrainConfig)}
-    values = {keys[name]: value for name, value in given.items()}
-    from_flags = Settings(values, {key: flag(key) for key in values})
+def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
+    """The resolved configuration of a file and the given flags (by name)."""
+    values = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
+    from_flags = SettingsLayer(values, {key: flag(key) for key in values})
     config = resolved(toml.build(_from_file(path, values), from_flags))
     stored = run_folder.RunFolder(Path(config.output)).config
     if config.resume and stored.exists():
@@ -47,33 +43,30 @@ def configuration(given: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def _from_file(path: str, flags_given: Mapping[str, Any]) -> Settings:
+def _from_file(path: str, flags_given: Mapping[str, Any]) -> SettingsLayer:
     """The settings of CONFIG; without one, those of the run to resume, which may have been moved since."""
     if path:
         return toml.read(Path(path))
     output = str(flags_given.get("output") or TrainConfig.output)
     stored = run_folder.RunFolder(Path(output)).config
-    if not flags_given.get("resume"):
-        return Settings()
-    if not stored.exists():
-        if set(flags_given) <= {"resume", "output"}:  # nobody means a new run with every setting its default
-            raise ConfigError(
-                f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "
-                "the CONFIG of a new run."
-            )
-        return Settings()
-    settings = toml.read(stored)
-    return Settings({**settings.values, "output": output}, settings.origins)
+    if flags_given.get("resume") and stored.exists():
+        settings = toml.read(stored)
+        return SettingsLayer({**settings.values, "output": output}, settings.origins)
+    if flags_given.get("resume") and set(flags_given) <= {"resume", "output"}:  # no user wants a run of pure defaults
+        raise ConfigError(
+            f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "
+            "the CONFIG of a new run."
+        )
+    return SettingsLayer()
 
 
 def _refuse_unknown_recipes(config: TrainConfig) -> None:
-    """Imports torch, by way of the recipes."""
+    """Raises ConfigError for an unknown recipe. Imports torch."""
     from narrowgauge import recipes
 
-    switched = [entry.recipe for entry in switch_syntax.parse(config.switch)]
     own = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO}
-    compared = {config.compare} if config.compare else set()
-    for name in (own | compared) - {NO_RECIPE} | set(switched):
+    later = [entry.recipe for entry in switch_syntax.parse(config.switch)]
+    for name in {*own, config.compare or NO_RECIPE} - {NO_RECIPE} | set(later):
         recipes.get(name)
 
 
@@ -81,45 +74,30 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _verb() -> Any:
-    """A function whose signature is the table of settings, for cyclopts to read."""
-
-    def train(*_: Any, **__: Any) -> None:
-        """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
-
-    file = Annotated[
-        str, Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
-    ]
-    parameters = [inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=file)]
+def _signature() -> inspect.Signature:
+    """The settings of TrainConfig as a signature for cyclopts."""
+    file = Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter("config", kind, default="", annotation=Annotated[str, file])]
     groups: dict[str, Group] = {}
     for each in fields(TrainConfig):
         group = groups.setdefault(each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1))
         parameters.append(_parameter(each, group))
-    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return train
+    return inspect.Signature(parameters)
 
 
 def _parameter(each: Field[Any], group: Group) -> inspect.Parameter:
     is_table = each.type is TABLE
-    reader = None if each.type is bool else _read_table if is_table else _read_value
     parameter = Parameter(
-        name=flag(key_of(each)),
-        help=_help(each),
-        group=group,
-        converter=reader,
-        negative_iterable=(),
-        show_default=False,
-    )
-    return inspect.Parameter(
-        each.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None if is_table else each.default,
-        annotation=Annotated[list[str] if is_table else each.type, parameter],
-    )
+        name=flag(key_of(each)), help=_help(each), group=group, negative_iterable=(), show_default=False,
+        converter=None if each.type is bool else _read_table if is_table else _read_value,
+    )  # fmt: skip
+    kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[list[str] if is_table else each.type, parameter]
+    return inspect.Parameter(each.name, kind, default=None if is_table else each.default, annotation=annotation)
 
 
 def _help(each: Field[Any]) -> str:
-    """The help of a setting, its choices if they are few names, and its default unless that is empty."""
+    """The help of a setting with its choices and default."""
     rule = each.metadata["rule"]
     words = [each.metadata["help"], f"{rule}.".capitalize() if isinstance(rule, OneOf) else ""]
     if each.type is not TABLE and each.default != "":
@@ -128,7 +106,7 @@ def _help(each: Field[Any]) -> str:
 
 
 def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
-    """A flag's value as the same text would be read in a file: no 2.5 for a whole number, which cyclopts rounds."""
+    """Reads a flag as a TOML file would: cyclopts would round 2.5 for a whole number."""
     text = tokens[0].value
     if kind is int:
         if not WHOLE_NUMBER.fullmatch(text) or len(text) > 40:
@@ -150,3 +128,6 @@ def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
             raise ValueError(f"{token.value!r} is not 'pattern=recipe', or names its pattern twice")
         table[pattern] = recipe
     return table
+
+
+train.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Text and tables to batches: read strictly, tokenize once, and batch as a pure function of the step.
+"""Turns text and tables into batches: reads strictly, tokenizes once, batches as a pure function of the step.
 
 Running text, for pretraining:
 
@@ -30,54 +30,15 @@ from narrowgauge.data.sample import coloured_sample
 from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.data.sources import documents
 from narrowgauge.data.targets import count_targets, step_loss, summed_loss, trainer_loss
-from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, Task, class_names
+from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, Task
 from narrowgauge.data.text import Document
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 
 __all__ = [
-    "IGNORED",
-    "Batching",
-    "CausalBatches",
-    "Chat",
-    "Classification",
-    "Collator",
-    "Completion",
-    "Corpus",
-    "Document",
-    "Encoder",
-    "Examples",
-    "LengthBatchSampler",
-    "Limits",
-    "PackingCheck",
-    "PaddingReport",
-    "Plan",
-    "Record",
-    "Seq2Seq",
-    "Task",
-    "TokenStream",
-    "TrainedTokenizer",
-    "Waste",
-    "block_mask",
-    "check_packing",
-    "check_vocabulary",
-    "class_names",
-    "coloured_sample",
-    "count_targets",
-    "cumulative_lengths",
-    "documents",
-    "fingerprint",
-    "load",
-    "pack",
-    "pad_id_of",
-    "plan",
-    "prepare",
-    "prepare_examples",
-    "records",
-    "restore_order",
-    "sorted_batches",
-    "step_loss",
-    "summed_loss",
-    "train_bpe",
-    "trainer_loss",
-    "valid_targets",
-]
+    "IGNORED", "Batching", "CausalBatches", "Chat", "Classification", "Collator", "Completion", "Corpus", "Document",
+    "Encoder", "Examples", "LengthBatchSampler", "Limits", "PackingCheck", "PaddingReport", "Plan", "Record",
+    "Seq2Seq", "Task", "TokenStream", "TrainedTokenizer", "Waste", "block_mask", "check_packing", "check_vocabulary",
+    "coloured_sample", "count_targets", "cumulative_lengths", "documents", "fingerprint", "load",
+    "pack", "pad_id_of", "plan", "prepare", "prepare_examples", "records", "restore_order", "sorted_batches",
+    "step_loss", "summed_loss", "train_bpe", "trainer_loss", "valid_targets",
+]  # fmt: skip

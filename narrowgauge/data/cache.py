@@ -1,171 +1,206 @@
-"""Token ids on disk: two memory-mapped files and a JSON index, under a key that says what they were made from.
+"""Cached arrays: a folder with a memory-mapped file for each array and a JSON index, named by a key of its sources.
 
-    CACHE/tokens-KEY.train.bin        token ids one after another, uint16 (uint32 from 65,537 ids on), little-endian
-    CACHE/tokens-KEY.validation.bin
-    CACHE/tokens-KEY.json             what they hold: counts, document lengths, SHA-256 of both files and of itself
+    CACHE/tokens-KEY/train.bin        values, little-endian
+    CACHE/tokens-KEY/index.json       dtype, bytes and SHA-256 of each file, facts, and its own checksum
 
-The index is written last, so an interrupted write leaves no entry. Opening an entry hashes both files, about a second
-per GB, and an entry of which a single bit has changed is Damaged: it is never used.
+An entry is written under another name, flushed and renamed, so it is whole or absent. Opening one checks its hashes, about a second
+per GB; an entry with a changed bit is Damaged and never used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from narrowgauge.data.split import SIDES
-from narrowgauge.data.storage import Draft, flush, publish, sweep, temporary
 from narrowgauge.data.text import shown
 from narrowgauge.errors import StorageError
+from narrowgauge.storage import flush, locked, publish, storage, sweep, temporary
 
-FORMAT = 1  # counts up when the files change their meaning; part of the key
+FORMAT = 2  # of the files; part of the key
+INDEX = "index.json"
+Values = np.ndarray[Any, np.dtype[Any]]
+Append = Callable[[str, Values], None]  # append(array name, values)
 
 
 class Damaged(Exception):
-    """A cache entry whose bytes are not those that were written. Says which file, and how."""
-
-
-def gone(folder: Path) -> StorageError:
-    """The error for an entry that was written, and is not there."""
-    return StorageError(
-        f"{shown(folder)}: an entry is missing though it was just written; another process removes what stands there. "
-        "Start again without it, or pass another cache folder."
-    )
+    """A cache entry has changed since it was written. Names the file and the fault."""
 
 
 def token_dtype(largest_token: int) -> np.dtype[Any]:
-    """The narrowest of uint16 and uint32, little-endian, that holds the ids."""
+    """uint16 if it holds the ids, else uint32; little-endian."""
     return np.dtype("<u2" if largest_token < 2**16 else "<u4")
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
     """32 hexadecimal digits of the SHA-256 of `facts`."""
-    return hashlib.sha256(json.dumps({"format": FORMAT, **facts}, sort_keys=True).encode()).hexdigest()[:32]
+    return _checksum({"format": FORMAT, **facts})[:32]
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Token ids in reading order, an end-of-text id behind each document. `tokens` is one-dimensional and read-only."""
+    """Token ids in reading order, with an end-of-text id after each document. `tokens` is one-dimensional and read-only."""
 
     name: str
-    tokens: np.ndarray[Any, np.dtype[Any]]
+    tokens: Values
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
-class TokenWriter:
-    """One side of an entry in the making: appends documents, and keeps their lengths, token counts and hash."""
+@dataclass(frozen=True)
+class Entry:
+    """An open entry. Pickles as the names of its files."""
 
-    def __init__(self, folder: Path, key: str, side: str, dtype: np.dtype[Any], vocabulary: int):
-        self.draft = Draft(folder / f"tokens-{key}.{side}.bin")
-        self.dtype = dtype
-        self.counts = np.zeros(vocabulary, dtype=np.int64)  # of each token id
-        self.document_lengths: list[int] = []
-        self._document_length = 0
-        self._pending: list[int] = []
+    path: Path
+    dtypes: dict[str, str]
+    facts: dict[str, Any]
 
-    def append(self, ids: Sequence[int], *, ends_document: bool) -> None:
-        """Takes up ids of the document at hand; its last ones, with the end-of-text id, end it."""
-        self._pending.extend(ids)
-        self._document_length += len(ids)
-        if ends_document:
-            self.document_lengths.append(self._document_length)
-            self._document_length = 0
-
-    def drain(self) -> None:
-        """Writes what was taken up. A pass over the vocabulary, so once per batch and not per document."""
-        ids = np.array(self._pending, dtype=np.int64)
-        self.draft.write(ids.astype(self.dtype).tobytes())
-        self.counts += np.bincount(ids, minlength=len(self.counts))
-        self._pending.clear()
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype.str,
-            "tokens": sum(self.document_lengths),
-            "sha256": self.draft.sha256,
-            "document_lengths": self.document_lengths,
+    @cached_property
+    def arrays(self) -> dict[str, Values]:
+        """One-dimensional, memory-mapped and read-only, by name."""
+        files = {name: self.path / f"{name}.bin" for name in self.dtypes}
+        return {  # an empty file cannot be mapped
+            name: np.memmap(file, self.dtypes[name], mode="r")
+            if file.stat().st_size
+            else np.empty(0, self.dtypes[name])
+            for name, file in files.items()
         }
 
-    def discard(self) -> None:
-        self.draft.discard()
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "arrays"}
 
 
-def write(folder: Path, key: str, sides: Mapping[str, TokenWriter], facts: Mapping[str, Any]) -> None:
-    """Publishes the entry: both files, then the index with `facts` in it. Removes what killed processes left behind."""
-    sweep(folder)
-    index_path = folder / f"tokens-{key}.json"
-    held = {side: writer.facts() for side, writer in sides.items()}
-    retract(index_path, key, held)
-    for writer in sides.values():
-        writer.draft.publish()
-    write_index(index_path, {"format": FORMAT, "key": key, **facts, **held})
+def cached(
+    path: Path, dtypes: Mapping[str, np.dtype[Any]], fill: Callable[[Append], dict[str, Any]]
+) -> tuple[Entry, list[str]]:
+    """(the entry at `path`, notes). If it is missing or damaged, `fill` writes its arrays and returns its facts.
+
+    Raises StorageError if the folder cannot be read or written.
+    """
+    notes: list[str] = []
+    with storage(path.parent):
+        try:
+            if entry := open_entry(path):
+                return entry, notes
+        except Damaged as damage:
+            notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
+        with new_folder(path, _is_whole) as draft:
+            _write(draft, path.name, dtypes, fill)
+        try:
+            if entry := open_entry(path):
+                return entry, notes
+        except Damaged as damage:
+            raise StorageError(
+                f"{damage}, though it was just written. Check the disk, or pass another cache folder."
+            ) from damage
+    raise StorageError(
+        f"{shown(path.parent)}: an entry is missing though it was just written: another process removes files there. "
+        "Stop that process, or pass another cache folder."
+    )
 
 
-def retract(path: Path, key: str, held: Mapping[str, Any]) -> None:
-    """Removes the index at `path`, unless it is of the same bytes: the entry of a process that was as fast stays whole."""
-    try:
-        index = read_index(path, key)
-    except Damaged:
-        index = None
-    if index is None or any(index.get(name) != value for name, value in held.items()):
-        path.unlink(missing_ok=True)
+@contextmanager
+def new_folder(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
+    """A locked draft of the folder `path`, published when the body ends and removed if it fails.
 
-
-def open_entry(folder: Path, key: str) -> tuple[dict[str, TokenStream], dict[str, Any]] | None:
-    """(streams by side, index) of an entry, or None if there is none. Raises Damaged if its bytes have changed."""
-    index = read_index(folder / f"tokens-{key}.json", key)
-    if index is None:
-        return None
-    return {side: _open_stream(folder / f"tokens-{key}.{side}.bin", side, index[side]) for side in SIDES}, index
-
-
-def write_index(path: Path, index: Mapping[str, Any]) -> None:
-    """`index` with its checksum, whole or not at all."""
+    If `path` exists by then and `is_whole`, it stays: another process wrote the same bytes. Otherwise the draft replaces it;
+    readers of the old files are not disturbed. Also removes drafts of killed processes.
+    """
     draft = temporary(path)
     try:
-        draft.write_text(json.dumps({**index, "checksum": _checksum(index)}), encoding="utf-8")
-        flush(draft)
-        publish(draft, path)
+        with storage(path.parent):
+            draft.mkdir(parents=True)
+            sweep(path.parent)
+            with locked(draft, needed=False):
+                yield draft
+                for file in (*draft.iterdir(), draft):
+                    flush(file)
+                _publish(draft, path, is_whole)
     finally:
-        draft.unlink(missing_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
 
 
-def read_index(path: Path, key: str) -> dict[str, Any] | None:
-    """What `write_index` wrote, or None if there is none. Raises Damaged if it has changed or belongs to another key."""
+def _publish(draft: Path, path: Path, is_whole: Callable[[Path], bool]) -> None:
+    while True:
+        try:
+            return publish(draft, path)
+        except OSError:
+            if not path.exists():
+                raise
+        if is_whole(path):
+            return
+        doomed = temporary(path)
+        with suppress(FileNotFoundError):  # another process may have replaced it
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+
+
+def _write(
+    folder: Path, name: str, dtypes: Mapping[str, np.dtype[Any]], fill: Callable[[Append], dict[str, Any]]
+) -> None:
+    hashes = {array: hashlib.sha256() for array in dtypes}
+    with ExitStack() as stack:
+        files = {array: stack.enter_context((folder / f"{array}.bin").open("xb")) for array in dtypes}
+
+        def append(array: str, values: Values) -> None:
+            raw = values.astype(dtypes[array]).tobytes()
+            files[array].write(raw)
+            hashes[array].update(raw)
+
+        facts = fill(append)
+        held = {
+            array: {"dtype": dtype.str, "bytes": files[array].tell(), "sha256": hashes[array].hexdigest()}
+            for array, dtype in dtypes.items()
+        }
+    index = {"name": name, "files": held, "facts": facts}
+    (folder / INDEX).write_text(json.dumps({**index, "checksum": _checksum(index)}), encoding="utf-8")
+
+
+def open_entry(path: Path) -> Entry | None:
+    """The entry at `path`; None if it is missing. Raises Damaged if its bytes have changed or belong to another key."""
+    if not path.exists():
+        return None
     try:
-        index: dict[str, Any] = json.loads(path.read_bytes())
-        if index.pop("checksum") != _checksum(index) or index["key"] != key:
+        index = json.loads((path / INDEX).read_bytes())
+        if index.pop("checksum") != _checksum(index) or index["name"] != path.name:
             raise ValueError
     except FileNotFoundError:
-        return None
+        raise Damaged(f"{shown(path / INDEX)} is missing") from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Damaged(f"{shown(path)} does not match its checksum") from None
-    return index
+        raise Damaged(f"{shown(path / INDEX)} does not match its checksum") from None
+    for name, held in index["files"].items():
+        _check(path / f"{name}.bin", held)
+    return Entry(path, {name: held["dtype"] for name, held in index["files"].items()}, index["facts"])
 
 
-def _open_stream(path: Path, side: str, facts: Mapping[str, Any]) -> TokenStream:
-    dtype = np.dtype(facts["dtype"])
+def _check(path: Path, held: Mapping[str, Any]) -> None:
     try:
-        size = path.stat().st_size
+        with path.open("rb") as file:
+            size, digest = path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         raise Damaged(f"{shown(path)} is missing") from None
-    if size != facts["tokens"] * dtype.itemsize:
-        raise Damaged(f"{shown(path)} has {size} bytes, not {facts['tokens'] * dtype.itemsize}")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-            raise Damaged(f"{shown(path)} does not match its SHA-256")
-    if not size:  # an empty file cannot be mapped
-        return TokenStream(side, np.empty(0, dtype))
-    return TokenStream(side, np.memmap(path, dtype, mode="r"))
+    if size != held["bytes"]:
+        raise Damaged(f"{shown(path)} has {size} bytes, not {held['bytes']}")
+    if digest != held["sha256"]:
+        raise Damaged(f"{shown(path)} does not match its SHA-256")
 
 
-def _checksum(index: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+def _is_whole(path: Path) -> bool:
+    try:
+        return open_entry(path) is not None
+    except Damaged:
+        return False
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,20 +1,20 @@
-"""Which characters of a rendered chat the assistant wrote.
+"""Finds the characters of a rendered chat that the assistant wrote.
 
-The text is what the tokenizer's own template renders. Its answers are found in one of two ways:
+The tokenizer's own template renders the text. The answers are found in one of two ways:
 
-    a template that marks them     {% generation %} ... {% endgeneration %}: what stands between, as rendered
-    any other                      answer i lies between  render(messages[:i], with the prompt to answer)
-                                   and  render(messages[:i + 1]),  if both are beginnings of the whole text
+    a template with {% generation %} marks    the text between the marks
+    any other                                 answer i lies between  render(messages[:i], with the prompt to answer)
+                                              and  render(messages[:i + 1]),  if both are prefixes of the whole text
 
-The second holds for a template that renders a turn the same whatever follows it. One that does not (some drop the
-reasoning of all answers but the last) is refused by name of the turn; training on the last answer alone is then possible.
-An answer includes the token that ends the turn, which a model must learn to write.
+The second way fails for templates that render an answer differently once more turns follow (some drop earlier reasoning): the turn
+is refused, and train_on="last" still works. An answer includes the token that ends the turn, which a model must learn to write.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from narrowgauge.data.text import reason
@@ -22,11 +22,6 @@ from narrowgauge.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def marks_answers(template: str) -> bool:
-    """Whether the template says itself which parts are the assistant's."""
-    return bool(_MARKS.search(template))
 
 
 def chat_template(tokenizer: Any) -> str:
@@ -41,19 +36,19 @@ def chat_template(tokenizer: Any) -> str:
 
 
 def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
-    """`messages` if it is a list of turns with a role each, one of them the assistant's. Raises DataError otherwise."""
+    """Returns `messages`. Raises DataError unless it is a list of turns with roles, at least one an assistant's answer."""
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         raise DataError(
             f'{origin}: messages hold {type(messages).__name__}, not a list of {{"role": ..., "content": ...}}. '
-            "Write them so, in JSONL or Parquet."
+            "Write such a list, in JSONL or Parquet."
         )
     for number, turn in enumerate(messages):
         if not isinstance(turn.get("role"), str):
             raise DataError(f"{origin}: message {number} has no role. Give each message a role and a content.")
         if turn["role"] == "assistant" and turn.get("content") is None and not turn.get("tool_calls"):
             raise DataError(
-                f"{origin}: message {number} is an answer without content, from which a model would learn to end its turn at once. Give "
-                "it a content, or remove the row."
+                f"{origin}: message {number} is an answer without content, which teaches a model to end its turn at once. Add "
+                "the content, or remove the row."
             )
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{origin}: no message has the role 'assistant', so there is nothing to learn. Remove the row.")
@@ -63,12 +58,12 @@ def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
 def answers(
     tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, train_on: Literal["answers", "last"] = "answers"
 ) -> tuple[str, list[Span]]:
-    """(text, spans of characters) of one chat: every answer of the assistant, or the last alone.
+    """(text, character spans) of one chat: every answer of the assistant, or only the last.
 
-    Renders the template once, and twice more for each answer if it does not mark them. Raises DataError if the template
-    refuses the messages, or renders an answer differently once more turns follow.
+    Renders the template once, and twice more per answer if it has no marks. Raises DataError if the template refuses the
+    messages, or renders an answer differently once more turns follow.
     """
-    if marks_answers(chat_template(tokenizer)):
+    if _MARKS.search(chat_template(tokenizer)):
         text, spans = _marked(tokenizer, messages, origin)
         return text, spans[-1:] if train_on == "last" else spans
     text = _render(tokenizer, messages, origin)
@@ -79,8 +74,8 @@ def answers(
         through = text if turn == len(messages) - 1 else _render(tokenizer, messages[: turn + 1], origin)
         if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
             raise DataError(
-                f"{origin}: the chat template renders answer {turn} differently once the whole chat is there, so its tokens "
-                "cannot be told apart. Pass train_on='last', split the chat into one row per answer, or use a template with "
+                f"{origin}: the chat template renders answer {turn} differently once more turns follow, so its tokens "
+                "cannot be found. Pass train_on='last', split the chat into one row per answer, or use a template with "
                 "{% generation %} marks."
             )
         spans.append((len(before), len(through)))
@@ -90,27 +85,29 @@ def answers(
 def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, *, prompt: bool = False) -> str:
     if not messages and not prompt:
         return ""
-    try:
+    with _refusals(origin):
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
-    except Exception as error:  # templates raise their own errors, of jinja's and of any other class
-        raise DataError(
-            f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
-        ) from error
 
 
 def _marked(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str) -> tuple[str, list[Span]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     known = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
-    try:
+    with _refusals(origin):
         texts, spans = render_jinja_template(
             conversations=[known],
             chat_template=chat_template(tokenizer),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    except Exception as error:  # as above
+    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]
+
+
+@contextmanager
+def _refusals(origin: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a template can raise anything
         raise DataError(
             f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
         ) from error
-    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]

@@ -1,10 +1,10 @@
-"""Examples to one batch of tensors: padded on the right to a planned width, or several in a row.
+"""Collates examples into one batch of tensors: padded on the right to a planned width, or several packed in a row.
 
-    input_ids       [rows, width] int64, `pad_id` behind each example
-    labels          the same, -100 behind it; class ids [rows] for classification; the decoder's own width for seq2seq
-    attention_mask  [rows, width] int64, 1 on the example, from its length and never from its ids: pad may equal end of text
-    position_ids    [rows, width] int64, counting on through the padding
-    token_type_ids  as the examples have them
+    input_ids       [rows, width] int64, padded with `pad_id`
+    labels          the same, padded with -100; class ids [rows] for classification; the decoder's width for seq2seq
+    attention_mask  [rows, width] int64, 1 on the example, from its length (not its ids: pad may equal end of text)
+    position_ids    [rows, width] int64, continued through the padding
+    token_type_ids  as in the examples
 
 Packed rows (items are lists of examples) have no attention_mask of this shape; see `Collator.attention`.
 """
@@ -31,17 +31,16 @@ Example = dict[str, Any]
 class Collator:
     """A collate_fn for DataLoader and Trainer. Examples are dicts of input_ids, labels and perhaps token_type_ids.
 
-    pad_id           any id of the vocabulary; what stands there is never looked at (see `pad_id_of`)
-    widths           widths to pad to, those of the sampler; None pads to the longest of the batch, rounded up
-    multiple         without widths, what is rounded up to
+    pad_id           any id of the vocabulary; attention ignores these positions (see `pad_id_of`)
+    widths           widths to pad to, from the sampler; None rounds the longest example up to `multiple`
     tokens_multiple  rows x width is a multiple of it
-    position_ids     whether padded batches have them; models without absolute positions from outside need none
-    attention        what keeps the documents of a packed row apart:
-                     "mask", a block-diagonal attention_mask [rows, 1, width, width] of bool, for sdpa;
-                     "positions", position_ids alone, from which transformers derives the same for the models that look at
-                     them, and use_cache False, without which none does;
-                     "varlen", all rows in one and cu_seq_lens, for variable-length kernels
-    causal           whether the block-diagonal mask is causal; False for encoders
+    position_ids     True adds position_ids to padded batches
+    attention        how packed documents are kept apart:
+                     "mask": a block-diagonal attention_mask [rows, 1, width, width] of bool, for sdpa;
+                     "positions": position_ids and use_cache=False, from which transformers derives the mask for models that
+                     support it;
+                     "varlen": all rows as one, with cu_seq_lens, for variable-length kernels
+    causal           True if the block-diagonal mask is causal; False for encoders
     """
 
     pad_id: int
@@ -60,7 +59,7 @@ class Collator:
 
     def __call__(self, items: Sequence[Example | Sequence[Example]]) -> Batch:
         if not items:
-            raise DataError("Collator: a batch without examples. Draw at least one.")
+            raise DataError("Collator: the batch is empty. Pass at least one example.")
         packed = [item for item in items if not isinstance(item, dict)]
         if packed:
             return self._packed(packed)
@@ -97,18 +96,15 @@ class Collator:
         sizes = [[len(example["input_ids"]) for example in row] for row in rows]
         width = self._width(max(map(sum, sizes)), len(rows))
         ids = _filled([np.concatenate([one["input_ids"] for one in row]) for row in rows], width, self.pad_id)
-        labels = _filled(
-            [np.concatenate([_from_second(one["labels"], len(one["input_ids"])) for one in row]) for row in rows],
-            width,
-            IGNORED,
-        )
+        targets = [np.concatenate([_from_second(one["labels"], len(one["input_ids"])) for one in row]) for row in rows]
+        labels = _filled(targets, width, IGNORED)
         both = [positions(row, width) for row in sizes]
         position, document = (torch.stack(part) for part in zip(*both, strict=True))
         batch = {"input_ids": ids, "labels": labels, "position_ids": position}
         if self.attention == "mask":
             batch["attention_mask"] = block_mask(document, causal=self.causal)
         elif self.attention == "positions":
-            # transformers 5 (masking_utils) looks at position_ids only where there is no cache, and makes one by default.
+            # transformers 5 (masking_utils) reads position_ids only without a cache, and makes one by default.
             batch["use_cache"] = False  # type: ignore[assignment]
         elif self.attention == "varlen":
             batch = {name: values.reshape(1, -1) for name, values in batch.items()}
@@ -119,11 +115,11 @@ class Collator:
 
 
 def _from_second(labels: Any, tokens: int) -> np.ndarray[Any, Any]:
-    """Labels of a document without its first token, which the shift would make a target of the document before."""
+    """Labels without the first token, which after the shift would be a target of the document before."""
     found = np.array(labels)
     if found.shape != (tokens,):
         raise ConfigError(
-            f"Collator: labels of shape {list(found.shape)} for {tokens} tokens cannot be packed: only causal-lm examples are. "
+            f"Collator: labels of shape {list(found.shape)} for {tokens} tokens cannot be packed; only causal-lm examples can. "
             "Leave row_length out."
         )
     found[:1] = IGNORED
@@ -131,7 +127,7 @@ def _from_second(labels: Any, tokens: int) -> np.ndarray[Any, Any]:
 
 
 def _filled(rows: Sequence[Any], width: int, filler: int) -> Tensor:
-    """[len(rows), width] int64, each row followed by the filler."""
+    """[len(rows), width] int64, each row padded with the filler."""
     found = np.full((len(rows), width), filler, dtype=np.int64)
     for place, row in enumerate(rows):
         found[place, : len(row)] = row
@@ -139,8 +135,5 @@ def _filled(rows: Sequence[Any], width: int, filler: int) -> Tensor:
 
 
 def pad_id_of(tokenizer: Any) -> int:
-    """The tokenizer's pad id, else its end-of-text id, else 0. Any will do where masks come from lengths."""
-    for id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if id is not None:
-            return int(id)
-    return 0
+    """The tokenizer's pad id, else its end-of-text id, else 0: masks come from lengths, so any id serves."""
+    return next((int(id) for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)

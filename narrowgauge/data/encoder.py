@@ -1,6 +1,6 @@
-"""Thousands of texts to token ids in one call of the Rust tokenizer, which spreads them over its threads.
+"""Encodes thousands of texts per call of the Rust tokenizer, which uses all its threads.
 
-A slow tokenizer, written in Python, encodes one text after another: it is refused beyond SLOW_ROWS texts unless asked for.
+Slow tokenizers (written in Python, one text at a time) are refused beyond SLOW_ROWS texts unless allow_slow=True.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from narrowgauge.data.example_cache import Values
+from narrowgauge.data.cache import Values
 from narrowgauge.data.text import shown
 from narrowgauge.data.tokenizer import fingerprint, plain_backend
 from narrowgauge.errors import ConfigError, DataError
@@ -22,15 +22,15 @@ from narrowgauge.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH_ROWS = 4096  # texts handed to the tokenizer's threads at once; each comes back as an object of a few kilobytes
-SLOW_ROWS = 2000  # a second or two of a tokenizer in Python
+BATCH_ROWS = 4096  # texts per call; each returns an object of a few kilobytes
+SLOW_ROWS = 2000  # one or two seconds with a slow tokenizer
 Text = str | tuple[str, str]
 
 
 class Encoder:
-    """A tokenizer as functions of lists of texts, without the truncation and padding that its files may ask for.
+    """A tokenizer for lists of texts, without the truncation and padding that its files may set.
 
-    texts    a string, or a pair of strings for tokenizers that join two with their own separators.
+    A text is a string, or a pair of strings that the tokenizer joins with its own separators.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_slow: bool = False):
@@ -39,11 +39,11 @@ class Encoder:
         self.fast = bool(getattr(tokenizer, "is_fast", False))
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=0)
         self._encoded = 0
-        self._backend = _exact(plain_backend(self.tokenizer)) if self.fast else None
+        self._backend = plain_backend(self.tokenizer, trim_offsets=False) if self.fast else None
         self._target = self._target_backend() if self.fast else None
 
     def facts(self) -> dict[str, Any]:
-        """What decides the ids of a text, for the key of a cache."""
+        """Everything that determines the ids of a text, for a cache key."""
         from transformers import __version__ as transformers_version
 
         if not self.fast:
@@ -56,10 +56,10 @@ class Encoder:
     def ids(
         self, texts: Sequence[Text], *, target: bool = False, max_length: int | None = None
     ) -> list[dict[str, Values]]:
-        """input_ids and token_type_ids of each text, with the special tokens that the tokenizer adds.
+        """input_ids and token_type_ids of each text, with the tokenizer's special tokens.
 
-        target      as the text that a seq2seq model writes
-        max_length  cut to it (the longer of a pair first), special tokens kept; not cut if None
+        target      True encodes the target text of a seq2seq model
+        max_length  truncates to it (the longer of a pair first) and keeps special tokens; None does not truncate
         """
         if not self.fast:
             return self._slow_ids(texts, target, max_length)
@@ -75,19 +75,19 @@ class Encoder:
         ]
 
     def spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Values, Values]]:
-        """(ids, [tokens, 2] first and behind-last character of each) of each text; -1, -1 for one that was added.
+        """(ids, [tokens, 2] start and end character) of each text; -1, -1 for added special tokens.
 
-        Raises ConfigError for a slow tokenizer, which does not know where in the text its tokens are.
+        Raises ConfigError for a slow tokenizer, which does not know the characters of its tokens.
         """
         if self._backend is None:
             raise ConfigError(
-                f"{self.name}: a slow tokenizer does not say which characters a token covers, which prompts and chats need. "
+                f"{self.name}: a slow tokenizer does not know which characters a token covers, but prompts and chats need that. "
                 "Load it with its tokenizer.json."
             )
         found = []
         for encoding in self._backend.encode_batch(list(texts), add_special_tokens=special):
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            if special:  # also set for special tokens that the text spells out; those cover characters
+            if special:  # the mask also holds special tokens that the text spells out; they cover characters
                 places[np.array(encoding.special_tokens_mask, bool) & (places[:, 0] == places[:, 1])] = -1
             found.append((np.array(encoding.ids, np.int64), places))
         return found
@@ -96,28 +96,24 @@ class Encoder:
     def name(self) -> str:
         return shown(self.tokenizer.name_or_path or type(self.tokenizer).__name__)
 
-    @property
-    def start_ids(self) -> set[int]:
-        """Ids that begin a text: of which two in a row are a mistake."""
-        found = {getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")}
-        return {int(id) for id in found if id is not None}
-
     def check_start(self, ids: Values, origin: str) -> None:
         """Raises DataError if the ids begin with the same beginning-of-text token twice."""
-        if len(ids) > 1 and ids[0] == ids[1] and int(ids[0]) in self.start_ids:
+        if len(ids) < 2 or ids[0] != ids[1]:
+            return
+        if int(ids[0]) in (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")):
             token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
             raise DataError(
-                f"{origin}: begins with {token} twice, as it stands in the text or template and the tokenizer adds it too. "
+                f"{origin}: begins with {token} twice, because the text or template holds it and the tokenizer adds it too. "
                 "Take it out of the text, or out of the chat template."
             )
 
     def _target_backend(self) -> Any:
-        """The backend in the mode for targets: translation tokenizers add another language code there."""
+        """The backend in target mode, where translation tokenizers add another language code."""
         if not hasattr(self.tokenizer, "_switch_to_target_mode"):
             return self._backend
         self.tokenizer._switch_to_target_mode()
         try:
-            return _exact(plain_backend(self.tokenizer))
+            return plain_backend(self.tokenizer, trim_offsets=False)
         finally:
             self.tokenizer._switch_to_input_mode()
 
@@ -139,25 +135,8 @@ class Encoder:
         return found
 
 
-def _exact(backend: Any) -> Any:
-    """The backend with a token's span that holds its leading space, which some post-processors trim away."""
-    from tokenizers import Tokenizer
-
-    state = json.loads(backend.to_str())
-
-    def untrimmed(part: Any) -> Any:
-        if isinstance(part, list):
-            return [untrimmed(value) for value in part]
-        if isinstance(part, dict):
-            return {key: False if key == "trim_offsets" else untrimmed(value) for key, value in part.items()}
-        return part
-
-    state["post_processor"] = untrimmed(state["post_processor"])
-    return Tokenizer.from_str(json.dumps(state))
-
-
 def _saved(tokenizer: Any) -> str:
-    """SHA-256 of the files that a slow tokenizer saves, and of its class's name."""
+    """SHA-256 of the class name and the saved files of a slow tokenizer."""
     digest = hashlib.sha256(f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}".encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

@@ -1,7 +1,6 @@
-"""Data sets of the Hugging Face Hub by name: hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (split: train).
+"""Reads Hugging Face data sets by name: hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (default split: train).
 
-NAME may also be a local folder that `datasets` loads. The data set is downloaded once, into the cache of `datasets`,
-and read from there. Code that a data set repository may hold is never run.
+NAME may also be a local folder that `datasets` loads. `datasets` downloads once into its cache. Code in a repository is never run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from narrowgauge.data.text import Document, reason
 from narrowgauge.errors import ConfigError, DataError
 
 PREFIX = "hf:"
-COLON = r":(?![^\[]*\])"  # but not the one in a slice, as in hf:NAME:train[:10%]
+COLON = r":(?![^\[]*\])"  # not the colon in a slice, as in hf:NAME:train[:10%]
 BATCH_ROWS = 256
 
 
@@ -28,33 +27,24 @@ def parse(source: str) -> tuple[str, str | None, str]:
 
 
 def hub_documents(source: str, *, column: str | None) -> Iterator[Document]:
-    """One document per row. Origin: the source and the row, from 1. Needs the package `datasets`."""
-    name, config, split = parse(source)
-    dataset = _load(source, name, config, split)
-    texts = [
-        key for key, kind in dataset.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
-    ]
-    column = choose_column(column, list(dataset.features), texts, source)
-    if column not in texts:
-        raise DataError(
-            f"{source}: column {column!r} holds {dataset.features[column]}, not strings. Columns of strings: {texts}."
-        )
-    row = 0
-    for batch in dataset.select_columns([column]).iter(batch_size=BATCH_ROWS):
-        for value in batch[column]:
-            row += 1
-            yield Document(checked_text(value, column, f"{source} row {row}"), f"{source} row {row}")
+    """One document per row. Origin: source and row, from 1. Needs `datasets`. Raises ConfigError for a malformed name."""
+    return _documents(source, *parse(source), column)
 
 
-def _load(source: str, name: str, config: str | None, split: str) -> Any:
+def _documents(source: str, name: str, config: str | None, split: str, column: str | None) -> Iterator[Document]:
     try:
         import datasets
     except ImportError:
         raise ConfigError(f"{source}: this needs the package datasets. Run: pip install datasets.") from None
     try:
-        return datasets.load_dataset(name, config, split=split)
+        found: Any = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # datasets raises its own, the Hub's, Arrow's and the network's exceptions
         raise DataError(
             f"{source}: datasets cannot load it: {type(error).__name__}: {reason(error)} "
             "Check the name, the config, the split and the connection, or download the files and pass a glob."
         ) from error
+    texts = [name for name, kind in found.features.items() if "string" in str(getattr(kind, "dtype", ""))]
+    column = choose_column(column, list(found.features), texts, source)
+    values = (value for batch in found.select_columns([column]).iter(BATCH_ROWS) for value in batch[column])
+    for row, value in enumerate(values, 1):
+        yield Document(checked_text(value, column, f"{source} row {row}"), f"{source} row {row}")

@@ -1,7 +1,7 @@
-"""Does this model keep packed documents apart? Perturb one, and look whether another's logits move.
+"""Checks before training that a model keeps packed documents apart: changes one document and compares the logits of the others.
 
-Nothing in a model raises when its attention ignores the mask it is given, or when a convolution or a recurrence runs on from
-document to document; the loss only gets a little worse. So it is tried, on two rows of three short documents, before training.
+A model raises no error if its attention ignores the mask, or if a convolution or recurrence crosses documents; the loss only gets a
+little worse. The check uses two rows of three short documents.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DOCUMENT_TOKENS = (5, 7, 4)  # 16 positions, odd borders
 class PackingCheck:
     """Largest change of a logit, as a share of the largest logit.
 
-    noise   between two equal calls; 0 without trying where nothing leaks and `alone` is below its tolerance
-    leak    in the other documents when one changes
-    alone   between a document in the row and the same document alone
+    noise   between two equal calls; 0, unmeasured, if `leak` is 0 and `alone` within its tolerance
+    leak    in other documents when one changes
+    alone   between a packed document and the same document alone
     """
 
     noise: float
@@ -33,13 +33,13 @@ class PackingCheck:
 
 
 def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = None, seed: int = 0) -> PackingCheck:
-    """Tries the model with rows as this collator packs them, but short; as long as three forward passes of 32 tokens or fewer.
+    """Checks the model with short rows that this collator packs. Costs three forward passes of at most 32 tokens.
 
-    vocabulary  ids below it are drawn; that of the model's config if None
+    vocabulary  upper limit of the random ids; None means the model config's
 
-    Raises ConfigError if another document's logits move by more than equal calls differ, or if a document in a row has other
-    logits than alone. Products that share one scale over all rows (a recipe with per-tensor scales) tie documents together by
-    rounding: suspend the recipe for the check. The model's training mode is put back.
+    Raises ConfigError if another document's logits move by more than equal calls differ, or if a packed document has other logits
+    than alone. Recipes with one scale per tensor couple documents by rounding: suspend the recipe for the check. Restores the
+    model's training mode.
     """
     vocabulary = vocabulary or int(model.config.get_text_config().vocab_size)
     draw = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = No
     model.eval()
     try:
         with torch.no_grad():
-            # A sampler's widths begin at the row length, hundreds of times what three short documents need.
+            # The sampler's widths are hundreds of times what three short documents need.
             found = _measure(model, replace(collator, widths=None), documents, vocabulary)
     finally:
         model.train(training)
@@ -57,7 +57,7 @@ def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = No
 
 
 def _measure(model: Any, collator: Collator, documents: list[Any], vocabulary: int) -> PackingCheck:
-    """Calls that are compared for a leak have one shape, so that a position is computed by the same kernels in both."""
+    """Calls compared for a leak have the same shape, so that the same kernels compute a position in both."""
     first, second, last = documents
     start, end = len(first), len(first) + len(second)
     straight = _logits(model, collator, [documents, documents])
@@ -74,7 +74,7 @@ def _measure(model: Any, collator: Collator, documents: list[Any], vocabulary: i
 
 
 def _logits(model: Any, collator: Collator, rows: list[list[Any]]) -> Tensor:
-    """[rows, positions, vocabulary] float32 of packed rows, without what fills them up to the width."""
+    """[rows, positions, vocabulary] float32 of packed rows, without padding."""
     batch = collator([[{"input_ids": document, "labels": document} for document in row] for row in rows])
     batch.pop("labels")
     device = next(model.parameters()).device
@@ -84,7 +84,7 @@ def _logits(model: Any, collator: Collator, rows: list[list[Any]]) -> Tensor:
 
 
 def _tolerance(model: Any) -> float:
-    """Another place in a row takes other kernels: rounding of the weights' dtype, some layers deep. Wrong positions are far above."""
+    """Rounding of the weights' dtype over some layers, as other positions use other kernels; wrong positions differ far more."""
     return 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 5e-2
 
 
@@ -92,7 +92,7 @@ def _judge(found: PackingCheck, model: Any, collator: Collator) -> None:
     kind = getattr(model.config, "_attn_implementation", "unknown")
     what = f"{type(model).__name__} with {kind} attention and collator attention {collator.attention!r}"
     step = "Use the collator's attention='mask' with sdpa, a variable-length attention, or pad instead of packing."
-    # Equal calls are equal, or differ by the noise of unordered sums; a leak in a model at its random start is far above 1e-5.
+    # Equal calls agree up to unordered sums; a leak in a randomly initialized model is far above 1e-5.
     if not found.leak <= 1e-5 + 4 * found.noise:
         raise ConfigError(
             f"check_packing: {what} mixes packed documents: changing one moves another's logits by {found.leak:.2g} of the "

@@ -1,4 +1,4 @@
-"""What padding costs, counted: tokens that are data beside positions that are computed."""
+"""Counts what padding costs: data tokens against computed positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from narrowgauge.data.widths import round_up
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """tokens: of the examples. positions: rows x width of the batches that hold them, padding included."""
+    """tokens: of the examples. positions: rows x width of their batches, padding included."""
 
     tokens: int
     positions: int
@@ -24,7 +24,7 @@ class Waste:
 
     @property
     def percent(self) -> float:
-        """Padding as a share of all positions; 0 of nothing is 0."""
+        """Padding as a share of all positions; 0 if there are none."""
         return 100 * self.padding / self.positions if self.positions else 0.0
 
     def __str__(self) -> str:
@@ -33,11 +33,11 @@ class Waste:
 
 @dataclass(frozen=True, slots=True)
 class PaddingReport:
-    """The same examples in three ways, for the log and the report.
+    """The same examples batched in three ways.
 
-    fixed     every row as wide as the longest example of all
-    shuffled  batches in random order, each as wide as its longest example: plain dynamic padding
-    planned   the plan at hand
+    fixed     every row as wide as the longest example
+    shuffled  random batches, each as wide as its longest example (dynamic padding)
+    planned   this plan
     """
 
     fixed: Waste
@@ -48,7 +48,7 @@ class PaddingReport:
         return f"padding: {self.planned}; shuffled batches would have {self.shuffled}, one fixed width {self.fixed}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values; each way with tokens, positions and percent."""
+        """JSON values: tokens, positions and percent of each way."""
         return {name: {**waste, "percent": getattr(self, name).percent} for name, waste in asdict(self).items()}
 
 

@@ -1,26 +1,25 @@
-"""Which examples make which batch, of a whole epoch and for all ranks, as a pure function of lengths, settings and epoch.
+"""Plans the batches of a whole epoch for all ranks, as a pure function of lengths, settings and epoch.
 
-    widths    at most `classes` of them, chosen from the lengths (see `widths`): every example belongs to the smallest that
-              holds it; its class
-    order     examples shuffled, then classes from the widest to the narrowest, shuffled inside
-    cut       a step takes the next rows x world examples; rows = batch_size, or as many as `token_budget` holds at the
-              width of the first. A class that runs out is filled up from the next narrower, so one step alone is ragged
-    ranks     every world-th example of the step: the ranks of a step have the same width and work
-    shuffle   the steps, so that lengths do not drift through the epoch; the one with the most positions goes first, where
-              memory that does not suffice is noticed
+    widths    at most `classes` of them, chosen from the lengths (see `widths`); an example's class is the smallest that holds it
+    order     examples shuffled, then sorted by class, the widest first
+    cut       a step takes the next rows x world examples; rows = batch_size, or as many as `token_budget` holds at the width of
+              the first. The next narrower class fills up a class that runs out, so only one step is ragged
+    ranks     every world-th example of the step: all ranks of a step have the same width and work
+    shuffle   the steps, so that lengths do not drift through the epoch; the step with the most positions goes first, so that
+              running out of memory shows at once
 
-Packed rows go the same way: a row is as long as the examples in it. Rows that nothing fills (examples above half a row, the last
-row) are so no wider than they must be. Where packing would still pad more than one example a row, each has its own.
+Packed rows are planned in the same way, with the sum of their examples as length. If packing would pad more than one example per
+row does, each example gets its own row.
 
-Nothing is lost or duplicated unless `ragged` says so. Every rank computes the same plan; the state is (epoch, step).
-The length distribution within a step is not that of the data, though it is over an epoch: a loss must be normalized by
-targets (see `targets`), or short examples weigh more than long ones.
+Nothing is lost or duplicated unless `ragged` says so. Every rank computes the same plan; the state is (epoch, step). Lengths within a
+step are not distributed as in the data: normalize the loss by targets (see `targets`), or short examples weigh more than long ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -38,16 +37,16 @@ Item = int | tuple[int, ...]  # an example, or the examples of one packed row
 class Batching:
     """How examples become batches. Exactly one of batch_size and token_budget is given.
 
-    batch_size       rows per rank and step: as many steps in an epoch as plain shuffling has
-    token_budget     positions (rows x width) per rank and step, padding included
-    row_length       pack examples into rows of at most this length instead of padding each; None pads
-    world            ranks
+    batch_size       rows per rank and step
+    token_budget     positions (rows x width, with padding) per rank and step
+    row_length       packs examples into rows of at most this length; None pads each example
+    world            number of ranks
     multiple         widths are multiples of it; a power of two
     tokens_multiple  rows x width is a multiple of it; a power of two, 16 for 8-bit products
-    classes          widths at most
-    ragged           examples that fill no whole step: "smaller" makes a step with fewer rows, "drop" leaves them out (they
-                     differ from epoch to epoch), "repeat" fills up with examples that the epoch has had
-    too_long         examples above the budget: "error", or "skip" leaves them out; the plan counts them
+    classes          largest number of widths
+    ragged           the examples of an incomplete step: "smaller" makes a step with fewer rows, "drop" leaves them out (others
+                     in each epoch), "repeat" fills the step with earlier examples of the epoch
+    too_long         examples above the budget: "error", or "skip", which the plan counts
     """
 
     batch_size: int | None = None
@@ -73,10 +72,9 @@ class Batching:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ConfigError(f"batching: {name} {value} is not a power of two. Pass 8 or 16, or 1 for none.")
-        if self.ragged not in ("smaller", "drop", "repeat"):
-            raise ConfigError(f"batching: ragged {self.ragged!r}. Pass 'smaller', 'drop' or 'repeat'.")
-        if self.too_long not in ("error", "skip"):
-            raise ConfigError(f"batching: too_long {self.too_long!r}. Pass 'error' or 'skip'.")
+        for name, known in (("ragged", ("smaller", "drop", "repeat")), ("too_long", ("error", "skip"))):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.")
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -94,7 +92,7 @@ class Batching:
             )
 
     def rows(self, width: int) -> int:
-        """Rows per rank at this width; 0 if the budget holds none."""
+        """Rows per rank at this width; 0 if none fits the budget."""
         if self.batch_size is not None:
             return self.batch_size
         assert self.token_budget is not None
@@ -102,7 +100,7 @@ class Batching:
         return self.token_budget // (width * several) * several
 
     def fits(self, width: int, rows: int) -> bool:
-        """Whether a batch of so many rows, at the width that they then get, stays in the budget."""
+        """True if a batch of so many rows, at the width it gets, stays within the budget."""
         if self.batch_size is not None:
             return rows <= self.batch_size
         assert self.token_budget is not None
@@ -111,13 +109,13 @@ class Batching:
 
 @dataclass(frozen=True)
 class Plan:
-    """One epoch: steps[step][rank] lists the examples (or, packed, the tuples of examples) of one batch.
+    """One epoch: steps[step][rank] lists the examples (packed: tuples of examples) of one batch.
 
-    widths    what the collator pads to
-    skipped   examples left out because they are too long
-    dropped   examples left out because they fill no whole step (ragged "drop")
-    repeated  examples drawn a second time (ragged "repeat")
-    alone     why packing put one example into each row, as a sentence; ''
+    widths    for the collator
+    skipped   examples that are too long
+    dropped   examples of the incomplete step (ragged "drop")
+    repeated  number of examples drawn twice (ragged "repeat")
+    alone     a sentence on why packing put one example into each row, or ''
     """
 
     steps: list[list[list[Item]]]
@@ -133,15 +131,13 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What does not go into every epoch, in sentences with counts; and how packing was refused."""
-        found = [self.alone] if self.alone else []
-        if self.skipped:
-            found.append(f"{len(self.skipped)} examples are longer than the budget and are left out.")
-        if self.dropped:
-            found.append(f"{len(self.dropped)} examples fill no whole step and are left out of this epoch.")
-        if self.repeated:
-            found.append(f"{self.repeated} examples are drawn twice in this epoch to fill its last step.")
-        return found
+        """Sentences for the user: examples left out or repeated, and why packing was not used."""
+        counts = {
+            "are longer than the budget and are left out.": len(self.skipped),
+            "fill no whole step and are left out of this epoch.": len(self.dropped),
+            "are drawn twice in this epoch to fill its last step.": self.repeated,
+        }
+        return [self.alone] * bool(self.alone) + [f"{count} examples {what}" for what, count in counts.items() if count]
 
 
 def plan(
@@ -150,10 +146,10 @@ def plan(
     """The batches of one epoch; see the top of this file.
 
     lengths  tokens of each example
-    among    the examples to plan, all if None; the widths come from all lengths in any case
+    among    the examples to plan; None means all. The widths always come from all lengths
 
     O(N log N); on one core 1.5 s per million examples padded, 5 s packed. Raises DataError for an example without tokens, or
-    one longer than the budget (unless too_long is "skip"); ConfigError if the examples do not go round the ranks.
+    longer than the budget (unless too_long is "skip"); ConfigError if there are fewer examples than ranks.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.min()) < 1:
@@ -167,13 +163,20 @@ def plan(
         rows = Rows(chosen.tolist(), sizes[chosen], _widths(sizes[fitting], batching))
     else:
         rows = _packed(sizes, chosen, fitting, batching, epoch)
-    steps, left_out, again = _in_classes(rows, batching)
-    widths = rows.widths
-    work = [[batch_positions(sizes, batch, widths, batching) for batch in step] for step in steps]
-    report = _report(sizes, chosen, steps, work, batching.multiple)
-    dropped = list(examples_of(left_out))
-    repeated = sum(1 for _ in _drawn(steps)) - len(chosen) if again else 0
-    return Plan(_ordered(steps, work, batching.seed, epoch), widths, report, skipped, dropped, repeated, rows.alone)
+    order, width = _by_class(rows.tokens, rows.widths)
+    steps, left_out, again = _cut([rows.items[place] for place in order], width.tolist(), batching)
+    work = [[batch_positions(sizes, batch, rows.widths, batching) for batch in step] for step in steps]
+    drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
+    report = _report(sizes, chosen, drawn, work, batching.multiple)
+    return Plan(
+        _ordered(steps, work, batching.seed, epoch),
+        rows.widths,
+        report,
+        skipped,
+        dropped=list(examples_of(left_out)),
+        repeated=len(drawn) - len(chosen) if again else 0,
+        alone=rows.alone,
+    )
 
 
 Steps = list[list[list[Item]]]
@@ -181,7 +184,7 @@ Steps = list[list[list[Item]]]
 
 @dataclass(frozen=True)
 class Rows:
-    """What batches are made of: examples or packed rows, the tokens of each, and the widths that they may be padded to."""
+    """The items of the batches (examples or packed rows), the tokens of each, and the widths to pad to."""
 
     items: list[Item]
     tokens: Indices
@@ -190,7 +193,7 @@ class Rows:
 
 
 def _fitting(sizes: Indices, batching: Batching) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which examples fit into a batch alone. Raises DataError if one does not and it may not be skipped."""
+    """[N] bool: True if the example fits into a batch alone. Raises DataError if one does not, unless too_long is "skip"."""
     if batching.row_length is not None:
         limit = batching.row_length
     elif batching.token_budget is not None:
@@ -209,7 +212,7 @@ def _fitting(sizes: Indices, batching: Batching) -> np.ndarray[Any, np.dtype[np.
 
 
 def _widest(batching: Batching) -> int:
-    """The largest width of which the budget holds the rows that `tokens_multiple` asks for."""
+    """The largest width at which the budget holds the rows that `tokens_multiple` asks for."""
     assert batching.token_budget is not None
     width = batching.token_budget // batching.multiple * batching.multiple
     while width and not batching.rows(width):
@@ -218,7 +221,7 @@ def _widest(batching: Batching) -> int:
 
 
 def _usable(width: int, batching: Batching) -> int:
-    """The next width of which the budget holds whole rows: an odd width may need more rows at once than a wider one."""
+    """The next width at which the budget holds rows: an odd width can need more rows at once than a wider one."""
     limit = batching.row_length
     while (limit is None or width < limit) and not batching.rows(width):
         width += batching.multiple
@@ -231,35 +234,35 @@ def _widths(tokens: Indices, batching: Batching) -> tuple[int, ...]:
 
 
 def _packed(sizes: Indices, chosen: Indices, fitting: np.ndarray[Any, Any], batching: Batching, epoch: int) -> Rows:
-    """Rows of several examples; or of one each, if that pads less. Which of both, and the widths, the lengths of all decide."""
+    """Rows of several examples, or of one each if that pads less. Decided, like the widths, on all lengths."""
     assert batching.row_length is not None
     rows = pack(sizes[chosen], batching.row_length)
     tokens = _tokens(sizes[chosen], rows)
     every = sizes[fitting]
     whole = tokens if len(chosen) == len(every) else _tokens(every, pack(every, batching.row_length))
     widths = _widths(whole, replace(batching, classes=max(1, batching.classes - 1)))
-    if not widths or widths[-1] < batching.row_length:  # examples that a resumption leaves may fill rows further
+    if not widths or widths[-1] < batching.row_length:  # the examples left after a resumption may fill rows further
         widths = (*(widths if batching.classes > 1 else ()), batching.row_length)
     alone = _widths(every, batching)
     together, apart = _positions(whole, widths, batching), _positions(every, alone, batching)
     if apart < together:
         packed, padded = (Waste(int(every.sum()), positions).percent for positions in (together, apart))
-        words = (
+        reason = (
             f"Rows of {batching.row_length} tokens would be padded by {packed:.1f} % with several examples in a row and by "
             f"{padded:.1f} % with one: each example has its own. Longer rows hold more."
         )
-        return Rows([(index,) for index in chosen.tolist()], sizes[chosen], alone, words)
+        return Rows([(index,) for index in chosen.tolist()], sizes[chosen], alone, reason)
     order = permutation(len(rows), b"rows:%d:%d" % (batching.seed, epoch))
     return Rows([tuple(chosen[rows[place]].tolist()) for place in order], tokens[order], widths)
 
 
 def _tokens(sizes: Indices, rows: list[list[int]]) -> Indices:
-    """Of each packed row."""
+    """Tokens of each packed row."""
     return np.fromiter((int(sizes[row].sum()) for row in rows), dtype=np.int64, count=len(rows))
 
 
 def _positions(tokens: Indices, widths: tuple[int, ...], batching: Batching) -> int:
-    """What rows of so many tokens come to, in batches of one rank that leave none out."""
+    """Positions of rows with these tokens, batched for one rank without leaving any out."""
     width: list[int] = _by_class(tokens, widths)[1].tolist()
     steps, _, _ = _cut(list(range(len(width))), width, replace(batching, ragged="smaller", world=1))
     total, start = 0, 0
@@ -271,19 +274,14 @@ def _positions(tokens: Indices, widths: tuple[int, ...], batching: Batching) -> 
 
 
 def _by_class(tokens: Indices, widths: tuple[int, ...]) -> tuple[Indices, Indices]:
-    """(places of the rows from the widest class to the narrowest, width of each)."""
+    """(indices of the rows from the widest class to the narrowest, width of each)."""
     classes = np.searchsorted(widths, tokens)
     order = np.argsort(-classes, kind="stable")
     return order, np.asarray(widths, dtype=np.int64)[classes[order]] if len(tokens) else tokens
 
 
-def _in_classes(rows: Rows, batching: Batching) -> tuple[Steps, list[Item], int]:
-    order, width = _by_class(rows.tokens, rows.widths)
-    return _cut([rows.items[place] for place in order], width.tolist(), batching)
-
-
 def _cut(queue: list[Any], width: list[int], batching: Batching) -> tuple[Steps, list[Any], int]:
-    """(steps, dropped, repeated) of a queue whose widths descend."""
+    """(steps, dropped, repeated) of a queue with descending widths."""
     world = batching.world
     parts: list[list[Any]] = []
     start = 0
@@ -305,7 +303,7 @@ def _cut(queue: list[Any], width: list[int], batching: Batching) -> tuple[Steps,
 
 
 def _smaller(tail: list[Any], width: int, batching: Batching) -> Iterator[list[Any]]:
-    """The tail as few steps, each with a row for every rank and within the budget."""
+    """Cuts the tail into few steps, each within the budget and with a row for every rank."""
     world = batching.world
     while tail:
         for count in range(len(tail), world - 1, -1):
@@ -325,15 +323,13 @@ def _smaller(tail: list[Any], width: int, batching: Batching) -> Iterator[list[A
         tail = tail[count:]
 
 
-def _longest(sizes: Indices, batch: list[Item], batching: Batching) -> int:
-    if batching.row_length is None:
-        return int(sizes[batch].max())
-    return max(int(sizes[list(item)].sum()) for item in batch if isinstance(item, tuple))
-
-
 def batch_positions(sizes: Indices, batch: list[Item], widths: tuple[int, ...], batching: Batching) -> tuple[int, int]:
     """(rows x width, width) of a batch as the collator makes it."""
-    width = width_of(_longest(sizes, batch, batching), len(batch), widths, batching.tokens_multiple)
+    if batching.row_length is None:
+        longest = int(sizes[batch].max())
+    else:
+        longest = max(int(sizes[list(item)].sum()) for item in batch if isinstance(item, tuple))
+    width = width_of(longest, len(batch), widths, batching.tokens_multiple)
     return len(batch) * width, width
 
 
@@ -341,7 +337,7 @@ Work = list[list[tuple[int, int]]]  # (positions, width) by step and rank
 
 
 def _ordered(steps: Steps, work: Work, seed: int, epoch: int) -> Steps:
-    """The steps shuffled; the one with the most positions in a rank first."""
+    """Shuffles the steps; the one with the most positions per rank goes first."""
     order = permutation(len(steps), b"steps:%d:%d" % (seed, epoch)).tolist()
     if order:
         worst = order.index(max(order, key=lambda place: max(work[place])))
@@ -349,26 +345,18 @@ def _ordered(steps: Steps, work: Work, seed: int, epoch: int) -> Steps:
     return [steps[place] for place in order]
 
 
-def _report(sizes: Indices, chosen: Indices, steps: Steps, work: Work, multiple: int) -> PaddingReport:
-    drawn = np.fromiter(_drawn(steps), dtype=np.int64)
+def _report(sizes: Indices, chosen: Indices, drawn: Indices, work: Work, multiple: int) -> PaddingReport:
+    """drawn: the examples of the epoch, with repetitions."""
     planned = Waste(int(sizes[drawn].sum()), sum(positions for step in work for positions, _ in step))
-    rows = len(drawn) // max(1, sum(map(len, steps)))
+    rows = len(drawn) // max(1, sum(map(len, work)))
     lengths = sizes[chosen]
     return PaddingReport(fixed_waste(lengths, multiple), shuffled_waste(lengths, max(1, rows), multiple), planned)
-
-
-def _drawn(steps: Steps) -> Iterator[int]:
-    """Every example of the epoch, as often as it is drawn."""
-    return (index for step in steps for batch in step for index in examples_of(batch))
 
 
 def examples_of(batch: list[Item]) -> Iterator[int]:
     """The examples of a batch, packed or not."""
     for item in batch:
-        if isinstance(item, tuple):
-            yield from item
-        else:
-            yield item
+        yield from item if isinstance(item, tuple) else (item,)
 
 
 def sorted_batches(
@@ -378,10 +366,10 @@ def sorted_batches(
     token_budget: int | None = None,
     multiple: int = 8,
 ) -> list[list[int]]:
-    """Batches for evaluation: purely sorted, the longest first ("uniform dynamic padding"); `restore_order` undoes it.
+    """Batches for evaluation, sorted by length, the longest first ("uniform dynamic padding"); `restore_order` undoes it.
 
-    The least padding that batches of these sizes can have. Its author warns against training on it: the order is the same in
-    every epoch and goes from long to short. With a budget, an example above it is a batch of its own, and none is left out.
+    Has the least padding possible for these batch sizes. Do not train on it: the order is the same in every epoch. An example above
+    the budget is a batch of its own.
     """
     Batching(batch_size=batch_size, token_budget=token_budget, multiple=multiple)  # for its checks
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -396,14 +384,9 @@ def sorted_batches(
 
 
 def restore_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
-    """Results of the examples, batch by batch, in the order of the data. Raises DataError if a batch's count differs."""
-    places = [index for batch in batches for index in batch]
-    values = [value for result in results for value in result]
+    """Puts the results of batches into the order of the data. Raises DataError if a batch has another number of results."""
     if [len(batch) for batch in batches] != [len(result) for result in results]:
-        raise DataError(
-            f"restore_order: {len(values)} results for {len(places)} examples. Pass one result per example."
-        )
-    ordered: list[Any] = [None] * len(values)
-    for place, value in zip(places, values, strict=True):
-        ordered[place] = value
-    return ordered
+        given, needed = (sum(map(len, each)) for each in (results, batches))
+        raise DataError(f"restore_order: {given} results for {needed} examples. Pass one result per example.")
+    by_index = dict(zip(chain.from_iterable(batches), chain.from_iterable(results), strict=True))
+    return [by_index[index] for index in range(len(by_index))]

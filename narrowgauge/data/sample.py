@@ -1,4 +1,4 @@
-"""An example as the model sees it, for the console: which tokens, and which of them are learnt."""
+"""Shows an example on the console as the model sees it: its tokens, and which of them have a loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ BORDER = "|"
 def coloured_sample(
     tokenizer: Any, input_ids: Sequence[int], labels: Sequence[int] | None, *, tokens: int = 200
 ) -> Text:
-    """The first `tokens` tokens, a border between them, as a rich Text: green is learnt, dim is only seen, special reversed.
+    """The first `tokens` tokens as a rich Text: green with a loss, dim without, special tokens reversed, borders between.
 
-    Learnt runs also stand in double brackets, so that a log without colours shows them. No line end stands at its end: whoever
-    prints it adds the one. labels as in an `Examples` item; None
-    colours none. A byte-level token that is half a character shows as U+FFFD. rich comes with narrowgauge[train].
+    Double brackets around tokens with a loss show them in a log without colours. labels as in an `Examples` item; None means no
+    loss. A byte-level token that is half a character shows as U+FFFD. rich comes with narrowgauge[train].
     """
     from rich.text import Text
 
@@ -35,10 +34,10 @@ def coloured_sample(
         elif place:
             text.append(BORDER, "dim")
         style = f"{LEARNT if learnt else SEEN}{' ' + SPECIAL if int(id) in special else ''}"
-        text.append(_visible(tokenizer.decode([int(id)])), style)
+        text.append(tokenizer.decode([int(id)]).translate(SIGNS), style)
         learning = learnt
     if text.plain.endswith("\n"):
-        text.right_crop(1)  # its sign stays
+        text.right_crop(1)  # the caller's print adds a line end
     if learning:
         text.append("⟧", "bold")
     if len(shown) < len(input_ids):
@@ -46,14 +45,9 @@ def coloured_sample(
     return text
 
 
-# Line ends and tabs as signs, with the line end kept behind its sign; other control characters, which a terminal would obey
-# (ESC begins its commands), as their pictures, and those above 127 as escapes.
+# Control characters as visible signs, because a terminal would obey them; a line end also stays as it is.
 SIGNS = (
     {code: chr(0x2400 + code) for code in range(32)}
     | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
     | {0x7F: "␡", ord("\t"): "→\t", ord("\n"): "↵\n"}
 )
-
-
-def _visible(token: str) -> str:
-    return token.translate(SIGNS)

@@ -1,11 +1,11 @@
-"""A plan as a batch sampler of torch's DataLoader, in any loop and in transformers' Trainer, with a state of a few numbers.
+"""A batch sampler for torch's DataLoader that follows a plan; works in any loop and in transformers' Trainer.
 
     sampler = LengthBatchSampler(examples.lengths, Batching(token_budget=4096), rank=rank)
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=Collator(pad_id, widths=sampler.widths))
     for batch in loader: ...           # each pass is the next epoch
 
-Each rank makes its own sampler with the same lengths and settings, and draws its own part of the same plan. Do not wrap it in
-a DistributedSampler, nor let accelerate prepare the loader: both would divide the batches once more.
+Each rank makes a sampler with the same lengths and settings and draws its part of the same plan. Do not wrap it in a
+DistributedSampler or let accelerate prepare the loader: both would divide the batches again.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from narrowgauge.data.order import Indices
 from narrowgauge.data.plan import Batching, Item, Plan, examples_of, plan
 from narrowgauge.errors import CheckpointError, ConfigError
 
-Segment = tuple[Batching, int]  # settings, and the steps of this epoch that were done under them
+Segment = tuple[Batching, int]  # settings, and the steps of this epoch done with them
 
 
 class LengthBatchSampler(Sampler[list[Any]]):
     """Yields the batches of one rank, lists of indices (of tuples of indices if the plan packs), epoch after epoch.
 
-    The state is the epoch and the step in it. When the settings differ from those of the state (the world has
-    another size), the steps done stay done and the rest of the epoch is planned anew: no example twice, none lost.
+    The state is the epoch and the step in it. If the settings differ from those of the state (such as another world size), the
+    remaining examples of the epoch are planned again: no example is repeated or lost.
 
-    plan    of the epoch's rest at hand: padding, notes, widths
+    plan    the plan of the rest of this epoch
     """
 
     def __init__(self, lengths: Sequence[int] | Indices, batching: Batching, *, rank: int = 0):
@@ -43,40 +43,41 @@ class LengthBatchSampler(Sampler[list[Any]]):
         self._start(0, [])
 
     def _start(self, epoch: int, done: list[Segment]) -> None:
-        """At what is left of this epoch after these segments; the last goes on if the settings are the same."""
+        """Plans the rest of this epoch after these segments; the last one continues if the settings are the same."""
         self.epoch, self._drawn, self._exhausted = epoch, 0, False
         self._first = done[-1][1] if done and done[-1][0] == self.batching else 0
         self._before = done[:-1] if self._first else done
         among: list[int] | None = None
         for batching, steps in self._before:
-            among = self._left(epoch, batching, steps, among)
-        self.plan: Plan = plan(self.lengths, self.batching, epoch, among=among)
-        if self._first > len(self.plan):
-            raise CheckpointError(_beyond(self._first, len(self.plan)))
+            left = np.zeros(len(self.lengths), dtype=bool)
+            left[slice(None) if among is None else among] = True
+            for step in self._planned(batching, among, steps).steps[:steps]:
+                left[[index for batch in step for index in examples_of(batch)]] = False
+            among = np.flatnonzero(left).tolist()
+        self.plan: Plan = self._planned(self.batching, among, self._first)
 
-    def _left(self, epoch: int, batching: Batching, steps: int, among: list[int] | None) -> list[int]:
-        """Examples that the first `steps` steps of a plan leave to do."""
-        chosen = plan(self.lengths, batching, epoch, among=among)
-        if steps > len(chosen):
-            raise CheckpointError(_beyond(steps, len(chosen)))
-        left = np.zeros(len(self.lengths), dtype=bool)
-        left[slice(None) if among is None else among] = True
-        for step in chosen.steps[:steps]:
-            left[[index for batch in step for index in examples_of(batch)]] = False
-        return np.flatnonzero(left).tolist()
+    def _planned(self, batching: Batching, among: list[int] | None, done: int) -> Plan:
+        """The plan of this epoch. Raises CheckpointError if it has fewer than `done` steps."""
+        found = plan(self.lengths, batching, self.epoch, among=among)
+        if done > len(found):
+            raise CheckpointError(
+                f"LengthBatchSampler: the state is at step {done} of an epoch of {len(found)} steps. Pass the state that was "
+                "saved with these data."
+            )
+        return found
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """What batches may be padded to, for the collator. The same in every epoch."""
+        """Widths for the collator. The same in every epoch."""
         return self.plan.widths
 
     @property
     def batch_sampler(self) -> LengthBatchSampler:
-        """Itself: transformers' Trainer looks one level down for the sampler that it tells the epoch."""
+        """Itself: transformers' Trainer sets the epoch of the sampler one level down."""
         return self
 
     def __len__(self) -> int:
-        """Steps of this epoch, those before a resumption included."""
+        """Steps of this epoch, including those before a resumption."""
         return sum(steps for _, steps in self._before) + len(self.plan)
 
     def __iter__(self) -> Iterator[list[Item]]:
@@ -89,21 +90,22 @@ class LengthBatchSampler(Sampler[list[Any]]):
         self._exhausted = True
 
     def set_epoch(self, epoch: int) -> None:
-        """At the beginning of this epoch; where it stands, if it stands in this epoch already."""
+        """Goes to the start of this epoch; does nothing if the sampler is already in it."""
         if epoch != self.epoch or self._exhausted:
             self._start(epoch, [])
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Plain values for a checkpoint.
 
-        step  batches of this epoch that the loop has finished, those before a resumption included. None takes those that
-              were drawn; right without workers alone, since a DataLoader's workers draw ahead of the loop.
+        step  batches of this epoch that the loop has finished, including those before a resumption. None means the batches
+              drawn so far: correct only without workers, which draw ahead of the loop
         """
         before = sum(steps for _, steps in self._before)
         done = before + max(self._first, self._drawn) if step is None else step
         if not before + self._first <= done <= len(self):
             raise ConfigError(
-                f"LengthBatchSampler: step {done} is not one of {before + self._first} to {len(self)}, those left of epoch {self.epoch}."
+                f"LengthBatchSampler: step {done} is not in {before + self._first} to {len(self)}, the rest of epoch {self.epoch}. Pass "
+                "the number of batches that the loop has finished."
             )
         segments = [*self._before, (self.batching, done - before)]
         return {
@@ -114,13 +116,15 @@ class LengthBatchSampler(Sampler[list[Any]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where the state stands. Raises CheckpointError if it is malformed or belongs to other data."""
+        """Continues from `state`. Raises CheckpointError if it is malformed or belongs to other data."""
         try:
             epoch, lengths = int(state["epoch"]), state["lengths"]
             segments = [(Batching(**settings), int(steps)) for settings, steps in state["segments"]]
             done = sum(steps for _, steps in segments)
-            if done != state["step"] or epoch < 0:
-                raise ValueError(f"step {state['step']} of epoch {epoch}, but segments of {done}")
+            if done != state["step"] or epoch < 0 or any(steps < 0 for _, steps in segments):
+                raise ValueError(
+                    f"step {state['step']} of epoch {epoch}, but segments of {[each[1] for each in segments]}"
+                )
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(
                 f"LengthBatchSampler: not a state of this sampler: {error}. Pass what state_dict returned."
@@ -130,15 +134,4 @@ class LengthBatchSampler(Sampler[list[Any]]):
                 f"LengthBatchSampler: the state belongs to other data than these {len(self.lengths)} examples: their lengths "
                 "differ. Resume with the data, tokenizer and limits of the saved run."
             )
-        if any(steps < 0 for _, steps in segments):
-            raise CheckpointError(
-                "LengthBatchSampler: the state counts steps below zero. Pass what state_dict returned."
-            )
         self._start(epoch, [segment for segment in segments if segment[1]])
-
-
-def _beyond(step: int, steps: int) -> str:
-    return (
-        f"LengthBatchSampler: the state is at step {step} of an epoch of {steps} steps. Pass the state that was saved with "
-        "these data."
-    )

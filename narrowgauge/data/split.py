@@ -1,10 +1,10 @@
-"""Which text trains and which validates: a pure function of the seed and the text itself.
+"""Splits text into training and validation, as a pure function of the seed and the text.
 
-By document: a document validates if  hash(seed, text) / 2**64 < fraction.  Adding, removing or reordering documents moves
-no other document to the other side, and exact copies of a document land on the same side.
+By document: a document validates if  hash(seed, text) / 2**64 < fraction.  Adding, removing or reordering documents moves no
+other document, and copies of a document are on the same side.
 
-By tail, when there are fewer than FEW_DOCUMENTS or when the rule above leaves a side without any: every document is
-cut, and the last `fraction` of its characters validate. The cut is at a line end if there is a near one.
+By tail, if there are fewer than FEW_DOCUMENTS or a side would be empty: the last `fraction` of each document validates, cut at a
+line end if one is near.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ def check_fraction(fraction: float) -> None:
 
 
 def validates(digest: bytes, *, fraction: float, seed: int) -> bool:
-    """Whether the document with this SHA-256 is for validation when the split is by document."""
+    """True if the document with this SHA-256 validates in a split by document."""
     draw = hashlib.sha256(b"%d:" % seed + digest).digest()
     return int.from_bytes(draw[:8], "big") < fraction * 2**64
 
 
 def tail_cut(text: str, fraction: float) -> int:
-    """The character at which the validation part of `text` begins.
+    """Index of the character where the validation part of `text` begins.
 
-    The line start nearest to the last `fraction` of the text, if it gives at least half and at most twice that fraction;
-    a cut inside the line if there is none.
+    The nearest line start that gives half to twice the fraction; if there is none, a cut inside a line.
     """
     share = int(len(text) * fraction)
     target = len(text) - share
@@ -64,7 +63,7 @@ class Split:
         return f"by tail: the last {share} of each document validates, because there are too few documents to split by"
 
     def parts(self, text: str, digest: bytes) -> Iterator[tuple[str, str]]:
-        """(side, text) of the document: one part when split by document, else the two sides of the cut. No blank part."""
+        """(side, text) of each part that is not blank: one if split by document, else two."""
         if self.by_document:
             yield VALIDATION if validates(digest, fraction=self.fraction, seed=self.seed) else TRAIN, text
             return

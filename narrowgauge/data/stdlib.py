@@ -1,9 +1,8 @@
-"""The word `stdlib` as a source: the Python sources of this interpreter's own standard library.
+"""The source `stdlib`: the Python sources of this interpreter's standard library.
 
-About 11 MB of real text that every machine has, so that a first run downloads nothing. One document per file, in the
-order of their paths. Left out: tests (numbers and broken files on purpose), packages installed by others, and
-`encodings`, whose 1.4 MB are tables of code points that repeat from file to file and would flatter a validation loss.
-What it holds depends on the Python version: compare runs by their content hash.
+About 11 MB of text that every machine has, so that a first run downloads nothing. One document per file, in the order of their paths.
+Leaves out tests (numbers and broken files), installed packages, and `encodings`, whose 1.4 MB of repeated tables would flatter a
+validation loss. The content depends on the Python version: compare runs by their content hash.
 """
 
 from __future__ import annotations
@@ -25,9 +24,13 @@ REMEDY = "Pass a file, a folder or a glob instead of stdlib."
 def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
     """One document per source file, decoded as the file declares (PEP 263). Origin: stdlib/ and the path inside it."""
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    files = sorted(_sources(folder), key=lambda path: path.relative_to(folder).parts)
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        files.extend(Path(parent, name) for name in names if name.endswith(".py"))
     if not files:
         raise DataError(f"{NAME}: no Python sources in {shown(folder)}, the standard library's folder. {REMEDY}")
+    files.sort(key=lambda path: path.relative_to(folder).parts)
     for path in files:
         origin = f"{NAME}/{path.relative_to(folder).as_posix()}"
         try:
@@ -35,9 +38,3 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
                 yield Document(file.read(), origin)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             raise DataError(f"{origin}: cannot be read: {error}. {REMEDY}") from error
-
-
-def _sources(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]
-        yield from (Path(parent, name) for name in names if name.endswith(".py"))

@@ -1,17 +1,16 @@
-"""The loss of an optimizer step, whatever the batches are: the sum over valid targets divided by their number in the step.
+"""The loss of an optimizer step: the sum over valid targets, divided by their number in the step.
 
     loss = sum over micro-batches and ranks of sum over valid targets of -log p(target)  /  number of valid targets
 
-The number is that of all micro-batches of the step, counted before the first of them runs, so the gradient does not depend on
-how the step is cut: 8 x 1, 2 x 4, 1 x 8, padded or packed.
+The number is counted over all micro-batches before the first one runs, so the gradient does not depend on how the step is cut:
+8 x 1, 2 x 4, 1 x 8, padded or packed.
 
     micro_batches = [next(batches) for _ in range(4)]
     total = count_targets(micro_batches, "causal-lm")
     for batch in micro_batches:
         step_loss(model, batch, "causal-lm", total).backward()
 
-Labels are as transformers has them: a causal-lm label at position t is token t itself, and the logits at t - 1 are compared
-with it. A count before this shift counts one too many for each row whose first token is a target. With several ranks, add up
+Labels follow transformers: a causal-lm label at position t is token t, compared with the logits at t - 1. With several ranks, sum
 `count_targets` over them, and multiply the loss by the number of ranks if gradients are averaged.
 """
 
@@ -29,19 +28,19 @@ from narrowgauge.errors import DataError
 
 
 def shifted_labels(labels: Tensor, kind: Kind) -> Tensor:
-    """What the logits at each position are compared with: for causal-lm the labels one further, -100 at the end."""
+    """The target of each position: for causal-lm the next label, -100 at the end."""
     if kind != "causal-lm":
         return labels
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
 def count_targets(batches: Sequence[Batch], kind: Kind) -> int:
-    """Valid targets of these micro-batches, after the shift. Raises DataError if there are none: a mean over nothing is NaN."""
+    """Number of valid targets of these micro-batches after the shift. Raises DataError if there are none."""
     total = sum(int((shifted_labels(batch["labels"], kind) != IGNORED).sum()) for batch in batches)
     if not total:
         raise DataError(
-            f"step: no valid target in {len(batches)} micro-batches, every label is {IGNORED}. Look at a coloured sample of the "
-            "data, and at how prompts are masked."
+            f"step: no valid target in {len(batches)} micro-batches, every label is {IGNORED}. Check a coloured_sample of the "
+            "data, and how prompts are masked."
         )
     return total
 
@@ -51,27 +50,31 @@ def summed_loss(logits: Tensor, labels: Tensor, kind: Kind) -> Tensor:
 
     Holds the logits once more in float32.
     """
-    targets = shifted_labels(labels, kind).to(logits.device)
+    return aligned_loss(logits, shifted_labels(labels, kind).to(logits.device))
+
+
+def aligned_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """`summed_loss` where the logits at each position are compared with the target there."""
     return torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
 
 
 def step_loss(model: Any, batch: Batch, kind: Kind, total: int) -> Tensor:
-    """This micro-batch's share of the step's loss, in nats per target: its sum divided by the `total` of the step.
+    """This micro-batch's share of the step's loss, in nats per target; `total` is the number of targets of the step.
 
-    Runs a transformers model without its labels, so that it computes no loss of its own.
+    Calls a transformers model without labels, so that it does not compute a loss itself.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if kind == "seq2seq":
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
     if kind != "classification":
-        inputs["use_cache"] = False  # type: ignore[assignment]  # Tensor is what a collator makes
+        inputs["use_cache"] = False  # type: ignore[assignment]
     return summed_loss(model(**inputs).logits, batch["labels"], kind) / total
 
 
 def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
-    """The same for `transformers.Trainer(compute_loss_func=...)`, which counts the step's targets and passes their number."""
+    """The loss for `transformers.Trainer(compute_loss_func=...)`, which passes the step's number of targets."""
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         total = count_targets([{"labels": labels}], kind) if num_items_in_batch is None else num_items_in_batch

@@ -1,17 +1,18 @@
-"""What a row of a table is for: the four kinds of examples, and how each becomes arrays of ids.
+"""The four tasks: how a row of a table becomes arrays of ids.
 
-    Completion      prompt + completion, loss on the completion and the end-of-text token behind it
+    Completion      prompt + completion, loss on the completion and its end-of-text token
     Chat            messages in the tokenizer's template, loss on the assistant's answers
     Classification  a text or a pair of texts, and a class
     Seq2Seq         a source for the encoder, a target for the decoder
 
-Prompt and completion are tokenized as one text. A token that covers the end of the one and the beginning of the other counts
-as prompt, in chats too, and a note counts such examples: at inference the prompt alone is tokenized, and ends differently.
+Prompt and completion are tokenized as one text. A token that spans both counts as prompt (in chats too), and a note counts such
+examples: at inference the prompt is tokenized alone and ends differently.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,17 +20,16 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from narrowgauge.data.cache import token_dtype
-from narrowgauge.data.chat import answers, chat_template, check_messages
+from narrowgauge.data.cache import Values, token_dtype
+from narrowgauge.data.chat import Span, answers, chat_template, check_messages
 from narrowgauge.data.encoder import Encoder, Text
-from narrowgauge.data.example_cache import Values
 from narrowgauge.data.records import Record
 from narrowgauge.data.tokenizer import end_of_text
 from narrowgauge.errors import ConfigError, DataError, closest
 
 Kind = Literal["causal-lm", "classification", "seq2seq"]
 Encoded = dict[str, Values]
-Notes = Counter[str]  # sentence with {count} -> how many examples it is true of
+Notes = Counter[str]  # sentence with {count} -> number of examples
 
 NUMBER = re.compile(r"-?\d{1,18}")
 STRADDLING = (
@@ -45,13 +45,19 @@ UNFINISHED = (
 )
 
 
+class _CausalLM:
+    kind: ClassVar[Kind] = "causal-lm"
+
+    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Completion:
-    """Columns with the prompt and what is to follow it. The prompt may be empty."""
+class Completion(_CausalLM):
+    """Columns with a prompt, which may be empty, and its completion."""
 
     prompt: str = "prompt"
     completion: str = "completion"
-    kind: ClassVar[Kind] = "causal-lm"
 
     @property
     def columns(self) -> list[str]:
@@ -60,9 +66,6 @@ class Completion:
     def options(self, encoder: Encoder) -> dict[str, Any]:
         return {"end_of_text": end_of_text(encoder.tokenizer)}
 
-    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
-
     def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> list[Encoded]:
         prompts = [row.text(self.prompt) for row in rows]
         texts = [prompt + row.text(self.completion) for prompt, row in zip(prompts, rows, strict=True)]
@@ -70,24 +73,21 @@ class Completion:
         found = []
         for row, prompt, (ids, places) in zip(rows, prompts, encoder.spans(texts, special=True), strict=True):
             encoder.check_start(ids, row.origin)
-            border = len(prompt)
-            targets = places[:, 0] >= border
-            notes[STRADDLING] += bool(((places[:, 0] < border) & (places[:, 1] > border)).any())
+            targets, straddles = _learnt(places, [(len(prompt), sys.maxsize)])
+            notes[STRADDLING] += straddles
             if not len(ids) or ids[-1] != end:
-                ids, targets = np.append(ids, end), np.append(targets, bool(row.values[self.completion]))
-            else:
-                targets[-1] = bool(row.values[self.completion])
+                ids, targets = np.append(ids, end), np.append(targets, False)
+            targets[-1] = bool(row.values[self.completion])
             found.append({"input_ids": ids, "targets": targets})
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class Chat(_CausalLM):
     """A column with a list of messages, each a role and a content."""
 
     messages: str = "messages"
     train_on: Literal["answers", "last"] = "answers"
-    kind: ClassVar[Kind] = "causal-lm"
 
     def __post_init__(self) -> None:
         if self.train_on not in ("answers", "last"):
@@ -101,9 +101,6 @@ class Chat:
         special = {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()}
         return {"template": chat_template(encoder.tokenizer), "train_on": self.train_on, "special": special}
 
-    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
-
     def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> list[Encoded]:
         chats = [check_messages(row.values[self.messages], row.origin) for row in rows]
         rendered = [
@@ -115,22 +112,31 @@ class Chat:
         encoded = encoder.spans([text for text, _ in rendered], special=False)
         for row, (_, spans), (ids, places) in zip(rows, rendered, encoded, strict=True):
             encoder.check_start(ids, row.origin)
-            starts, targets = places[:, 0], np.zeros(len(ids), bool)
-            for first, last in spans:
-                targets |= (starts >= first) & (starts < last)
-            borders = [first for first, _ in spans]
-            notes[STRADDLING_CHAT] += any(((starts < border) & (places[:, 1] > border)).any() for border in borders)
+            targets, straddles = _learnt(places, spans)
+            notes[STRADDLING_CHAT] += straddles
             if end is not None and end not in ids[targets]:
                 notes[UNFINISHED.replace("{token}", str(encoder.tokenizer.eos_token))] += 1
             found.append({"input_ids": ids, "targets": targets})
         return found
 
 
+def _learnt(places: Values, spans: Sequence[Span]) -> tuple[Values, bool]:
+    """([tokens] bool, True if the token begins in a span of characters; True if a token crosses the start of a span).
+
+    places  [tokens, 2] start and end character of each token
+    """
+    targets, straddles = np.zeros(len(places), bool), False
+    for first, last in spans:
+        targets |= (places[:, 0] >= first) & (places[:, 0] < last)
+        straddles |= bool(((places[:, 0] < first) & (places[:, 1] > first)).any())
+    return targets, straddles
+
+
 @dataclass(frozen=True, kw_only=True)
 class Classification:
     """Columns with a text, perhaps a second one, and a class.
 
-    classes  names in the order of their ids, or how many there are if the data holds the ids 0, 1, ...
+    classes  names in the order of their ids, or their number if the data holds ids
     """
 
     classes: tuple[str, ...] | int
@@ -170,12 +176,12 @@ class Classification:
         for row, text, example, label in zip(rows, texts, encoded, labels, strict=True):
             encoder.check_start(example["input_ids"], row.origin)
             example["labels"] = np.array([label])
-            if not "".join(text).strip():  # special tokens are no text: an example without ids is one without a target
+            if not "".join(text).strip():  # an example without ids has no target
                 example["input_ids"] = example["input_ids"][:0]
         return encoded
 
     def class_of(self, row: Record) -> int:
-        """The id of the row's class. Raises DataError for a label that is none of the classes."""
+        """The id of the row's class. Raises DataError for an unknown label."""
         value = row.values[self.label]
         if isinstance(self.classes, tuple):
             if value in self.classes:
@@ -197,7 +203,7 @@ class Classification:
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2Seq:
-    """Columns with what the encoder reads and what the decoder writes."""
+    """Columns with the encoder's source and the decoder's target."""
 
     source: str = "source"
     target: str = "target"
@@ -228,8 +234,3 @@ class Seq2Seq:
 
 
 Task = Completion | Chat | Classification | Seq2Seq
-
-
-def class_names(rows: Sequence[Record], column: str) -> tuple[str, ...]:
-    """The distinct labels of these rows, sorted: the `classes` of a Classification whose names nobody has listed."""
-    return tuple(sorted({row.text(column) for row in rows}))

@@ -1,8 +1,7 @@
-"""Bytes of a file to text, strictly: UTF-8, or an error that names the file, the line and the byte.
+"""Decodes text files strictly: UTF-8, or an error with the file, the line and the byte.
 
-A plain text file holds one document, or several with a separator between them (a form feed unless another is given).
-Files are read in chunks, so a file may be larger than memory as long as no document in it passes `limit_bytes`.
-Line ends are kept as they are. A UTF-8 byte order mark at the start of a file is dropped.
+A plain text file holds one document, or several with a separator (default: a form feed). Files are read in chunks, so a file
+may exceed memory if no document exceeds `limit_bytes`. Line ends stay as they are; a UTF-8 byte order mark is dropped.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import BinaryIO
 
 from narrowgauge.errors import DataError, StorageError
 
-LIMIT_BYTES = 256 * 2**20  # of one document: more than any book, less than what a text file by mistake often is
+LIMIT_BYTES = 256 * 2**20  # per document: more than any book
 CHUNK_BYTES = 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FORM_FEED = "\f"
 
 UNPACK = {".gz": "gunzip", ".tgz": "tar xzf", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
-MAGIC = {  # first bytes of what is often mistaken for text
+MAGIC = {  # first bytes of files that are not UTF-8 text
     b"\x1f\x8b": "a gzip file; gunzip it first",
     b"PK\x03\x04": "a zip file; unzip it first",
     b"\x28\xb5\x2f\xfd": "a zstd file; unzstd it first",
@@ -34,27 +33,27 @@ MAGIC = {  # first bytes of what is often mistaken for text
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, and where it comes from in words for error messages: 'notes.txt', 'posts.jsonl:17'."""
+    """One text and its origin for error messages: 'notes.txt', 'posts.jsonl:17'."""
 
     text: str
     origin: str
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """The path as printable text, also when its name is not valid UTF-8."""
+    """The path as printable text, even if it is not valid UTF-8."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what another library's exception says."""
+    """The first line of an exception's message."""
     return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The regular, uncompressed file at `path`, open for reading bytes just behind a byte order mark if it has one.
+    """Opens an uncompressed file for reading bytes after its byte order mark.
 
-    Raises DataError if it is missing, not a regular file or known not to be text; StorageError if it cannot be read.
+    Raises DataError if it is not a regular file or not text; StorageError if it cannot be read.
     """
     if path.suffix.lower() in UNPACK:
         raise DataError(
@@ -79,10 +78,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:
-    """UTF-8 text of `raw`, which begins on this line (from 1) and at this byte (from 0) of the file.
+    """Decodes `raw`, which begins on this line (from 1) and byte (from 0) of the file, as UTF-8.
 
-    Raises DataError with the line, the column (both from 1, in bytes) and the byte offset of the first bad byte.
-    A zero byte is bad too: it is valid UTF-8, but what holds one is UTF-16, UTF-32 or no text.
+    Raises DataError with the line, column (from 1, in bytes) and byte offset of the first bad byte. Also refuses zero bytes, which
+    mean UTF-16, UTF-32 or binary data.
     """
     try:
         text = raw.decode("utf-8")
@@ -101,14 +100,14 @@ def decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:
 
 
 def too_long(where: str, limit_bytes: int, remedy: str) -> DataError:
-    """The error for a document above the limit; the caller raises it before it reads further."""
+    """The error for a document above the limit."""
     return DataError(f"{where}: a document of more than {limit_bytes} bytes, the limit_bytes. {remedy}")
 
 
 def separated(file: BinaryIO, separator: bytes, limit_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, content) of each document in `file`. Holds at most limit_bytes and one chunk.
+    """(byte offset, content) of each document in `file`. Memory: at most limit_bytes and one chunk.
 
-    Raises OverflowError with the offset of a document that passes the limit, before the rest of it is read.
+    Raises OverflowError with the offset of a document above the limit, before it reads the rest.
     """
     offset, searched, pending = file.tell(), 0, bytearray()
     while chunk := file.read(CHUNK_BYTES):
@@ -142,9 +141,9 @@ def text_documents(path: Path, *, separator: str | None, limit_bytes: int) -> It
 
 
 def lines(path: Path, *, limit_bytes: int) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line with its end) of a UTF-8 file, one at a time. Lines end at \\n alone.
+    """(line number from 1, line with its end) of a UTF-8 file. Lines end at \\n alone.
 
-    Raises DataError at a line that passes the limit, before the rest of it is read.
+    Raises DataError at a line above the limit, before it reads the rest.
     """
     with opened(path) as file:
         offset = file.tell()

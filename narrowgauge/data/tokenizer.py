@@ -1,6 +1,6 @@
-"""Text to token ids: train a byte-level BPE, load a model's own tokenizer, and tell tokenizers apart.
+"""Tokenizers: train a byte-level BPE, load a model's tokenizer, fingerprint either.
 
-Every tokenizer here is a fast one (Rust, package `tokenizers`) in the shape that `transformers` loads and saves.
+All are fast tokenizers (Rust, package `tokenizers`) in the format of `transformers`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import heapq
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from narrowgauge.data.cache import new_folder
 from narrowgauge.data.pieces import pieces
-from narrowgauge.data.storage import flush, locked, publish, storage, sweep, temporary
 from narrowgauge.data.text import reason, shown
 from narrowgauge.errors import ConfigError, DataError
 
@@ -27,34 +26,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 256 + 1  # all bytes and the end of text: whatever is written can be encoded
-SAMPLE_BYTES = 16 * 2**20  # the whole standard library fits; bounds the time and memory of the first run on more text
-MINIMUM_FREQUENCY = 2  # a pair that occurs once is no pattern
-SEAL = "narrowgauge-bpe.json"  # in the tokenizer's folder: the fingerprint that it was saved with
+SMALLEST_VOCABULARY = 256 + 1  # all bytes and the end of text, so that any text can be encoded
+SAMPLE_BYTES = 16 * 2**20  # bounds time and memory; holds the whole standard library
+MINIMUM_FREQUENCY = 2  # of a merged pair
+SEAL = "narrowgauge-bpe.json"  # holds the fingerprint of the saved tokenizer
 
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A tokenizer made from the user's own text, and the folder that AutoTokenizer loads it from."""
+    """A tokenizer trained on the user's text, and the folder from which AutoTokenizer loads it."""
 
     tokenizer: PreTrainedTokenizerFast
     folder: Path
-    notes: list[str]  # what differs from what was asked for, in sentences
+    notes: list[str]  # sentences for the user
 
     @property
     def vocab_size(self) -> int:
-        """The real number of entries; fewer than asked for if the text was too small."""
+        """The number of entries; less than requested if the text is too small."""
         return len(self.tokenizer)
 
 
 def train_bpe(
     texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str], *, sample_bytes: int = SAMPLE_BYTES
 ) -> TrainedTokenizer:
-    """Byte-level BPE of `texts`, cached below `folder` by their content, the size and the library version.
+    """Byte-level BPE of `texts`, cached below `folder` by content, size and library version.
 
-    Reads `texts` once and holds at most about sample_bytes of them: of a larger text, the parts (see `pieces`) with the
-    smallest hash are the sample, so the same text gives the same sample. Deterministic, whatever the number of threads.
-    Raises ConfigError for a vocabulary below 257, DataError for no text, StorageError if the folder cannot be written.
+    Reads `texts` once and holds about sample_bytes of them: the sample is the parts (see `pieces`) with the smallest hashes.
+    Deterministic for any number of threads. Raises ConfigError for a vocabulary below 257, DataError for no text, StorageError if
+    the folder cannot be written.
     """
     import tokenizers
 
@@ -69,11 +68,9 @@ def train_bpe(
     notes = []
     if (used_bytes := sum(len(text.encode()) for text in sample)) < total_bytes:
         notes.append(f"The tokenizer was trained on a sample of {used_bytes} of {total_bytes} bytes.")
-    if path.exists() and not _sealed(path):
-        notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
-        with storage(path):
-            _remove(path)
-    if not path.exists():
+    if not _sealed(path):
+        if path.exists():
+            notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
         _save(_train(sample, vocab_size), path)
     tokenizer = load(path)
     if len(tokenizer) < vocab_size:
@@ -122,34 +119,9 @@ def _save(backend: tokenizers.Tokenizer, path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-    draft = temporary(path)
-    try:
-        with storage(path.parent):
-            draft.mkdir(parents=True)
-            sweep(path.parent)
-        with storage(path.parent), locked(draft, needed=False):
-            _write(tokenizer, draft)
-            (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
-            for file in draft.iterdir():
-                flush(file)
-            flush(draft)
-            try:
-                publish(draft, path)
-            except OSError:
-                if not path.exists():
-                    raise  # else another process was faster, and its tokenizer is the same
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    """Takes the folder away at once, so that no process sees half of it. Another one may have been faster."""
-    doomed = temporary(path)
-    try:
-        os.rename(path, doomed)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(doomed)
+    with new_folder(path, _sealed) as draft:
+        _write(tokenizer, draft)
+        (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
 
 
 def _write(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -157,7 +129,7 @@ def _write(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
-    except Exception as error:  # what the Rust half raises when the disk is full has no class of its own
+    except Exception as error:  # the Rust code raises a bare Exception when the disk is full
         code = re.search(r"os error (\d+)", str(error))
         raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
 
@@ -170,9 +142,9 @@ def _sealed(path: Path) -> bool:
 
 
 def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a local folder or of a model on the Hub. Never runs code that comes with a model.
+    """The tokenizer of a local folder or of a model on the Hub. Never runs a model's code.
 
-    Raises DataError if there is none, if it cannot be read, if it is not a fast tokenizer, or if it has no vocabulary.
+    Raises DataError if it is missing, unreadable, not fast, or without a vocabulary.
     """
     from transformers import AutoTokenizer
 
@@ -205,25 +177,31 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
 
 
 def _knows_text(tokenizer: Any) -> bool:
-    """Whether the vocabulary has an entry besides special tokens and marks of space."""
+    """True if the vocabulary has entries other than special tokens and space marks."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     own = set(tokenizer.get_vocab()) - added - set(tokenizer.all_special_tokens)
     return any(entry.strip("▁Ġ \t\n") for entry in own)
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerFast) -> tokenizers.Tokenizer:
-    """A copy of what turns text into ids, without the truncation, padding and dropout that tokenizer.json may ask for."""
+def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = True) -> tokenizers.Tokenizer:
+    """A copy of the Rust tokenizer, without the truncation, padding and dropout that tokenizer.json may set.
+
+    trim_offsets  False keeps the leading space in the span of a token
+    """
     from tokenizers import Tokenizer
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state |= {"truncation": None, "padding": None}
     if "dropout" in state["model"]:
         state["model"]["dropout"] = None
+    if not trim_offsets:
+        raw = json.dumps(state["post_processor"]).replace('"trim_offsets": true', '"trim_offsets": false')
+        state["post_processor"] = json.loads(raw)
     return Tokenizer.from_str(json.dumps(state))
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id that ends a document. Raises DataError if the tokenizer has none."""
+    """The end-of-text id. Raises DataError if the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{shown(tokenizer.name_or_path or 'tokenizer')}: it has no end-of-text token (eos_token). "
@@ -233,10 +211,9 @@ def end_of_text(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256, in hexadecimal, of everything that decides which ids a text gets, and of the special ids.
+    """SHA-256 (hexadecimal) of vocabulary, merges, added tokens, normalizer, pre-tokenizer and special ids.
 
-    That is the vocabulary, merges, added tokens, normalizer and pre-tokenizer. Options that are off are left out, so a
-    library version that adds an option does not change it. Files, names and chat templates do not count.
+    Leaves out options that are off, so that a library version with a new option does not change it, and names and chat templates.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     decides = {part: state[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}

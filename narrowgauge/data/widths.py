@@ -1,8 +1,7 @@
-"""How wide a batch becomes: a few widths for all lengths, chosen so that the least padding is added.
+"""Chooses a few batch widths for all lengths, with the least padding.
 
-A batch of `rows` examples is as wide as its longest one, rounded up to one of the widths. Few widths are few shapes: each shape
-is a graph to compile, a kernel to pick, a block for the allocator. Matrix products of 8-bit formats want rows x width to be
-a multiple of 16, because that product is the contracted axis of the weight gradient (GEMM `grad_weight`).
+A batch is as wide as its longest example, rounded up to one of the widths. Few widths mean few shapes to compile, to select kernels for
+and to allocate. 8-bit products need rows x width to be a multiple of 16: it is the contracted axis of `grad_weight`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from narrowgauge.data.order import Indices
 from narrowgauge.errors import DataError
 
-GRID = 512  # candidate widths that the choice looks at; more are thinned out evenly by rank
+GRID = 512  # largest number of candidate widths; more are thinned evenly by rank
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -25,14 +24,14 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def rows_multiple(width: int, tokens_multiple: int) -> int:
-    """The smallest number of rows for which rows x width is a multiple of `tokens_multiple`, as are its multiples."""
+    """The smallest number of rows for which rows x width is a multiple of `tokens_multiple`."""
     return tokens_multiple // math.gcd(width, tokens_multiple)
 
 
 def width_of(longest: int, rows: int, widths: Sequence[int], tokens_multiple: int) -> int:
-    """The smallest of the ascending `widths` that holds `longest`, rounded up until rows x width is a tokens_multiple.
+    """The smallest of the ascending `widths` that holds `longest`, rounded up so that rows x width is a tokens_multiple.
 
-    Planner and collator both call this. Raises DataError for an example that is longer than every width.
+    Raises DataError for an example that is longer than every width.
     """
     place = bisect_left(widths, longest)
     if place == len(widths):
@@ -44,10 +43,9 @@ def width_of(longest: int, rows: int, widths: Sequence[int], tokens_multiple: in
 
 
 def choose_widths(lengths: Indices, *, count: int, multiple: int) -> tuple[int, ...]:
-    """At most `count` ascending multiples of `multiple` that hold all `lengths` with the least padding in sum.
+    """At most `count` ascending multiples of `multiple` that hold all `lengths` with the least total padding.
 
-    Exact (dynamic programming over the distinct rounded lengths) up to GRID of them, O(count GRID^2); above, exact over
-    GRID of them taken evenly by rank. A function of the lengths alone, so every epoch and every rank has the same shapes.
+    Dynamic programming over the distinct rounded lengths, or over GRID of them taken evenly by rank: O(count GRID^2).
     """
     if not len(lengths):
         return ()
@@ -64,7 +62,7 @@ def choose_widths(lengths: Indices, *, count: int, multiple: int) -> tuple[int, 
 
 
 def _cuts(values: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], count: int) -> list[int]:
-    """Places of the `count` values that others are rounded up to, least total sum(counts x value rounded to)."""
+    """Indices of the `count` values to round up to, with the least sum(counts x rounded value)."""
     size = len(values)
     below = np.concatenate([[0], np.cumsum(counts)])  # below[i]: examples narrower than values[i]
     best = below[1:] * values  # one width for values[0..i]

@@ -1,5 +1,4 @@
-"""Looking at a run: what its numbers did (`statistics`), against what (`compare`), and a page that tells it (`report`).
+"""Diagnosis of a run: tensor statistics, the comparison of two runs, blame for non-finite numbers, GPU idle time, this machine.
 
-`statistics` needs torch and is called while training; `runs`, `recorded` and `compare` need Python alone; `report` needs
-jinja2, matplotlib, and torch for the ranges of formats. Nothing is imported from here, so that each costs only what it needs.
+Nothing is imported here: `runs` and `compare` need Python alone, the other modules need torch.
 """

@@ -1,24 +1,16 @@
-"""Two runs on the same batches, side by side: how far apart their losses are, and how much of that is noise.
+"""Compares two runs on the same batches: how far apart their losses are, and how much of that is noise.
 
-At step t both runs saw the same batch, so the batch's own difficulty cancels in d[t] = run loss - reference loss.
-What stays is the difference that we look for, plus noise. Three tools, all in plain Python:
+At step t both runs saw the same batch, so its difficulty cancels in d[t] = run loss - reference loss. What stays is the
+difference between the runs, plus noise.
 
-    smooth(losses)      for drawing: the straight line that fits the steps around t best, read at t. No lag, even where
-                        the loss falls fast, and none of the flattening that a moving mean has at its ends.
-    estimate(values)    the mean of a stretch of d with a 95 % band.
-    moving(d)           the estimate in a window that moves along the run: the curve of the difference.
-
-The band: neighbouring d resemble each other, for two runs drift apart slowly, so dividing the scatter by sqrt(n) would
-promise too much. We cut the stretch into blocks, take each block's mean, and use the scatter of those means instead:
-blocks longer than the resemblance lasts are independent. As we do not know how long that is, we try blocks of
-1, 2, 4, ... steps while at least 4 blocks remain, and keep the widest band. Student's t corrects for few blocks.
-
-How often the band of 65 values holds the true mean, where one value resembles the one before with correlation c
-(4,000 series each; repeated smaller by the tests):
+The noise band: neighbouring d are correlated because two runs drift apart slowly, so scatter / sqrt(n) would be too narrow.
+We cut the values into blocks and use the scatter of the block means (batch means): blocks longer than the correlation are
+independent. We try blocks of 1, 2, 4, ... steps while at least 4 blocks remain, and keep the widest band. Student's t corrects
+for few blocks. Share of 65-value bands that hold the true mean, for values with lag-1 correlation c (4,000 series each):
 
     c = 0: 98.6 %    c = 0.5: 97 %    c = 0.8: 94 %    c = 0.9: 88 %        33 values: 98, 96, 89, 80 %
 
-What the band does not hold: another seed, another order of the data, longer training. One pair of runs cannot tell.
+The band does not cover another seed, another order of the data, or longer training.
 """
 
 from __future__ import annotations
@@ -40,7 +32,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The mean of `count` values and half the width of its 95 % band; None where there are too few values for one."""
+    """The mean of `count` values and half the width of its 95 % band (None if there are too few values)."""
 
     mean: float
     half_width: float | None
@@ -57,7 +49,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One quantity of both runs, up to or at the last step that both have it for."""
+    """One quantity of both runs at, or up to, their last common step."""
 
     run: float
     reference: float
@@ -69,23 +61,23 @@ class Pair:
 
     @property
     def ratio(self) -> float | None:
-        """run / reference, None where the reference is zero or either is not finite."""
+        """run / reference; None if the reference is zero or either is not finite."""
         fine = self.reference != 0 and math.isfinite(self.run) and math.isfinite(self.reference)
         return self.run / self.reference if fine else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two runs show of each other. None where one of them did not record the quantity."""
+    """The result of `compare`. A field is None if one of the runs did not record the quantity."""
 
     run_name: str
     reference_name: str
-    steps: list[int]  # both runs have a finite loss here
-    unpaired: int  # of these, steps where the two did not see the same number of tokens
+    steps: list[int]  # steps where both runs have a finite loss
+    unpaired: int  # of these, steps with different numbers of tokens
     identical: bool  # every common loss is the same, bit for bit
     window: int  # steps in the moving window, and at most in `tail`
-    curve: list[tuple[int, Estimate]]  # the difference of the training losses along the run
-    tail: Estimate | None  # the same over the last `window` common steps
+    curve: list[tuple[int, Estimate]]  # moving mean of the difference of the training losses
+    tail: Estimate | None  # its mean over the last `window` common steps
     validation: Pair | None  # at the last step where both were evaluated
     tokens_per_s: Pair | None
     peak_bytes: Pair | None
@@ -94,14 +86,14 @@ class Comparison:
 
     @property
     def finding(self) -> str:
-        """One word: 'nonfinite', 'unpaired', or what `training_finding` says."""
+        """'nonfinite', 'unpaired', or the `training_finding`."""
         if self.run_nonfinite is not None or self.reference_nonfinite is not None:
             return "nonfinite"
         return "unpaired" if self.unpaired else self.training_finding
 
     @property
     def training_finding(self) -> str:
-        """What the paired training losses at the end show: 'unknown', 'identical', 'noise', 'higher' or 'lower'."""
+        """The end of the paired training losses: 'unknown', 'identical', 'noise', 'higher' or 'lower'."""
         if self.tail is None or self.tail.half_width is None:
             return "unknown"
         if self.identical:
@@ -112,14 +104,20 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The finding in words, with its numbers, and with what it does not show."""
-        sentences = [self._about_nonfinite(), self._about_training(), self._about_validation(), self._about_limits()]
-        return " ".join(sentence for sentence in sentences if sentence)
+        """The finding as sentences, with its numbers and its limits."""
+        limits = "This is one pair of runs with one seed; it does not show how much another seed would change."
+        sentences = [
+            self._about_nonfinite(),
+            self._about_training(),
+            self._about_validation(),
+            limits if self.tail else "",
+        ]
+        return " ".join(filter(None, sentences))
 
     def _about_nonfinite(self) -> str:
         stops = ((self.run_name, self.run_nonfinite), (self.reference_name, self.reference_nonfinite))
         said = [f"The loss of {name} is not finite at step {count(step)}." for name, step in stops if step is not None]
-        return " ".join(said) + (" What follows is about the steps before." if said and self.steps else "")
+        return " ".join(said) + (" The rest compares the steps before." if said and self.steps else "")
 
     def _about_training(self) -> str:
         run, reference, tail = self.run_name, self.reference_name, self.tail
@@ -156,10 +154,6 @@ class Comparison:
         nats = signed(pair.difference, decimals(pair.difference))
         return f"{said} ({nats} nats, {signed(100 * pair.difference / pair.reference, 2)}{PERCENT})."
 
-    def _about_limits(self) -> str:
-        said = "This is one pair of runs with one seed: how much another seed would change is not known from it."
-        return said if self.tail else ""
-
 
 def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, reference_name: str) -> Comparison:
     """The comparison of two lists of events as `runs.read_metrics` returns them."""
@@ -189,68 +183,56 @@ def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, ref
 
 
 def smooth(values: Sequence[float], radius: int, points: int = 600) -> list[tuple[int, float]]:
-    """(place, smoothed value) at up to `points` places: the height there of the line that fits the values around best.
+    """(place, smoothed value) at up to `points` places, by a local linear fit.
 
-    "Around" is within `radius` places, fewer at the ends. The curve is NaN where the value itself is not finite.
+    The fit is a least-squares line through the finite values within `radius` places, evaluated at the place: it neither lags
+    nor flattens at the ends, as a moving mean does. The value is NaN where the curve itself is not finite.
     """
-    return [
-        (i, line_height(values, i, radius) if math.isfinite(values[i]) else math.nan)
-        for i in spread(len(values), points)
-    ]
+    return [(i, local_line(values, i, radius)) for i in spread(len(values), points)]
 
 
-def line_height(values: Sequence[float], place: int, radius: int) -> float:
-    """The least-squares line through the finite values within `radius` of `place`, read at `place`, itself finite."""
+def local_line(values: Sequence[float], place: int, radius: int) -> float:
     first = max(place - radius, 0)
     near = [(i, value) for i, value in enumerate(values[first : place + radius + 1], first) if math.isfinite(value)]
-    if len(near) == 1:
-        return near[0][1]
+    if len(near) < 2 or not math.isfinite(values[place]):
+        return values[place] if math.isfinite(values[place]) else math.nan
     slope, intercept = statistics.linear_regression(*zip(*near, strict=True))
     return slope * place + intercept
 
 
 def spread(total: int, points: int) -> list[int]:
-    """At most `points` of the places 0 to total - 1, evenly spread, with both ends."""
+    """At most `points` of 0 ... total - 1, evenly spaced, both ends included."""
     if total <= points:
         return list(range(total))
     return [round(i * (total - 1) / (points - 1)) for i in range(points)]
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and 95 % band of a series whose neighbours may resemble each other; how, is at the top of this file."""
+    """Mean and 95 % band of a series that may be correlated; the method is at the top of this file."""
     widths = []
     length = 1
     while len(values) >= MINIMUM_VALUES and len(values) // length >= MINIMUM_BLOCKS:
-        means = block_means(values, length)
+        first = len(values) % length  # an incomplete block is left out at the older end
+        means = [statistics.fmean(values[i : i + length]) for i in range(first, len(values), length)]
         widths.append(student_quantile(len(means) - 1) * math.sqrt(statistics.variance(means) / len(means)))
         length *= 2
     return Estimate(mean=statistics.fmean(values), half_width=max(widths, default=None), count=len(values))
 
 
-def block_means(values: Sequence[float], length: int) -> list[float]:
-    """Means of consecutive blocks; what does not fill a block is left out at the beginning, the older end."""
-    first = len(values) % length
-    return [math.fsum(values[i : i + length]) / length for i in range(first, len(values), length)]
-
-
 def student_quantile(freedom: int) -> float:
     """Two-sided 95 % quantile of Student's t, Abramowitz and Stegun 26.7.5; 0.7 % too small at 3, less above."""
     z, n = NORMAL_QUANTILE, freedom
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + third
 
 
 def window_radius(total: int) -> int:
-    """An eighth of the run or less on either side, 16 to 256: a power of two, so that the longest blocks fill it."""
+    """At most an eighth of the run on either side, 16 to 256: a power of two, so that the longest blocks fill the window."""
     return min(max(1 << int(math.log2(max(total / 8, 1))), MINIMUM_VALUES), 256)
 
 
 def moving(steps: Sequence[int], values: Sequence[float], radius: int, points: int = 300) -> list[tuple[int, Estimate]]:
-    """The estimate over the values within `radius`, at up to `points` places; windows are cut short at the ends."""
+    """The estimate in a moving window of `radius` values on either side, shorter at the ends, at up to `points` places."""
     return [(steps[i], estimate(values[max(i - radius, 0) : i + radius + 1])) for i in spread(len(values), points)]
 
 
@@ -274,14 +256,14 @@ def evaluations(events: Sequence[Event]) -> list[tuple[int, float]]:
 
 
 def tokens_per_s(events: Sequence[Event]) -> float | None:
-    """The median over the steps; the first is left out where there are others, for it pays for start-up."""
+    """The median over the steps, without the first, which includes start-up."""
     by_step = step_events(events)
     rates = [by_step[step]["tokens_per_s"] for step in sorted(by_step) if by_step[step].get("tokens_per_s")]
     return statistics.median(rates[1:] or rates) if rates else None
 
 
 def peak_bytes(events: Sequence[Event]) -> float | None:
-    """The largest peak that a step recorded; None where none did, as zero means 'not measured'."""
+    """The largest peak of all steps; None if none was measured (zero means not measured)."""
     return max((event.get("peak_bytes") or 0 for event in step_events(events).values()), default=0) or None
 
 

@@ -1,4 +1,4 @@
-"""Numbers as a reader likes them: units, true minus signs, no more digits than carry meaning."""
+"""Formats numbers for readers: units, true minus signs, significant digits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PERCENT = "\N{NO-BREAK SPACE}%"  # so that no line breaks before the sign
 
 
 def decimals(*values: float | None) -> int:
-    """Places after the point that show two digits of the smallest value that is not zero: 4 to 7."""
+    """Decimal places (4 to 7) that show two digits of the smallest non-zero value."""
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     return min(max(4, 1 - math.floor(math.log10(min(sizes)))), 7) if sizes else 4
 
 
 def signed(value: float | None, places: int = 4) -> str:
-    """With its sign, a true minus, and no sign before zero."""
+    """The value with its sign; zero has none."""
     if value is None or not math.isfinite(value):
         return "not known"
     text = true_minus(f"{value:+.{places}f}")
@@ -27,7 +27,7 @@ def true_minus(text: str) -> str:
 
 
 def count(value: float) -> str:
-    """1,234,567; text is passed through."""
+    """1,234,567; returns text unchanged."""
     return f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else str(value)
 
 
@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
 
 
 def loss_value(value: float) -> str:
-    """Four places, 'NaN' and 'infinite' in words."""
+    """Four decimal places, or 'NaN' or 'infinite'."""
     return true_minus(f"{value:.4f}") if math.isfinite(value) else "NaN" if math.isnan(value) else "infinite"
 
 
@@ -75,7 +75,7 @@ def perplexity(loss: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as percent: three digits, '0' only for exactly none, '< 0.0001' for less than shown."""
+    """A share as a percentage: three digits; '0' only for exactly zero, '< 0.0001' below that."""
     if share is None or not math.isfinite(share):
         return "–"
     value = 100 * share
@@ -87,7 +87,7 @@ def percent(share: float | None) -> str:
 
 
 def magnitude(value: float | None) -> str:
-    """'1.23 × 10⁻⁵' without a break, or plainly where that is short."""
+    """'1.23 × 10⁻⁵' with no-break spaces, or '0.0123' for numbers from 0.001 to 10,000."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -106,5 +106,5 @@ def superscript(value: int) -> str:
 
 
 def elsewhere(recipes: Mapping[str, str]) -> str:
-    """The layers whose recipe is not the run's: " with bf16 in lm_head"."""
+    """The layers that have another recipe: " with bf16 in lm_head"."""
     return " with " + ", ".join(f"{recipe} in {pattern}" for pattern, recipe in recipes.items()) if recipes else ""

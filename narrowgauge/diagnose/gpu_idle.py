@@ -1,13 +1,10 @@
-"""Whether a GPU waits for its launches: the time in a step in which no kernel runs, and what to change.
+"""Whether a GPU waits for its launches: the share of a step in which no kernel runs, and what to change.
 
-    busy     the union of the kernels' intervals
-    gap      between the end of all kernels so far and the next one's beginning
-    idle     the sum of the gaps, over the time from the first kernel's beginning to the last one's end
+    gap      time between the end of all kernels so far and the start of the next one
+    idle     sum of the gaps / time from the start of the first kernel to the end of the last
 
-A gap of less than LONG_S is the host launching one kernel after the other slower than they run; a longer one is the host doing
-something else: reading data, waiting for a result, saving. The two have different cures, so they are counted apart.
-
-`measure` is a function of intervals alone; `watched` records those of a step with torch's profiler.
+A gap shorter than LONG_S means that the host launches kernels more slowly than they run. In a longer gap the host does
+something else: it reads data, waits for a result, saves. The two have different cures, so they are counted apart.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,11 +26,11 @@ Interval = tuple[float, float]  # seconds, on one clock
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """What a step's kernels and the gaps between them were.
+    """The kernels of a step and the gaps between them.
 
-    span_s          from the first kernel's beginning to the last one's end
-    launching_s     sum of the short gaps
-    waiting_s       sum of the long ones
+    span_s          from the start of the first kernel to the end of the last
+    launching_s     sum of the gaps shorter than LONG_S
+    waiting_s       sum of the longer gaps
     """
 
     kernels: int
@@ -42,10 +40,13 @@ class Launches:
     median_kernel_s: float
     longest_gap_s: float
 
+    def share(self, seconds: float) -> float:
+        return seconds / self.span_s if self.span_s else 0.0
+
     @property
     def idle(self) -> float:
         """Share of the span in which nothing ran."""
-        return 0.0 if not self.span_s else (self.launching_s + self.waiting_s) / self.span_s
+        return self.share(self.launching_s + self.waiting_s)
 
     @property
     def is_launch_bound(self) -> bool:
@@ -58,21 +59,17 @@ class Launches:
     def __str__(self) -> str:
         return (
             f"the GPU was idle for {self.idle:.0%} of a step of {1e3 * self.span_s:.3g} ms, between {self.kernels} kernels of "
-            f"{1e6 * self.median_kernel_s:.3g} us (median): {self._share(self.launching_s)} in gaps of a launch, "
-            f"{self._share(self.waiting_s)} in gaps of more than {1e3 * LONG_S:g} ms"
+            f"{1e6 * self.median_kernel_s:.3g} us (median): {self.share(self.launching_s):.0%} in gaps of a launch, "
+            f"{self.share(self.waiting_s):.0%} in gaps of more than {1e3 * LONG_S:g} ms"
         )
-
-    def _share(self, seconds: float) -> str:
-        return f"{0.0 if not self.span_s else seconds / self.span_s:.0%}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a run launches its steps: what advice depends on.
+    """How a run launches its steps; the advice depends on it.
 
-    graphs           whether steps are CUDA graphs; graphs_refused: why they cannot be, '' if they can
-    micro_batches    of a step
-    tensor_parallel  ranks that share each layer
+    graphs           True if steps run as CUDA graphs; graphs_refused is the reason why they cannot, or ''
+    tensor_parallel  number of ranks that share each layer
     """
 
     graphs: bool = False
@@ -83,7 +80,7 @@ class Setup:
 
 
 def measure(intervals: Iterable[Interval]) -> Launches | None:
-    """Of the kernels of one device, in any order, overlapping or not; None without a kernel. O(n log n)."""
+    """Measures the kernels of one device, in any order, overlapping or not; None if there is no kernel. O(n log n)."""
     ordered = sorted(intervals)
     if not ordered:
         return None
@@ -104,48 +101,47 @@ def measure(intervals: Iterable[Interval]) -> Launches | None:
 
 
 def advice(found: Launches, setup: Setup) -> list[str]:
-    """What to change, the best first, a sentence each; [] for a GPU that is busy."""
+    """What to change, a sentence each, the most effective first; [] if the GPU is busy."""
     sentences = []
     if found.is_launch_bound:
         if not setup.graphs and not setup.graphs_refused:
             sentences.append("Launch steps as CUDA graphs: --cuda-graph.")
         elif not setup.graphs:
-            sentences.append(f"CUDA graphs would help, and cannot be had: {setup.graphs_refused}.")
+            sentences.append(f"CUDA graphs would help, but cannot be had: {setup.graphs_refused}.")
         if setup.tensor_parallel > 1:
             sentences.append(
-                f"Take pipeline before tensor parallelism: {setup.tensor_parallel} ranks share each layer, which makes its "
-                "kernels that much shorter and adds a message to each; stages of a pipeline leave them whole."
+                f"Take pipeline before tensor parallelism: {setup.tensor_parallel} ranks share each layer, which shortens its "
+                "kernels and adds communication; pipeline stages keep kernels whole."
             )
         if setup.micro_batches > 1:
             sentences.append(
-                f"Take fewer accumulation steps: micro_batches = {setup.micro_batches} cuts the batch into parts that are too "
-                "small; lower it as far as memory allows (checkpointing and 8-bit states give some back)."
+                f"Take fewer accumulation steps: micro_batches = {setup.micro_batches} makes micro-batches too small; lower it as far "
+                "as memory allows (checkpointing and 8-bit states free some)."
             )
         else:
-            sentences.append("Take a larger micro-batch: the same launches then carry more work.")
+            sentences.append("Take a larger micro-batch: the same launches then do more work.")
         if not setup.compiled:
-            sentences.append("Compile the model, which joins small kernels: --compile.")
+            sentences.append("Compile the model, which fuses small kernels: --compile.")
     if found.waits:
         sentences.append(
-            f"The GPU waits up to {1e3 * found.longest_gap_s:.3g} ms at a time for the host: look for data that is read, results that "
-            "are fetched and checkpoints that are written within the step."
+            f"The GPU waits up to {1e3 * found.longest_gap_s:.3g} ms at a time for the host. Move data loading, .item() calls and "
+            "checkpoint writes out of the step."
         )
     return sentences
 
 
 @contextmanager
 def watched() -> Iterator[list[Interval]]:
-    """Fills the list, when the block ends, with the intervals of the kernels and copies that ran on CUDA in it.
+    """When the block ends, fills the list with the intervals of the CUDA kernels and copies that ran in it.
 
-    Waits for the device at both ends. Costs the host some microseconds per launch, so what is measured is an upper bound.
+    Synchronizes at both ends. Profiling costs the host microseconds per launch, so the measured idle time is an upper bound.
     """
     found: list[Interval] = []
     torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
     with warnings.catch_warnings():
-        # torch 2.11 says that events of earlier cycles are not kept; there are none.
+        # torch 2.11 warns that it drops the events of earlier cycles; there are none.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
-        profiler = torch.profiler.profile(activities=activities)
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         profiler.start()
     try:
         yield found
@@ -155,13 +151,11 @@ def watched() -> Iterator[list[Interval]]:
     found += on_device(profiler.events())
 
 
-def on_device(events: Sequence[object] | None) -> list[Interval]:
-    """The intervals of kernels and copies among torch's profiler events; ranges that code has marked are none."""
+def on_device(events: Sequence[Any] | None) -> list[Interval]:
+    """The intervals of kernels and copies among the events of torch's profiler, without ranges that user code marked."""
     cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    found = []
-    for event in events or ():
-        marked = getattr(event, "is_user_annotation", False)
-        if getattr(event, "device_type", None) == cuda and not marked:
-            span = event.time_range  # type: ignore[attr-defined]
-            found.append((span.start * 1e-6, span.end * 1e-6))
-    return found
+    return [
+        (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        for event in events or ()
+        if event.device_type == cuda and not event.is_user_annotation
+    ]

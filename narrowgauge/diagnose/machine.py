@@ -18,15 +18,20 @@ from narrowgauge.recipe import Gemm, Recipe
 
 
 def info() -> str:
-    """The machine, and for each recipe and device which of its products run natively, which emulated, and why."""
+    """The machine; for each device and recipe, which products run natively, which are emulated, and why."""
     lines = [f"narrowgauge {__version__}, torch {torch.__version__}, Python {platform.python_version()}", ""]
-    for device in _devices():
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    width = max(map(len, recipes.names()))
+    for device in [*(torch.device("cuda", index) for index in range(count)), torch.device("cpu")]:
         lines += [_headline(device), ""]
-        width = max(map(len, recipes.names()))
         lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
-        lines += [*_checks(device), ""]
-    lines.append(_compiler_words())
-    return "\n".join(lines)
+        lines += [*_selfcheck_summary(device), ""]
+    found = cpp_compiler()
+    return "\n".join(lines) + (
+        f"\nC++ compiler: {found}. --compile can fuse casts on the CPU."
+        if found
+        else "\nC++ compiler: none. Training on the CPU works; --compile does not, and casts are not fused there."
+    )
 
 
 def processor_name() -> str:
@@ -41,22 +46,15 @@ def processor_name() -> str:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that torch.compile takes for the CPU: $CXX, or g++ (clang++ on a Mac); None if it is not there."""
+    """The C++ compiler that torch.compile uses on the CPU: $CXX, or g++ (clang++ on a Mac); None if it is not installed."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return name if shutil.which(name) else None
 
 
 def c_compiler() -> str | None:
-    """The C compiler that Triton takes for its launchers: $CC, gcc or clang; None if there is none."""
+    """The C compiler that Triton uses for its launchers: $CC, gcc or clang; None if there is none."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     return next((name for name in names if shutil.which(name)), None)
-
-
-def _devices() -> list[torch.device]:
-    cuda = [
-        torch.device("cuda", index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    ]
-    return [*cuda, torch.device("cpu")]
 
 
 def _headline(device: torch.device) -> str:
@@ -76,8 +74,8 @@ def threads_words() -> str:
     return f"{count} thread" + ("s" if count != 1 else "")
 
 
-def _checks(device: torch.device) -> list[str]:
-    """What the checks of kernels on this device found; they were made for the table above if not before."""
+def _selfcheck_summary(device: torch.device) -> list[str]:
+    """The results of the kernels' self-checks on this device, which planning the products above has run."""
     found = [result for key, result in RESULTS.items() if key[-1] == device.index]
     if not found:
         return []
@@ -108,10 +106,3 @@ def _product(gemm: Gemm, device: torch.device) -> str:
         return "Triton" if how.choice.kernel.name == "triton" else "native"
     dtype = str(how.expand).removeprefix("torch.")
     return f"emulated exactly in {dtype}" + (f": {'; '.join(how.choice.reasons)}" if how.choice.reasons else "")
-
-
-def _compiler_words() -> str:
-    found = cpp_compiler()
-    if found:
-        return f"C++ compiler: {found}. --compile can fuse casts on the CPU."
-    return "C++ compiler: none. Training on the CPU works; --compile does not, and casts are not fused there."

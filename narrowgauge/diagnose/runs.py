@@ -1,7 +1,7 @@
-"""What a run wrote, read back: `run.json` and `metrics.jsonl` of a run folder (docs/architecture.md).
+"""Reads and writes the records of a run folder: `run.json` and `metrics.jsonl` (docs/architecture.md).
 
-Both are strict JSON, which has no NaN and no infinity: those are the strings "NaN", "Infinity" and "-Infinity", and
-`decode` turns them into floats again wherever a number is expected, that is under every key that is not in TEXT_KEYS.
+Both are strict JSON, which has no NaN or infinity: `encode` writes the strings "NaN", "Infinity" and "-Infinity", and `decode`
+turns them back into floats, except under the keys in TEXT_KEYS.
 """
 
 import json
@@ -10,28 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.diagnose.forms import refuse
+from narrowgauge.diagnose.recorded_forms import EVENTS, RUN
 from narrowgauge.errors import ConfigError
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-TEXT_KEYS = frozenset(
-    {
-        "event",
-        "module",
-        "role",
-        "format",
-        "prompt",
-        "text",
-        "path",
-        "skipped",
-        "reason",
-        "where",
-        "switch",
-        "before",
-        "after",
-        "words",
-        "advice",
-    }
-)
+TEXT_KEYS = {
+    "event", "module", "role", "format", "prompt", "text", "path", "skipped", "reason", "where", "switch", "before", "after",
+    "words", "advice",
+}  # fmt: skip
 
 
 def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
@@ -50,11 +37,11 @@ def _named(value: Any) -> Any:
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """The record that `encode` wrote. ValueError if it is no strict JSON, TypeError if it is no object."""
+    """The record that `encode` wrote. Raises ValueError if it is not strict JSON, TypeError if it is not an object."""
     record = json.loads(text, parse_constant=_refuse_constant)
     if not isinstance(record, dict):
         raise TypeError("not a JSON object")
-    return {key: value if key in TEXT_KEYS else _numbers(value) for key, value in record.items()}
+    return dict(_numbers(record))
 
 
 def _refuse_constant(name: str) -> float:
@@ -72,48 +59,67 @@ def _numbers(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The events of a run in the order of time, as if it had never been interrupted; [] if there is no file yet.
+    """The events of a run in order of time, as if it had never been interrupted; [] if the file does not exist.
 
-    A `resume` from step k removes what was written before it about later steps; of the events that agree in (event,
-    step, module, role, switch) the last one counts. A line that a crash cut short, at the end, is passed over. ConfigError if
-    any other line is not an event.
+    A `resume` from step k removes earlier events of later steps. Of events that agree in (event, step, module, role, switch)
+    the last one counts. Skips a last line that a crash cut short. Raises ConfigError if any other line is not an event.
     """
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
+    reached = 0
     for number, line in enumerate(_lines(path), start=1):
         try:
-            event = decode(line)
-            step = event["step"]
-            if event["event"] == "resume":
-                events = {key: each for key, each in events.items() if each["step"] <= step}
-        except (ValueError, KeyError, TypeError) as error:
+            event = _event(line, reached)
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: is not an event of a run: {error}. Remove the line.") from None
-        key = (event["event"], step, event.get("module"), event.get("role"), event.get("switch"))
+        kind, step = event["event"], event["step"]
+        if kind == "resume":
+            events = {key: each for key, each in events.items() if each["step"] <= step}
+            reached = step - 1
+        elif kind == "step":
+            reached = step
+        key = (kind, step, event.get("module"), event.get("role"), event.get("switch"))
         events.pop(key, None)  # so that the last of its kind also stands last
         events[key] = event
     return list(events.values())
 
 
+def _event(line: bytes, reached: int) -> dict[str, Any]:
+    """The event on a line that follows events of step `reached`. Raises ValueError if a value in it is impossible."""
+    event = decode(line)
+    kind = event.get("event")
+    if kind not in EVENTS:
+        raise ValueError(f"event = {kind!r} is not one of {', '.join(EVENTS)}")
+    if problem := refuse(event, EVENTS[kind]):
+        raise ValueError(problem)
+    if kind == "step" and event["step"] <= reached:
+        raise ValueError(f"step = {event['step']} comes after step {reached}, but only a resumption goes back")
+    return event
+
+
 def _lines(path: Path) -> list[bytes]:
     try:
-        data = path.read_bytes()
+        return path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}. Name a folder that narrowgauge train wrote."
-        ) from None
-    return data.split(b"\n")[:-1]
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path}: cannot be read: {error.strerror}. Name a folder that narrowgauge train wrote.")
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """The contents of a run.json. ConfigError if there is none, or it is damaged."""
+    """The contents of a run.json. Raises ConfigError if it is missing or damaged."""
     try:
-        return decode(path.read_bytes())
+        run = decode(path.read_bytes())
+        if not (problem := refuse(run, RUN)):
+            return run
     except OSError as error:
-        words = f"cannot be read: {error.strerror}. Name a folder that narrowgauge train wrote."
-    except (ValueError, TypeError) as error:
-        words = (
-            f"is damaged: {error}. Put a copy of it in its place; or remove it and continue the run with --resume, which writes it "
-            'anew, but for its beginning, and chooses again where recipe "auto" chose.'
-        )
-    raise ConfigError(f"{path}: {words}")
+        raise _unreadable(path, error) from None
+    except (ValueError, TypeError, RecursionError) as error:
+        problem = str(error)
+    raise ConfigError(
+        f"{path}: damaged: {problem}. Restore a copy of it; or remove it and continue the run with --resume, which writes it again "
+        'without the facts of the first start and chooses again where recipe "auto" chose.'
+    )

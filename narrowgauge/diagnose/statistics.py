@@ -1,4 +1,4 @@
-"""How a tensor's values meet a number format: how large they are, and what the format loses of them.
+"""Measures a tensor against a number format: how large its values are, and which of them the format loses.
 
 With code = |x| / scale, a float format of largest value `format_max` and smallest positive value `smallest_subnormal`:
 
@@ -6,11 +6,9 @@ With code = |x| / scale, a float format of largest value `format_max` and smalle
     saturated   code > format_max * (1 + 2**-22)   clipped to format_max
     histogram   floor(log2 |x|), read from the exponent bits, so exact at powers of two and among subnormals
 
-The division is done in fp32 (fp64 for fp64 input), as `quantize` does it. The factor 1 + 2**-22 allows for the rounding
-of that division and of the scale: with scale = amax / format_max, amax / scale is format_max only up to two roundings.
-Without it a tensor that fits exactly shows one saturated element in about one case of twelve.
-
-Leaves out: stochastic rounding, where underflow is a chance and not a line.
+The division is in fp32 (fp64 for fp64 input), as in `quantize`. The factor 1 + 2**-22 allows for two roundings: with
+scale = amax / format_max, amax / scale is not exactly format_max. Without the factor, a tensor that fits exactly shows one
+saturated element in about one case of twelve. Does not cover stochastic rounding, where underflow is random.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class Histogram(TypedDict):
 
 
 class TensorStatistics(TypedDict):
-    """What a `tensor` event of metrics.jsonl says of the values; plain numbers, ready for JSON."""
+    """The values of a `tensor` event of metrics.jsonl, ready for JSON."""
 
     amax: float  # largest finite magnitude, 0.0 if there is none
     zeros: int
@@ -47,15 +45,13 @@ class TensorStatistics(TypedDict):
 def tensor_statistics(
     x: Tensor, format_max: float, smallest_subnormal: float, scale: Tensor | float
 ) -> TensorStatistics:
-    """Counts and shares for one tensor; the rules are at the top of this file.
+    """Counts and shares of one tensor, as defined at the top of this file. NaN and infinity count only in `nan` and `inf`.
 
     x       any shape, any real float dtype
-    scale   one number, or a tensor that broadcasts to x (tiles: spread them over x first)
-    NaN and infinity are counted in `nan` and `inf` and enter nothing else.
+    scale   one number, or a tensor that broadcasts to x (expand the scales of tiles first)
 
-    Costs about fifteen elementwise passes, temporaries of some 30 bytes per element and a handful of host
-    synchronisations: meant for a few tensors at every hundredth step or so, not for all at every step.
-    Raises ShapeError if scale does not broadcast to x, ConfigError if x is not of a real float dtype.
+    Costs about fifteen elementwise passes, about 30 temporary bytes per element and several host synchronisations: use it on a
+    few tensors every hundred steps or so. Raises ShapeError if scale does not broadcast to x, ConfigError if x is not float.
     """
     if not x.is_floating_point():
         raise ConfigError(f"tensor_statistics: x is {x.dtype}. Pass a float tensor; decode codes first.")
@@ -78,7 +74,7 @@ def tensor_statistics(
 
 
 def share(mask: Tensor) -> float:
-    """The share of True, 0.0 for an empty mask."""
+    """The share of True; 0.0 for an empty mask."""
     return int(mask.sum()) / mask.numel() if mask.numel() else 0.0
 
 
@@ -96,8 +92,7 @@ def is_zero(magnitude: Tensor) -> Tensor:
 def floor_log2(magnitude: Tensor) -> Tensor:
     """floor(log2 magnitude) as int64, exact, for positive finite fp32 or fp64.
 
-    A normal number's answer is in its exponent bits. A subnormal is an integer times 2**MINIMUM_EXPONENT:
-    that integer has few enough bits to be exact as a float, whose exponent bits then hold the answer.
+    Reads the exponent bits. A subnormal is an integer times 2**MINIMUM_EXPONENT; that integer is exact as a normal float.
     """
     integer, mantissa, bias = LAYOUT[magnitude.dtype]
     bits = magnitude.view(integer)
@@ -108,19 +103,19 @@ def floor_log2(magnitude: Tensor) -> Tensor:
 
 
 def broadcast_scale(scale: Tensor | float, x: Tensor) -> Tensor:
-    """`scale` in x's dtype and on its device, checked to broadcast to x without enlarging it."""
+    """`scale` in x's dtype and on its device. Raises ShapeError unless it broadcasts to the shape of x."""
     scale = torch.as_tensor(scale, dtype=x.dtype, device=x.device)
-    aligned = zip(reversed(scale.shape), reversed(x.shape), strict=False)
-    if scale.dim() > x.dim() or any(mine not in (1, wanted) for mine, wanted in aligned):
+    try:
+        return scale.expand_as(x)
+    except RuntimeError:
         raise ShapeError(
             f"tensor_statistics: scale {list(scale.shape)} does not broadcast to x {list(x.shape)}. "
-            "Spread the tiles' scales over x first."
-        )
-    return scale
+            "Expand the scales of tiles to the shape of x first."
+        ) from None
 
 
 def trimmed(lowest: int, counts: list[int]) -> Histogram:
-    """The histogram without empty bins at its ends; {0, []} if it is empty."""
+    """The histogram without empty bins at its ends."""
     filled = [i for i, count in enumerate(counts) if count]
     if not filled:
         return Histogram(lowest_exponent=0, counts=[])

@@ -1,6 +1,6 @@
 """fuse: norms and activations hand the Linears that read them their input already cast. `convert(model, recipe, fuse=True)`.
 
-    before   norm writes y; q, k and v find in `sharing` that they read one tensor, and the first casts it
+    before   norm writes y; q, k and v find in `nn.caches` that they read one tensor, and the first casts it
     after    the kernel that computes y casts it in the same pass, and hands the codes over with y
 
 What is fused, found by structure in the blocks of transformers (patterns.py):
@@ -11,7 +11,7 @@ What is fused, found by structure in the blocks of transformers (patterns.py):
     rotary embedding           queries and keys of an attention in one kernel, forward and backward; casts nothing
 
 Nothing is taken on a name alone: a module is fused only if it computes, on random numbers, what the kernel computes. A layer takes
-what is handed over only if it reads that very tensor and its recipe asks for that very cast (`sharing`); else it casts for itself, as
+what is handed over only if it reads that very tensor and its recipe asks for that very cast (`nn.caches`); else it casts for itself, as
 ever. So fusing changes no number but those of the functions themselves, which a kernel rounds once where PyTorch rounds between
 operations; where no kernel runs (on the CPU, under torch.compile, by a recipe that rotates) the module's own code does, and the
 numbers are to the bit those without.

@@ -1,4 +1,4 @@
-"""fuse and unfuse: put producers in the place of modules' `forward`, take them out again, and say of each what became of it."""
+"""fuse and unfuse: put fused functions in the place of modules' `forward`, take them out again, and say of each what became of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.fuse.patterns import Place, places
-from narrowgauge.fuse.precast import Producer, refuse_reader
+from narrowgauge.fuse.precast import FusedCast, refuse_reader
 from narrowgauge.fuse.probe import gated, kind_of
 from narrowgauge.fuse.rotary import Embedding, OfAttention, function_of, refuse
 from narrowgauge.nn.linear import QLinear
@@ -19,7 +19,7 @@ from narrowgauge.ops.norm_act import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """A producer of a model: what became of it, in words.
+    """A function of a model that Linears read, or a rotary embedding: what became of it, in words.
 
     readers    the Linears that read it; of a rotary embedding none
     function   "rms-norm", "swiglu", "rotary", ...; '' where it is none of them
@@ -48,7 +48,7 @@ class _OfModule:
     """The forward of a norm or an activation."""
 
     module: nn.Module
-    producer: Producer
+    fused: FusedCast
 
     def __call__(self, x: Tensor, *more: Any, **options: Any) -> Tensor:
         module = self.module
@@ -56,7 +56,7 @@ class _OfModule:
         if more or options or torch.compiler.is_compiling():
             return own(module, x, *more, **options)
         parameters = tuple(p for name in ("weight", "bias") if (p := getattr(module, name, None)) is not None)
-        return self.producer((x, *parameters), lambda: own(module, x))
+        return self.fused((x, *parameters), lambda: own(module, x))
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class _OfMlp:
     """The forward of a gated MLP, of which gate, up and down are the Linears."""
 
     module: nn.Module
-    producer: Producer
+    fused: FusedCast
     names: tuple[str, str, str]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ class _OfMlp:
             return own(self.module, x)
         gate, up, down = (self.module.get_submodule(name) for name in self.names)
         g, u = gate(x), up(x)
-        return down(self.producer((g, u), lambda: nn.functional.silu(g) * u))
+        return down(self.fused((g, u), lambda: nn.functional.silu(g) * u))
 
 
 def fuse(model: nn.Module) -> list[Fusion]:
-    """Puts producers where the structure of the model and its recipes allow them; in place. Those of before are made anew."""
+    """Puts fused functions where the structure of the model and its recipes allow them; in place. Those of before are made anew."""
     unfuse(model)
     modules = dict(model.named_modules())
     refused: dict[str, str] = {}
@@ -92,15 +92,15 @@ def fuse(model: nn.Module) -> list[Fusion]:
         if isinstance(found, Embedding):
             module.__dict__["forward"] = OfAttention(module, found)
             continue
-        producer = Producer(
+        fused = FusedCast(
             found,
             tuple(modules[each] for each in place.readers),
             tuple(modules[each] for each in place.sources),
         )
-        forward: Any = _OfModule(module, producer)
+        forward: Any = _OfModule(module, fused)
         if place.form == "gated":
             names = (*(each.rpartition(".")[2] for each in place.sources), place.readers[0].rpartition(".")[2])
-            forward = _OfMlp(module, producer, names)  # type: ignore[arg-type]
+            forward = _OfMlp(module, fused, names)  # type: ignore[arg-type]
         module.__dict__["forward"] = forward
     model.__dict__["_not_fused"] = refused
     return fusions(model)
@@ -123,7 +123,7 @@ def fusions(model: nn.Module) -> list[Fusion]:
     for place in places(model):
         forward = modules[place.name].__dict__.get("forward")
         if isinstance(forward, _OfModule | _OfMlp):
-            found.append(_fusion(place, forward.producer))
+            found.append(_fusion(place, forward.fused))
         elif isinstance(forward, OfAttention):
             words = forward.embedding.backend_words(modules[place.name])
             found.append(Fusion(name=place.name, readers=(), function="rotary", backend=words))
@@ -133,17 +133,17 @@ def fusions(model: nn.Module) -> list[Fusion]:
     return found
 
 
-def _fusion(place: Place, producer: Producer) -> Fusion:
-    reader = producer.reader()
+def _fusion(place: Place, fused: FusedCast) -> Fusion:
+    reader = fused.reader()
     names = dict(name=place.name, readers=place.readers)
     if reader is None:
-        reasons = [refuse_reader(each) for each in producer.readers if isinstance(each, QLinear)]
+        reasons = [refuse_reader(each) for each in fused.readers if isinstance(each, QLinear)]
         return Fusion(**names, reason=next((each for each in reasons if each), "no reader was converted"))  # type: ignore[arg-type]
-    takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in producer.readers)
-    reads = producer.reads
-    unread = None if not reads.made else max(0.0, 1 - reads.taken / (reads.made * takers))
+    takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in fused.readers)
+    stats = fused.stats
+    unread = None if not stats.made else max(0.0, 1 - stats.taken / (stats.made * takers))
     return Fusion(
-        **names, function=producer.kind.name, backend=producer.backend_words(reader), unread=unread  # type: ignore[arg-type]
+        **names, function=fused.kind.name, backend=fused.backend_words(reader), unread=unread  # type: ignore[arg-type]
     )  # fmt: skip
 
 

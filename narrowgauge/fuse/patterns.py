@@ -26,7 +26,7 @@ GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 @dataclass(frozen=True)
 class Place:
-    """A producer, and the Linears that read it, by their dotted names.
+    """A function that is cast where it is computed, and the Linears that read it, by their dotted names.
 
     form      "module": its output is what is read; "gated": an MLP that multiplies silu(gate) by up; "rotary": an attention that turns
               its queries and keys, and nobody's input is cast
@@ -40,7 +40,7 @@ class Place:
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """The producers that the model's names suggest, in its order."""
+    """The places that the model's names suggest, in its order."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         prefix = f"{name}." if name else ""

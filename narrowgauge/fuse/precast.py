@@ -2,7 +2,7 @@
 
 On the device of a kernel the whole is one autograd function:
 
-    forward    y and the cast that the first reader wants, in one pass; the cast lies in the entry of y (`sharing`)
+    forward    y and the cast that the first reader wants, in one pass; the cast lies in the entry of y (`nn.caches`)
     backward   the gradients of the inputs and the casts that the Linears want that made these inputs
 
 Elsewhere the module's own code computes y, and the cast is what the reader itself would make of it.
@@ -18,34 +18,33 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import wrapper
-from narrowgauge.autograd_rules import first_order_only
-from narrowgauge.nn.caches import Handed, Reads, SharedInputs
+from narrowgauge.autograd_rules import no_double_backward
+from narrowgauge.nn.caches import CacheStats, SharedInputs
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.operands import cast_ahead, handed_key
-from narrowgauge.nn.plan import Plans, Settings
-from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, Kind, Made, Order, ProduceSpec
-from narrowgauge.ops.quantize.pair import OneRead
-from narrowgauge.ops.registry import Choice, device_facts, device_of
-from narrowgauge.recipe import Cast, LearnedStep, Window
+from narrowgauge.nn.operands import Casts, Operand, Rotation
+from narrowgauge.nn.plan import LinearContext, OperandPlan, OperandRequest
+from narrowgauge.ops.norm_act import CastRequest, CastResult, Kind, NormActSpec, backward_of, forward_of
+from narrowgauge.ops.registry import Choice, device_facts
+from narrowgauge.recipe import LearnedStep, Window
 
 
 @dataclass(eq=False)
-class Producer:
+class FusedCast:
     """What is handed from a function to the layers around it.
 
     kind      the function
     readers   the layers that read it; the first that casts decides about the cast
     sources   the layers whose outputs are its inputs, read by nobody else: swiglu's gate and up, gelu's Linear
     backend   the kernel to take ("triton", "reference"); None: the first that does not refuse, and no function without "triton"
-    reads     casts handed over, and how often a layer took one
+    stats     casts handed over, and how often a layer took one
     """
 
     kind: Kind
     readers: tuple[nn.Module, ...]
     sources: tuple[nn.Module, ...] = ()
     backend: str | None = None
-    reads: Reads = field(default_factory=Reads)
-    _choices: dict[Hashable, Choice[ProduceSpec]] = field(default_factory=dict, repr=False)
+    stats: CacheStats = field(default_factory=CacheStats)
+    _choices: dict[Hashable, Choice[NormActSpec]] = field(default_factory=dict, repr=False)
 
     def reader(self) -> QLinear | None:
         """The first layer that casts what it reads; None: nobody does, or somebody looks at the operands."""
@@ -59,149 +58,158 @@ class Producer:
         reader = None if torch.compiler.is_compiling() else self.reader()
         if reader is None or tensors[0].numel() == 0:
             return otherwise()
-        settings = reader.settings(tensors[0])
-        order = self._order(reader, settings)
-        choice = None if order is None else self._choice(order, settings, tensors)
+        context = reader.context(tensors[0])
+        wanted_cast = self._wanted_cast(reader, context)
+        choice = None if wanted_cast is None else self._choice(wanted_cast, context, tensors)
         if choice is None:
             y = otherwise()
-            self._hand_over(y, reader, None, reader.settings(y))
+            self._hand_over(y, reader, None, reader.context(y))
             return y
         shape = tensors[0].shape
         flat = tuple(each.reshape(-1, shape[-1]) if each.ndim > 1 else each for each in tensors)
-        pocket = _Pocket(self, order, choice)
-        y = _Function.apply(pocket, *flat).reshape(shape)
-        assert pocket.made is not None
-        self._hand_over(y, reader, pocket.made, settings)
+        made: list[CastResult] = []
+        y = _Function.apply(self, wanted_cast, choice, made, *flat).reshape(shape)
+        self._hand_over(y, reader, made[0], context)
         return y
 
-    def _choice(self, order: Order, settings: Settings, tensors: Sequence[Tensor]) -> Choice[ProduceSpec] | None:
+    def _choice(
+        self, wanted_cast: CastRequest, context: LinearContext, tensors: Sequence[Tensor]
+    ) -> Choice[NormActSpec] | None:
         """The kernel that computes y; None: the module's own code, which the reference would only repeat."""
         x = tensors[0]
-        hidden_by = wrapper(*tensors)
-        key = id(settings.recipe), x.device, hidden_by, x.shape[-1], order.turned, *(each.dtype for each in tensors)
+        key = (
+            id(context.plan.recipe),
+            x.device,
+            wrapper(*tensors),
+            x.shape[-1],
+            wanted_cast.transposed,
+            *(each.dtype for each in tensors),
+        )
         if key not in self._choices:
-            self._choices[key] = FORWARD.choose(self._spec(tensors, (order,)), self.backend)
+            self._choices[key] = forward_of(self.kind).choose(
+                NormActSpec.of(self.kind, tensors, (wanted_cast,)), self.backend
+            )
         found = self._choices[key]
         return found if self.backend is not None or found.kernel.name != "reference" else None
 
     def backend_words(self, reader: QLinear) -> str:
         """Which kernel computes the function on the reader's device, and why no other, for tensors of its weight's dtype."""
         like = reader.weight.new_empty(1, reader.in_features, device="meta")
-        order = self._order(reader, reader.settings(reader.weight))
-        if order is None:
+        wanted_cast = self._wanted_cast(reader, reader.context(reader.weight))
+        if wanted_cast is None:
             return f"own code ({self.refuse(reader)})"
         device = device_facts(reader.weight.device.type, reader.weight.device.index)
-        spec = ProduceSpec(self.kind, device, (like.dtype,), (1, reader.in_features), ((order.cast, order.turned),))
-        found = FORWARD.choose(spec, self.backend)
+        spec = NormActSpec(
+            self.kind, device, (like.dtype,), (1, reader.in_features), ((wanted_cast.cast, wanted_cast.transposed),)
+        )
+        found = forward_of(self.kind).choose(spec, self.backend)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
         return found.kernel.name if found.kernel.name != "reference" else f"own code ({reasons})"
 
     def refuse(self, reader: QLinear) -> str | None:
         """Why no kernel casts for this reader, whatever the device; None if one may."""
-        settings = reader.settings(reader.weight)
-        return refuse_cast(settings, reader.weight.requires_grad)
+        return refuse_cast(_request(reader, reader.context(reader.weight)))
 
-    def _order(self, reader: QLinear, settings: Settings) -> Order | None:
-        keeps = reader.weight.requires_grad
-        if refuse_cast(settings, keeps) is not None:
+    def _wanted_cast(self, reader: QLinear, context: LinearContext) -> CastRequest | None:
+        request = _request(reader, context)
+        cast = context.plan.x.rows
+        if cast is None or refuse_cast(request) is not None:
             return None
-        cast = settings.recipe.output.lhs
-        assert cast is not None
-        live = reader.live("x") if isinstance(cast.calibrate, Window) else None
-        turned = keeps and settings.recipe.save == "quantized"
-        return Order(cast, live, settings.records, turned)
+        live = request.state if isinstance(cast.calibrate, Window) else None
+        return CastRequest(cast, live, context.records, Operand.keeps_codes(request))
 
-    def _spec(self, tensors: Sequence[Tensor], orders: Sequence[Order | None]) -> ProduceSpec:
-        x = tensors[0]
-        return ProduceSpec(
-            self.kind,
-            device_of(*tensors),
-            tuple(each.dtype for each in tensors),
-            (x.numel() // x.shape[-1], x.shape[-1]),
-            tuple((order.cast, order.turned) for order in orders if order is not None),
-        )
-
-    def _hand_over(self, y: Tensor, reader: QLinear, made: Made | None, settings: Settings) -> None:
+    def _hand_over(self, y: Tensor, reader: QLinear, made: CastResult | None, context: LinearContext) -> None:
         """Puts the cast of y where its readers look, and the window's state with those who have one of their own."""
         shared = reader.shared_inputs
-        share = None if shared is None else shared.of(y)
-        if share is None or share.handed is None or y.shape[-1] != reader.in_features:
+        inputs = None if shared is None else shared.of(y)
+        if inputs is None or y.shape[-1] != reader.in_features:
             return
-        keeps = reader.weight.requires_grad
+        request = _request(reader, context)
         if made is None or made.plain is None:
             with torch.no_grad():
-                handed = cast_ahead(y.detach().reshape(-1, y.shape[-1]), reader.live("x"), settings, keeps)
+                operand = Operand(y.detach().reshape(-1, y.shape[-1]), request)
+                operand.read()
+                operand.rows(Rotation())
+                operand.saved()
+                casts = operand.casts
         else:
-            handed = _handed(made, settings, keeps)
-        share.handed[handed_key(settings, keeps)] = handed
-        handed.reads = self.reads
-        self.reads.made += 1
-        self._follow(reader, settings)
+            cols = made.transposed if Operand.keeps_codes(request) else None
+            casts = Casts(made.plain, cols, made.amax)
+        inputs.put(request, casts, self.stats)
+        self._follow(reader, context)
 
     @torch.no_grad()
-    def _follow(self, reader: QLinear, settings: Settings) -> None:
+    def _follow(self, reader: QLinear, context: LinearContext) -> None:
         """The windows of the other readers: they saw the tensor that the first one's saw."""
-        leader = reader.live("x")
-        if leader is None or not settings.records:
+        leader = reader.amax_state("x")
+        if leader is None or not context.records:
             return
         others = [each for each in self.readers if each is not reader and isinstance(each, QLinear)]
-        lives = [each.live("x") for each in others if each.recipe == reader.recipe and refuse_reader(each) is None]
-        own = [live for live in lives if live is not None]
+        states = [
+            each.amax_state("x") for each in others if each.recipe == reader.recipe and refuse_reader(each) is None
+        ]
+        own = [state for state in states if state is not None]
         if own:
             torch._foreach_copy_(own, [leader] * len(own))
 
     # --- backward --------------------------------------------------------------------------------------------------------------
 
-    def gradient_orders(self) -> list[tuple[Order | None, SharedInputs | None]]:
+    def gradient_requests(self) -> list[tuple[CastRequest | None, SharedInputs | None]]:
         """What the sources want of the gradients of their outputs, and where it is put."""
-        return [_gradient_order(layer) for layer in self.sources]
+        return [_gradient_request(layer) for layer in self.sources]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the choices: they belong to this process and its recipes."""
         return self.__dict__ | {"_choices": {}}
 
 
-@dataclass(eq=False)
-class _Pocket:
-    """What goes into the autograd function besides tensors, and what comes out besides y."""
-
-    producer: Producer
-    order: Order | None
-    choice: Choice[ProduceSpec]
-    made: Made | None = None
-
-
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pocket: _Pocket, *tensors: Tensor) -> Tensor:
-        producer = pocket.producer
-        pocket.made, statistics = pocket.choice.kernel.run(producer.kind, tensors, pocket.order)
+    def forward(
+        ctx: Any,
+        fused: FusedCast,
+        wanted_cast: CastRequest | None,
+        choice: Choice[NormActSpec],
+        out: list[CastResult],
+        *tensors: Tensor,
+    ) -> Tensor:
+        """out: takes what comes out besides y."""
+        made, statistics = choice.kernel.run(fused.kind, tensors, wanted_cast)
+        out.append(made)
         ctx.save_for_backward(*tensors, *statistics)
-        ctx.count, ctx.producer = len(tensors), producer
-        return pocket.made.value
+        ctx.count, ctx.fused = len(tensors), fused
+        value: Tensor = made.value
+        return value
 
     @staticmethod
-    @first_order_only("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
+    @no_double_backward("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        producer: Producer = ctx.producer
+        fused: FusedCast = ctx.fused
         tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        count = 1 if producer.kind.is_norm else len(tensors)  # of what has a gradient that a layer casts
-        wanted = producer.gradient_orders() or [(None, None)] * count
-        orders: list[Order | None] = []
-        for order, _ in wanted:  # each that a kernel casts beside those before it; the others are left to their layers
-            orders.append(order if order is not None and _computes(producer, tensors, [*orders, order]) else None)
-        choice = GRADIENTS.choose(producer._spec(tensors, orders), producer.backend)
-        made, of_parameters = choice.kernel.run(producer.kind, tensors, statistics, gy.contiguous(), orders)
+        count = 1 if fused.kind.is_norm else len(tensors)  # of what has a gradient that a layer casts
+        wanted = fused.gradient_requests() or [(None, None)] * count
+        wanted_casts: list[CastRequest | None] = []
+        for (
+            wanted_cast,
+            _,
+        ) in wanted:  # each that a kernel casts beside those before it; the others are left to their layers
+            wanted_casts.append(
+                wanted_cast
+                if wanted_cast is not None and _computes(fused, tensors, [*wanted_casts, wanted_cast])
+                else None
+            )
+        choice = backward_of(fused.kind).choose(NormActSpec.of(fused.kind, tensors, wanted_casts), fused.backend)
+        made, of_parameters = choice.kernel.run(fused.kind, tensors, statistics, gy.contiguous(), wanted_casts)
         for each, (_, shared) in zip(made, wanted, strict=True):
-            if shared is not None and each.plain is not None and each.turned is not None:
-                shared.gradients.put(each.value, OneRead(each.plain, each.turned, each.amax))
-        return None, *(each.value for each in made), *of_parameters
+            if shared is not None and each.plain is not None and each.transposed is not None:
+                shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
+        return None, None, None, None, *(each.value for each in made), *of_parameters
 
 
-def _computes(producer: Producer, tensors: Sequence[Tensor], orders: Sequence[Order | None]) -> bool:
+def _computes(fused: FusedCast, tensors: Sequence[Tensor], wanted_casts: Sequence[CastRequest | None]) -> bool:
     """Whether a kernel makes these casts of gradients in one pass."""
-    found = GRADIENTS.choose(producer._spec(tensors, orders), producer.backend)
-    return producer.backend is not None or found.kernel.name != "reference"
+    found = backward_of(fused.kind).choose(NormActSpec.of(fused.kind, tensors, wanted_casts), fused.backend)
+    return fused.backend is not None or found.kernel.name != "reference"
 
 
 def refuse_reader(layer: QLinear) -> str | None:
@@ -225,54 +233,41 @@ def _rotates_what_it_keeps(layer: QLinear) -> bool:
     return layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
 
 
-def refuse_cast(settings: Settings, keeps: bool) -> str | None:
-    """Why a kernel does not make the cast of x that these settings want, whatever the device; None if one may."""
-    recipe, cast = settings.recipe, settings.recipe.output.lhs
-    if cast is None or isinstance(cast.calibrate, LearnedStep):
+def _request(reader: QLinear, context: LinearContext) -> OperandRequest:
+    """What the reader will ask its sources for."""
+    trains = reader.weight.requires_grad
+    return OperandRequest(context.plan.x, context, (True, trains), reader.amax_state("x"))
+
+
+def refuse_cast(request: OperandRequest) -> str | None:
+    """Why a kernel does not make the cast of x that is asked for, whatever the device; None if one may."""
+    plan = request.plan
+    if plan.rows is None or isinstance(plan.rows.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
-    if settings.plans.output.expand is not None:
+    if plan.rows_expand is not None:
         return "products are emulated, which reads decoded values"
-    if keeps and recipe.save == "quantized" and not settings.plans.turn_x:
+    if Operand.keeps_codes(request) and not plan.transposes:
         return "another cast of x.T is kept"
     return None
 
 
-def _handed(made: Made, settings: Settings, keeps: bool) -> Handed:
-    """What a kernel made, as the layer wants it."""
-    assert made.plain is not None
-    if not keeps or settings.recipe.save != "quantized":
-        return Handed(made.plain, None, None, made.amax)
-    assert made.turned is not None
-    kept = (made.turned.data, made.turned.scale, made.turned.global_scale)
-    return Handed(made.plain, kept, settings.recipe.grad_weight.rhs, made.amax)
-
-
-def _gradient_order(layer: nn.Module) -> tuple[Order | None, SharedInputs | None]:
+def _gradient_request(layer: nn.Module) -> tuple[CastRequest | None, SharedInputs | None]:
     """The cast that a layer wants of the gradient of its output, if one serves both of its products."""
     if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or layer.observer is not None:
         return None, None
-    recipe, shared = layer.recipe, layer.shared_inputs
-    cast = recipe.grad_input.lhs
-    whole = _wants_one_cast(layer, cast)
-    if shared is None or cast is None or not whole or not layer.weight.requires_grad:
+    gy, shared = layer.plan(layer.weight.device).gy, layer.shared_inputs
+    if shared is None or gy.rows is None or not _wants_one_cast(gy) or not layer.weight.requires_grad:
         return None, None
-    live = layer.live("gy") if isinstance(cast.calibrate, Window) else None
-    return Order(cast, live, layer.training, turned=True), shared
+    state = layer.amax_state("gy") if isinstance(gy.rows.calibrate, Window) else None
+    return CastRequest(gy.rows, state, layer.training, transposed=True), shared
 
 
-def _wants_one_cast(layer: QLinear, cast: Cast | None) -> bool:
-    """Whether grad_input and grad_weight read codes of the same cast of gy and of gy.T, unrotated and all rows of it."""
-    recipe = layer.recipe
-    assert recipe is not None
-    if recipe.backward == "straight-through" or cast is None or cast != recipe.grad_weight.lhs:
-        return False
-    if cast.rounding != "nearest" or isinstance(cast.calibrate, LearnedStep):
-        return False
-    plans = layer.settings(layer.weight).plans
-    unturned = recipe.grad_input.rotate is None and recipe.grad_weight.rotate is None
-    return unturned and not _is_emulated(plans)
+def _wants_one_cast(gy: OperandPlan) -> bool:
+    """Whether both products read codes of the same cast of gy and of gy.T, unrotated and all rows of it."""
+    same = gy.kind is Operand and gy.rows is not None and gy.rows == gy.cols and gy.rows.rounding == "nearest"
+    return same and gy.rows_rotate is gy.cols_rotate is None and not _is_emulated(gy)
 
 
-def _is_emulated(plans: Plans) -> bool:
+def _is_emulated(gy: OperandPlan) -> bool:
     """Whether a product that reads gy wants decoded values, which no kernel leaves."""
-    return plans.grad_input.expand is not None or plans.grad_weight.expand is not None
+    return gy.rows_expand is not None or gy.cols_expand is not None

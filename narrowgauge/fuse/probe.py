@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.ops.norm_act import Kind, definition
+from narrowgauge.ops.norm_act import Kind, value
 from narrowgauge.ops.norm_act.spec import Name
 
 NEAR = 1e-5
@@ -89,6 +89,6 @@ def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -
                 each.training = training
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return False
-    expected = definition.value(kind, tensors).to(torch.float32)
+    expected = value(kind, tensors).to(torch.float32)
     size = expected.abs().amax(-1, keepdim=True)
     return bool(((found.to(torch.float32) - expected).abs() <= NEAR * size).all())

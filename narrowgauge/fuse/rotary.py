@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.autograd_rules import first_order_only
+from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.ops import rotary
 from narrowgauge.ops.registry import Choice, device_facts
 
@@ -56,7 +56,7 @@ class _Function(torch.autograd.Function):
         return found
 
     @staticmethod
-    @first_order_only("a fused rotary embedding", "Convert the model to None, and again without fuse.")
+    @no_double_backward("a fused rotary embedding", "Convert the model to None, and again without fuse.")
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return (None, *ctx.run(of_q, of_k, cos, sin, ctx.dtypes, True), None, None)

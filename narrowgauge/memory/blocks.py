@@ -11,7 +11,7 @@ saves outside, so that with both the hooks get the inputs of the recomputed bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +39,7 @@ class Saving(Protocol):
 
 
 class BlockForward:
-    """What stands in for the forward of one block; plain while gradients are off."""
+    """The replacement for the forward of one block; it calls the original while gradients are off."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
@@ -50,15 +50,10 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        if self.saving is None:
-            return self._run(args, kwargs)
-        with self.saving.around(self.block, args, kwargs):
-            return self._run(args, kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.recompute is None:
-            return self._forward(*args, **kwargs)
-        return self.recompute.run(self._forward, args, kwargs)
+        with self.saving.around(self.block, args, kwargs) if self.saving else nullcontext():
+            if self.recompute is None:
+                return self._forward(*args, **kwargs)
+            return self.recompute.run(self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:
@@ -117,25 +112,24 @@ def _named(model: nn.Module, patterns: list[str], verb: str) -> dict[str, nn.Mod
     return found
 
 
-def replaced(block: nn.Module) -> BlockForward:
-    """The replacement of this block's forward, put there if need be."""
-    forward = block.__dict__.get("forward")
-    if not isinstance(forward, BlockForward):
-        forward = BlockForward(block)
-        block.forward = forward
-    return forward
-
-
 def set_recompute(block: nn.Module, recompute: Recompute | None) -> None:
-    forward = replaced(block)
-    forward.recompute = recompute
-    _restore_if_idle(forward)
+    _set(block, "recompute", recompute)
 
 
 def set_saving(block: nn.Module, saving: Saving | None) -> None:
-    forward = replaced(block)
-    forward.saving = saving
-    _restore_if_idle(forward)
+    _set(block, "saving", saving)
+
+
+def _set(block: nn.Module, name: str, technique: Recompute | Saving | None) -> None:
+    """Replaces the block's forward if needed, and restores it when no technique is left."""
+    forward = block.__dict__.get("forward")
+    if not isinstance(forward, BlockForward):
+        forward = block.forward = BlockForward(block)
+    setattr(forward, name, technique)
+    if forward.recompute is None and forward.saving is None:
+        del block.__dict__["forward"]
+        if forward.before is not None:
+            block.forward = forward.before
 
 
 def refuse_other_saving(blocks: dict[str, nn.Module], kind: type) -> None:
@@ -147,10 +141,3 @@ def refuse_other_saving(blocks: dict[str, nn.Module], kind: type) -> None:
                 f"{name}: its saved activations are under {forward.saving.name} already. Take that off first, "
                 f"{forward.saving.name}(model, None), or give each a part of the model with blocks=."
             )
-
-
-def _restore_if_idle(forward: BlockForward) -> None:
-    if forward.recompute is None and forward.saving is None:
-        del forward.block.__dict__["forward"]
-        if forward.before is not None:
-            forward.block.forward = forward.before

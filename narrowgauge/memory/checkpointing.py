@@ -73,7 +73,7 @@ class CheckpointReport:
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputation:
     """The recomputation of one block: whole, or without the operations whose outputs are kept."""
 
     selective: bool
@@ -116,7 +116,7 @@ def checkpoint(
     batch: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> CheckpointReport:
-    """Sets the checkpointing of a model's blocks, in place, in the stead of what was set before; see the module.
+    """Sets the checkpointing of a model's blocks, in place; replaces what was set before. Policies: see the module.
 
     blocks      patterns of the modules to treat as blocks; None finds them by structure (see `find_blocks`)
     keep_last   whether the last block keeps everything, unless a budget needs it too
@@ -125,11 +125,11 @@ def checkpoint(
     Parameter names, state dicts, copies and pickles stay as they are. Raises ConfigError for an unknown policy, a budget without
     a batch or below what "full" reaches, and a model that checkpoints already by transformers' own switch.
     """
-    words = policy or "none"
-    parsed = _POLICY.fullmatch(words)
+    policy = policy or "none"
+    parsed = _POLICY.fullmatch(policy)
     if not parsed:
         raise ConfigError(
-            f"checkpoint: no policy {words!r}. Choose 'none', 'full', 'every-2', 'selective', or 'budget:512MiB'."
+            f"checkpoint: no policy {policy!r}. Choose 'none', 'full', 'every-2', 'selective', or 'budget:512MiB'."
         )
     found = find_blocks(model, blocks, "checkpoint")
     _refuse_transformers_own(found)
@@ -142,12 +142,12 @@ def checkpoint(
     if parsed[2]:
         chosen, kept_bytes = _within(model, found, float(parsed[2]) * UNITS[parsed[3] or ""], batch, loss)
     else:
-        chosen = [] if words == "none" else candidates[:: int(parsed[1] or 1)]
+        chosen = [] if policy == "none" else candidates[:: int(parsed[1] or 1)]
         for name in chosen:
-            set_recompute(found[name], Again(words == "selective"))
+            set_recompute(found[name], Recomputation(policy == "selective"))
     notes = (*_without_backward(model, found, chosen), *_set_cache(model, allowed=not chosen))
     return CheckpointReport(
-        policy=words,
+        policy=policy,
         recomputed=tuple(chosen),
         kept=tuple(name for name in names if name not in chosen),
         kept_bytes=kept_bytes,
@@ -167,7 +167,7 @@ def _within(
     names = list(found)
     whole = saved_bytes(model, batch, loss)
     for block in found.values():
-        set_recompute(block, Again(selective=False))
+        set_recompute(block, Recomputation(selective=False))
     least = saved_bytes(model, batch, loss)
     if least.total > budget_bytes:
         for block in found.values():
@@ -183,7 +183,7 @@ def _within(
         count += 1
     while True:  # what blocks share is counted for the first of them, so the estimate is checked
         for place, name in enumerate(names):
-            set_recompute(found[name], Again(selective=False) if place < count else None)
+            set_recompute(found[name], Recomputation(selective=False) if place < count else None)
         kept = saved_bytes(model, batch, loss).total
         if kept <= budget_bytes or count == len(names):
             return names[:count], kept
@@ -210,8 +210,8 @@ def _without_backward(model: nn.Module, found: dict[str, nn.Module], chosen: lis
 
 
 def _selective_contexts() -> Any:
-    keeping, again = create_selective_checkpoint_contexts(_keep_products)
-    return (keeping if torch.compiler.is_compiling() else _noting(keeping)), again
+    forward, recomputation = create_selective_checkpoint_contexts(_keep_products)
+    return (forward if torch.compiler.is_compiling() else _counted(forward)), recomputation
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -221,13 +221,13 @@ def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> C
 
 
 @contextmanager
-def _noting(keeping: AbstractContextManager[Any]) -> Iterator[None]:
-    """The context of the forward pass, in which what is kept is counted: it lies where no hook for saved tensors sees it."""
-    with keeping, _Noting():
+def _counted(forward: AbstractContextManager[Any]) -> Iterator[None]:
+    """Also reports kept outputs to `measure.note`: they bypass the hooks for saved tensors."""
+    with forward, _CountKept():
         yield
 
 
-class _Noting(TorchDispatchMode):
+class _CountKept(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -255,7 +255,7 @@ def _refuse_transformers_own(found: dict[str, nn.Module]) -> None:
 
 
 def _set_cache(model: nn.Module, *, allowed: bool) -> tuple[str, ...]:
-    """Puts the hook that keeps the KV cache off, or takes it away; returns what to tell."""
+    """Registers the hook that keeps the KV cache off, or removes it; returns notes for the report."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, WithoutCache):
             del model._forward_pre_hooks[key]

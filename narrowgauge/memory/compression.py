@@ -5,7 +5,7 @@
 
 Forward is untouched; only the gradients that read a kept tensor see x'. With round to nearest each element of a tile is off by at
 most 2^-4 of itself, or half the smallest step of the format times the scale. Compressed are the inputs of Linears, norms,
-activations and products of gates, whatever the architecture calls them; `narrowgauge.memory.saving` says what stays exact:
+activations and products of gates, whatever the architecture calls them; `narrowgauge.memory.saved_tensors` says what stays exact:
 attention and softmax keep theirs, because their gradients mix what they saved with exact statistics.
 
 A tensor that several operations save is encoded once. Nothing is random. Costs an encoding per kept tensor in forward, a decoding
@@ -28,7 +28,7 @@ from narrowgauge import formats
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, refuse_other_saving, set_saving
 from narrowgauge.memory.measure import note
-from narrowgauge.memory.saving import Working, saving
+from narrowgauge.memory.saved_tensors import SavedTensorMode, around_saves
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import CURRENT, Cast
@@ -39,7 +39,7 @@ SMALLEST = 4096  # elements; below it the codes' own overhead is no less than wh
 
 @dataclass
 class Compression:
-    """The technique on a model's blocks, and what it has done since `reset`; `print` it.
+    """The technique on a model's blocks, with counts since `reset`; `print` it.
 
     cast              what kept tensors are encoded with
     smallest          elements; smaller tensors are kept as they are
@@ -61,7 +61,7 @@ class Compression:
 
     @contextmanager
     def around(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with saving(block, args, kwargs, self.name, _unpack) as (working, hooks):
+        with around_saves(block, args, kwargs, self.name, _unpack) as (working, hooks):
             packer = _Packer(self, working)
             try:
                 with hooks(packer.pack):
@@ -118,7 +118,7 @@ def _cast(cast: Cast | str, group: int) -> Cast:
 
 @dataclass(eq=False)
 class _Packed:
-    """A kept tensor: its memory as a matrix in codes, and how to look at it."""
+    """A kept tensor: codes of its memory as a matrix, and the shape and order of axes to restore it."""
 
     codes: QTensor
     dtype: torch.dtype
@@ -131,7 +131,7 @@ class _Packer:
     """One pass through one block."""
 
     compression: Compression
-    working: Working
+    working: SavedTensorMode
     references: list[StorageWeakRef] = field(default_factory=list)  # keep addresses from being given away
     known: dict[Any, QTensor] = field(default_factory=dict)
     kept_exact: set[int] = field(default_factory=set)

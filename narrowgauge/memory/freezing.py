@@ -42,13 +42,11 @@ class FreezeReport:
 
     def __str__(self) -> str:
         gradients, states = self.gradient_bytes_saved / 2**20, self.optimizer_bytes_saved / 2**20
-        return "\n".join(
-            [
-                f"{self.trainable:,} of {self.parameters:,} parameters train; the others save {gradients:.3g} MiB of gradients "
-                f"and {states:.3g} MiB of optimizer state",
-                *(f"tied, so frozen or trained together: {' and '.join(names)}" for names in self.tied),
-            ]
+        head = (
+            f"{self.trainable:,} of {self.parameters:,} parameters train; the others save {gradients:.3g} MiB of gradients "
+            f"and {states:.3g} MiB of optimizer state"
         )
+        return "\n".join([head, *(f"tied, so frozen or trained together: {' and '.join(each)}" for each in self.tied)])
 
 
 def freeze(
@@ -57,8 +55,8 @@ def freeze(
     """Stops the parameters that `patterns` name from training, in place; all others stay as they are.
 
     patterns         one string, commas between patterns, or several strings
-    optimizer_bytes  bytes of optimizer state per parameter, for the report, or a function that tells them of a parameter, as
-                     `ng.optim.state_bytes(ng.optim.AdamW(model, states="8bit")).of` does: states and master
+    optimizer_bytes  for the report: bytes of optimizer state per element, or a function of a parameter such as
+                     `ng.optim.state_bytes(ng.optim.AdamW(model, states="8bit")).of`
 
     Raises ConfigError, before anything is changed, if a pattern matches nothing or if nothing would be left to train.
     """
@@ -98,7 +96,7 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
     for single in singles:
         meant = {parameter for name, parameter in parameters if any(matches(each, single) for each in _prefixes(name))}
         if not meant:
-            raise ConfigError(_matched_nothing(verb, single, [name for name, _ in parameters]))
+            raise ConfigError(_no_match(verb, single, [name for name, _ in parameters]))
         found |= meant
     return found
 
@@ -109,7 +107,7 @@ def _prefixes(name: str) -> Iterator[str]:
     return (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
 
 
-def _matched_nothing(verb: str, pattern: str, names: list[str]) -> str:
+def _no_match(verb: str, pattern: str, names: list[str]) -> str:
     candidates = dict.fromkeys(prefix for name in names for prefix in _prefixes(name))
     ends = [".".join(each.split(".")[-1 - pattern.count(".") :]) for each in candidates]
     near = closest(pattern.replace("*", "").strip("."), list(dict.fromkeys([*ends, *candidates])))

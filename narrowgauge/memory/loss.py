@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.autograd_rules import first_order_only
+from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.errors import ConfigError, DataError, ShapeError
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.traced import handed_out
 
 IGNORED = -100
 # Of a chunk's logits in float32. The CPU's is measured: below 8 MiB the many small products cost more than the cache gives
@@ -39,8 +38,8 @@ FEWEST_ROWS = {"cpu": 32, "cuda": 256}
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """softcap and z_loss are 0 when they are off. ignores: whether tokens that do not count are among the rows."""
+class _LossOptions:
+    """softcap and z_loss are 0 when they are off. has_ignored: ignored tokens are among the rows."""
 
     rows: int
     computes_in: torch.dtype
@@ -48,7 +47,7 @@ class _Settings:
     softcap: float
     z_loss: float
     needs_gradients: bool
-    ignores: bool
+    has_ignored: bool
 
     def operand(self, x: Tensor) -> Tensor:
         """As it enters a product: rounded to the type of the computation, held in that of the multiplication."""
@@ -86,25 +85,27 @@ def chunked_cross_entropy(
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     valid = labels != ignore_index
     count = valid.sum()
-    looks = not checked and not torch.compiler.is_compiling()
-    if looks:
+    checks_targets = not checked and not torch.compiler.is_compiling()
+    if checks_targets:
         if int(count) < labels.numel():
             states, labels = states[valid], labels[valid]
             valid = torch.ones_like(labels, dtype=torch.bool)
         _check_targets(labels, weight.shape[0])
-    computes_in = _computes_in(hidden)
-    settings = _Settings(
-        rows=chunk or _rows(hidden.device.type, weight.shape[0]),
+    device_type = hidden.device.type
+    autocasts = hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type)
+    computes_in = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
+    options = _LossOptions(
+        rows=chunk or _rows(device_type, weight.shape[0]),
         computes_in=computes_in,
         multiplies_in=_multiplies_in(computes_in, hidden.device),
         softcap=softcap or 0.0,
         z_loss=z_loss,
         needs_gradients=torch.is_grad_enabled(),
-        ignores=not looks,
+        has_ignored=not checks_targets,
     )
     # Autocast would round the operands of these products again, and multiply in bfloat16 where float32 was chosen for speed.
-    with torch.autocast(hidden.device.type, enabled=False):
-        loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, settings)
+    with torch.autocast(device_type, enabled=False):
+        loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, options)
     return loss, count
 
 
@@ -117,108 +118,89 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         valid: Tensor,
-        settings: _Settings,
+        options: _LossOptions,
     ) -> Tensor:
-        wide = torch.float64 if settings.computes_in == torch.float64 else torch.float32
-        needs = [settings.needs_gradients and need for need in ctx.needs_input_grad[:3]]
+        wide = torch.float64 if options.computes_in == torch.float64 else torch.float32
+        needs = [options.needs_gradients and need for need in ctx.needs_input_grad[:3]]
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
-        rhs = settings.operand(weight)
+        rhs = options.operand(weight)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in range(0, hidden.shape[0], settings.rows):
-            rows = slice(start, start + settings.rows)
-            lhs = settings.operand(hidden[rows])
-            logits = _logits(lhs, rhs, bias, settings, wide)
-            chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], settings, any(needs))
+        for start in range(0, hidden.shape[0], options.rows):
+            rows = slice(start, start + options.rows)
+            lhs = options.operand(hidden[rows])
+            logits = _logits(lhs, rhs, bias, options, wide)
+            chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], options, any(needs))
             loss += chunk_loss
             if grad is None:
                 continue
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
-            grad = settings.operand(grad)
+            grad = options.operand(grad)
             if grad_hidden is not None:
-                grad_hidden[rows] = (grad @ rhs).to(settings.computes_in)
+                grad_hidden[rows] = (grad @ rhs).to(options.computes_in)
             if grad_weight is not None:
-                _add_product(grad_weight, grad, lhs)
+                if grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.T, lhs)  # without a second [V, K]
+                else:
+                    grad_weight += grad.T @ lhs
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return handed_out(loss)
+        return alias_while_compiling(loss)
 
     @staticmethod
-    @first_order_only("chunked_cross_entropy", "Use torch.nn.functional.cross_entropy for them.")
+    @no_double_backward("chunked_cross_entropy", "Use torch.nn.functional.cross_entropy for them.")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad_loss if _keeps_graph() else grad_weight.mul_(grad_loss)).to(ctx.dtypes[0])
+            # In place unless another backward pass may come: a second copy would be the largest tensor here.
+            keeps_graph = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+            grad_weight = (grad_weight * grad_loss if keeps_graph else grad_weight.mul_(grad_loss)).to(ctx.dtypes[0])
         if grad_bias is not None:
             grad_bias = (grad_bias * grad_loss).to(ctx.dtypes[1])
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _keeps_graph() -> bool:
-    """Whether another backward pass may come, which needs what was saved as it is.
-
-    Otherwise the head's gradient is multiplied in place: a second copy would be the largest tensor here. A compiler decides about
-    memory itself.
-    """
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def _logits(lhs: Tensor, rhs: Tensor, bias: Tensor | None, settings: _Settings, wide: torch.dtype) -> Tensor:
+def _logits(lhs: Tensor, rhs: Tensor, bias: Tensor | None, options: _LossOptions, wide: torch.dtype) -> Tensor:
     """[rows, V], rounded to the type of the computation, then in float32."""
-    product = lhs @ rhs.T if bias is None else torch.addmm(settings.operand(bias), lhs, rhs.T)
-    return product.to(settings.computes_in).to(wide)
+    product = lhs @ rhs.T if bias is None else torch.addmm(options.operand(bias), lhs, rhs.T)
+    return product.to(options.computes_in).to(wide)
 
 
 def _loss_and_gradient(
-    logits: Tensor, labels: Tensor, valid: Tensor, settings: _Settings, needs_gradient: bool
+    logits: Tensor, labels: Tensor, valid: Tensor, options: _LossOptions, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Sum over the chunk, and its gradient with respect to the logits before the softcap [rows, V]."""
-    capped = torch.tanh(logits / settings.softcap) * settings.softcap if settings.softcap else logits
+    capped = torch.tanh(logits / options.softcap) * options.softcap if options.softcap else logits
     labels = labels[:, None]
     log_p = torch.log_softmax(capped, dim=-1)
     log_p_target = log_p.gather(1, labels)
     weight = valid[:, None].to(log_p.dtype)
     loss = -log_p_target
     factor = weight
-    if settings.z_loss:
+    if options.z_loss:
         log_sum = capped.gather(1, labels) - log_p_target
-        loss = loss + settings.z_loss * log_sum.square()
-        factor = weight * (1 + 2 * settings.z_loss * log_sum)
+        loss = loss + options.z_loss * log_sum.square()
+        factor = weight * (1 + 2 * options.z_loss * log_sum)
     total = (loss * weight).sum()
     if not needs_gradient:
         return total, None
     grad = log_p.exp_()
-    if settings.z_loss or settings.ignores:
+    if options.z_loss or options.has_ignored:
         grad = grad.mul_(factor)
     grad = grad.scatter_add_(1, labels, -weight)
-    if settings.softcap:
-        grad = grad.mul_(1 - (capped / settings.softcap).square())
+    if options.softcap:
+        grad = grad.mul_(1 - (capped / options.softcap).square())
     return total, grad
-
-
-def _add_product(total: Tensor, grad: Tensor, lhs: Tensor) -> None:
-    """total [V, K] += grad.T @ lhs, without a second [V, K] where the types allow."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.T, lhs)
-    else:
-        total += grad.T @ lhs
 
 
 def _rows(device_type: str, vocabulary: int) -> int:
     """Tokens of a chunk, a power of two."""
     limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary)
     return max(FEWEST_ROWS.get(device_type, FEWEST_ROWS["cuda"]), 1 << max(limit, 1).bit_length() - 1)
-
-
-def _computes_in(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return hidden.dtype
-    return torch.get_autocast_dtype(kind)
 
 
 def _multiplies_in(computes_in: torch.dtype, device: torch.device) -> torch.dtype:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ _ACTIVE: ContextVar[Meter | None] = ContextVar("narrowgauge_meter", default=None
 
 
 def note(*tensors: Tensor) -> None:
-    """Tells the active measurement, if there is one, of tensors that are kept for backward without autograd's knowledge."""
+    """Counts tensors that are kept for backward without autograd's knowledge, if a measurement is active."""
     meter = _ACTIVE.get()
     if meter is not None:
         for tensor in tensors:
@@ -96,29 +97,24 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         token = _ACTIVE.set(meter)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                output = run(model, batch)
+                if isinstance(batch, Mapping):
+                    output = model(**batch)
+                elif isinstance(batch, tuple):
+                    output = model(*batch)
+                else:
+                    output = model(batch)
                 result = output if loss is None else loss(output)
         finally:
             _ACTIVE.reset(token)
-        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tensors_in(result)):
+        # A model output of transformers is a mapping, but no node of pytree.
+        leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise ConfigError(
                 f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze a parameter."
             )
         if loss is not None:
             del output
         return meter.result()
-
-
-def run(model: nn.Module, batch: Any) -> Any:
-    """The model on a batch in any of its forms; see `saved_bytes`."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
-
-
-def tensors_in(value: Any) -> list[Any]:
-    """The leaves of nested containers; a model output of transformers is a mapping."""
-    return tree_leaves(dict(value) if isinstance(value, Mapping) else value)
 
 
 @contextmanager
@@ -139,26 +135,16 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 def _following(model: nn.Module, meter: Meter) -> Iterator[None]:
     """Keeps the meter's stack of module names."""
 
+    def enter(module: nn.Module, arguments: Any, name: str) -> None:
+        meter.modules.append(name)
+
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
         meter.modules.pop()
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.enter_context(_hook(module.register_forward_pre_hook(_entering(meter, name))))
-            stack.enter_context(_hook(module.register_forward_hook(leave, always_call=True)))
+            before = module.register_forward_pre_hook(partial(enter, name=name))
+            after = module.register_forward_hook(leave, always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
         yield
-
-
-def _entering(meter: Meter, name: str) -> Callable[[nn.Module, Any], None]:
-    def enter(module: nn.Module, arguments: Any) -> None:
-        meter.modules.append(name)
-
-    return enter
-
-
-@contextmanager
-def _hook(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()

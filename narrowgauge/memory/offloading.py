@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, refuse_other_saving, set_saving
 from narrowgauge.memory.measure import note
-from narrowgauge.memory.saving import saving
+from narrowgauge.memory.saved_tensors import around_saves
 
 SMALLEST_BYTES = 2**20  # below it the launch of two copies costs more than the memory is worth
 
@@ -57,7 +57,7 @@ class Offload:
                 self.moved_bytes += tensor.nbytes
             return moved[key][0]
 
-        with saving(block, args, kwargs, self.name, _unpack) as (working, hooks):
+        with around_saves(block, args, kwargs, self.name, _unpack) as (working, hooks):
             try:
                 with hooks(pack):
                     yield

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers, identity
-from narrowgauge.recipe import LearnedStep, LeverageScore
+from narrowgauge.recipe import LearnedStep
 
 RATE = 64.0  # of 1, 4, 16, 64, 256 and 1024 the best in a language model, single runs (docs/log.md)
 SMALLEST_STEP = 2.0**-100  # clips everything, which pushes a step up again
@@ -266,56 +266,3 @@ def _local(x: Tensor) -> Tensor:
     """This rank's part, detached."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part.detach()
-
-
-class RowSampling(nn.Module):
-    """Which products of a layer sample their rows.
-
-    variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
-              last backward pass; infinite before the first, so that a layer begins with all its rows
-    """
-
-    variance: Tensor
-    PRODUCTS = ("grad_input", "grad_weight")
-
-    def __init__(self, settings: dict[str, LeverageScore], device: torch.device) -> None:
-        super().__init__()
-        self.settings = settings
-        self.register_buffer("variance", torch.full((2,), math.inf, device=device))
-        self.active: tuple[str, ...] = ()
-        self.decide([math.inf, math.inf])
-
-    def decide(self, variance: list[float]) -> None:
-        """Takes over readings of `variance`. A NaN, from a poisoned gradient, means: all rows."""
-        self.active = tuple(
-            product
-            for product, predicted in zip(self.PRODUCTS, variance, strict=True)
-            if product in self.settings
-            and (predicted <= self.settings[product].max_variance or self.settings[product].max_variance == math.inf)
-        )
-
-    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
-        super()._load_from_state_dict(*args, **options)
-        if not self.variance.is_meta:
-            self.decide(self.variance.tolist())
-
-    def _apply(self, fn: Any, recurse: bool = True) -> RowSampling:
-        """Moves and keeps float32; from meta it begins anew."""
-        was_meta, moved = self.variance.is_meta, fn(self.variance)
-        self.variance = moved if moved.dtype == torch.float32 else self.variance.to(moved.device)
-        if was_meta and not self.variance.is_meta:
-            self.variance.fill_(math.inf)
-        return self
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{product}: {sampler}" for product, sampler in self.settings.items())
-
-
-@torch.no_grad()
-def decide(samplings: list[RowSampling]) -> None:
-    """Ends a step for many layers with one read from the device. A layer without a gradient in the step keeps its reading."""
-    if samplings and holds_numbers(samplings[0].variance):
-        for sampling, variance in zip(
-            samplings, torch.stack([sampling.variance for sampling in samplings]).tolist(), strict=True
-        ):
-            sampling.decide(variance)

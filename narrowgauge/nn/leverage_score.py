@@ -12,7 +12,7 @@ Section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit I
 the host, and every p_i is exact all the same. And the cap has a closed form in place of an iteration.
 
 **Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The
-sampled rows are multiplied by it as floats (`weighted`) and the product's ordinary stochastic cast comes after, with one scale:
+sampled rows are multiplied by it as floats (`importance_weighted`) and the product's ordinary stochastic cast comes after, with one scale:
 one rounding, unbiased, integer product. p_i ~ c_i levels the rows that it keeps, so their largest number hardly grows. The
 paper's order, split first and sample the 2 R rows of parts, works too: stack the parts for `leverage_scores`. Relative variances
 of a weight gradient over lognormal rows of deviation .5 / 1.5 / 2.5 (benchmarks/results/estimators.jsonl):
@@ -26,7 +26,7 @@ of a weight gradient over lognormal rows of deviation .5 / 1.5 / 2.5 (benchmarks
 Where INT4 runs as INT8, sampling parts costs as much as taking all rows and is always worse; that is why sums, not parts, are the
 unit. Scores taken before rounding see the small rows as they are, and noise of a rounding that comes after the weights is not
 multiplied by 1 / p. So an outer axis, whose epilogue could apply the weights, gains as well from weighing before the cast: .017
-against .035 at deviation 1.5 (`spread(weigh=False)`).
+against .035 at deviation 1.5 (`scatter_rows(weigh=False)`).
 
 Everything here is plain torch on one-dimensional float64 scores, no host synchronisation, compiled with fullgraph=True. A
 score that is not finite makes all probabilities and weights NaN: a poisoned gradient stays visible. Randomness comes in as an
@@ -36,12 +36,17 @@ argument, so that whoever draws it can repeat it.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.recipe import LeverageScore
+
+# A reading that was not taken, or one beyond float32. Finite: infinity less infinity would make NaN of an average of two models.
+UNREAD = torch.finfo(torch.float32).max
 
 
 class Sample(NamedTuple):
@@ -146,20 +151,15 @@ def systematic(p: Tensor, budget: int, noise: Tensor) -> Sample:
     return Sample(index, weight.to(torch.float32))
 
 
-def sample_rows(scores: Tensor, budget: int, noise: Tensor) -> Sample:
-    """`systematic` with the `probabilities` of these scores [R]; noise [R + 1]."""
-    return systematic(probabilities(scores, budget), budget, noise)
-
-
-def weighted(rows: Tensor, sample: Sample) -> Tensor:
+def importance_weighted(rows: Tensor, sample: Sample) -> Tensor:
     """rows [R, C] -> the sampled ones over their probability, [n, C] in rows' dtype: cast this for a contracted axis."""
     return rows[sample.rows] * sample.weights[:, None].to(rows.dtype)
 
 
-def spread(rows: Tensor, sample: Sample, length: int, *, weigh: bool) -> Tensor:
+def scatter_rows(rows: Tensor, sample: Sample, length: int, *, weigh: bool) -> Tensor:
     """rows [n, C], one per sampled row -> [length, C] with zeros elsewhere: the end of a product sampled on its outer axis.
 
-    weigh  multiply by 1 / p here, in the epilogue; False if `weighted` has done so before the product
+    weigh  multiply by 1 / p here, in the epilogue; False if `importance_weighted` has done so before the product
     """
     if weigh:
         rows = rows * sample.weights[:, None].to(rows.dtype)
@@ -176,39 +176,6 @@ def sampling_variance(p: Tensor, scores: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, term).sum()
 
 
-def relative_variance(p: Tensor, scores: Tensor, norm_squared: Tensor | None = None) -> Tensor:
-    """`sampling_variance` over the squared norm of the product, 0-d float64; 0 for a product of zeros.
-
-    norm_squared  |G|^2, for instance from `product_norm_squared`. None: the sum of the squared scores, which is exact for
-                  an outer axis, whose rows are orthogonal pieces of the result
-    """
-    whole = scores.to(torch.float64).square().sum() if norm_squared is None else norm_squared.to(torch.float64)
-    variance = sampling_variance(p, scores)
-    return torch.where(variance == 0, 0.0, variance / whole)
-
-
-def product_norm_squared(gradient: Tensor, other: Tensor, signs: Tensor) -> Tensor:
-    """|gradient.T @ other|^2 (squared Frobenius norm) without the product: 0-d float64, unbiased.
-
-    gradient [R, N], other [R, K]; signs [K, q], independent numbers of mean 0 and variance 1: E |G z|^2 = |G|^2.
-    2 R (N + K) q operations. Its relative standard deviation is at most sqrt(2 / q), reached by a product of rank 1, and
-    near sqrt(2 / (q r)) for r singular values of one size.
-    """
-    probes = gradient.to(torch.float32).T @ (other.to(torch.float32) @ signs.to(torch.float32))
-    return probes.to(torch.float64).square().sum() / signs.shape[1]
-
-
-def row_concentration(norms: Tensor, share: float = 0.1) -> Tensor:
-    """Which part of the sum of the norms [R] the largest ceil(share * R) rows hold: 0-d float64, between share and 1.
-
-    Near `share`, sampling loses much; near 1, nothing. 0 when all rows are zero.
-    """
-    norms = norms.to(torch.float64)
-    whole = norms.sum()
-    largest = norms.topk(budget(norms.shape[0], share)).values.sum()
-    return torch.where(whole == 0, 0.0, largest / whole)
-
-
 def _check(scores: Tensor, budget: int) -> None:
     if scores.ndim != 1:
         raise ShapeError(f"sampling: scores are {list(scores.shape)}; they must be [rows], see leverage_scores.")
@@ -217,3 +184,67 @@ def _check(scores: Tensor, budget: int) -> None:
         raise ConfigError(
             f"sampling: the budget is {budget} of {rows} rows; it must be 1 to {rows}. See sampling.budget."
         )
+
+
+def note(readings: Tensor, place: int, variance: Tensor, whole: Tensor) -> None:
+    """Writes the variance that sampling adds to a product, relative to its squared norm `whole`, into a layer's readings [2]."""
+    relative = torch.where(variance == 0, 0.0, variance / whole).to(torch.float32)
+    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(
+        max=UNREAD
+    )  # beyond float32 is no reason to sample
+    here = torch.arange(2, device=readings.device) == place
+    readings.copy_(torch.where(here, relative, readings))
+
+
+class RowSampling(nn.Module):
+    """Which products of a layer sample their rows.
+
+    variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
+              last backward pass; UNREAD before the first, so that a layer begins with all its rows
+    """
+
+    variance: Tensor
+    PRODUCTS = ("grad_input", "grad_weight")
+
+    def __init__(self, settings: dict[str, LeverageScore], device: torch.device) -> None:
+        super().__init__()
+        self.settings = settings
+        self.register_buffer("variance", torch.full((2,), UNREAD, device=device))
+        self.active: tuple[str, ...] = ()
+        self.decide([UNREAD, UNREAD])
+
+    def decide(self, variance: list[float]) -> None:
+        """Takes over readings of `variance`. A NaN, from a poisoned gradient, means: all rows."""
+        self.active = tuple(
+            product
+            for product, predicted in zip(self.PRODUCTS, variance, strict=True)
+            if product in self.settings
+            and (predicted <= self.settings[product].max_variance or self.settings[product].max_variance == math.inf)
+        )
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        if not self.variance.is_meta:
+            self.variance.clamp_(max=UNREAD)  # infinite in states of earlier versions
+            self.decide(self.variance.tolist())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RowSampling:
+        """Moves and keeps float32; from meta it begins anew."""
+        was_meta, moved = self.variance.is_meta, fn(self.variance)
+        self.variance = moved if moved.dtype == torch.float32 else self.variance.to(moved.device)
+        if was_meta and not self.variance.is_meta:
+            self.variance.fill_(UNREAD)
+        return self
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{product}: {sampler}" for product, sampler in self.settings.items())
+
+
+@torch.no_grad()
+def decide(samplings: list[RowSampling]) -> None:
+    """Ends a step for many layers with one read from the device. A layer without a gradient in the step keeps its reading."""
+    if samplings and holds_numbers(samplings[0].variance):
+        for sampling, variance in zip(
+            samplings, torch.stack([sampling.variance for sampling in samplings]).tolist(), strict=True
+        ):
+            sampling.decide(variance)

@@ -1,30 +1,31 @@
 """The Linear that a user touches: `linear`, a function, and QLinear, an nn.Linear whose products follow a recipe.
 
 Autocast decides the type of the output, as it does for nn.Linear; operands are cast from the tensors as they come. The products
-themselves are in operands.py.
+themselves are in linear_function.py.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import recipes
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ConfigError, ShapeError
-from narrowgauge.nn import operands, straight_through
-from narrowgauge.nn.caches import SharedInputs
-from narrowgauge.nn.learned_step import LearnedSteps, RowSampling
-from narrowgauge.nn.operands import Products
-from narrowgauge.nn.plan import Observer, Plans, Settings, WeightCache
-from narrowgauge.nn.straight_through import StraightThrough, steps_from_data
-from narrowgauge.ops.quantize.amax_state import AmaxWindow
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.nn import step_end
+from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.caches import InputCasts, PrecastSource, SharedInputs, WeightCache
+from narrowgauge.nn.linear_function import LinearFunction, plan_of
+from narrowgauge.nn.operands import CastSource, Rotation, find
+from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
 from narrowgauge.recipe import Cast, Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.learned_step import LearnedSteps
+    from narrowgauge.nn.leverage_score import RowSampling
+    from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
 __all__ = ["Observer", "QLinear", "WeightCache", "linear"]
 
@@ -50,13 +51,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
             f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
             "Use narrowgauge.QLinear, or convert the model."
         )
-    return _apply(
-        x,
-        weight,
-        bias,
-        Settings(recipe, Plans.of(recipe, x.device, wrapper(x, weight)), _out_dtype(x)),
-        (None, None, None),
-    )
+    context = LinearContext(plan_of(recipe, x.device, wrapper(x, weight)), _out_dtype(x))
+    return _apply(x, weight, bias, context, (None, None, None))
 
 
 class QLinear(nn.Linear):
@@ -101,27 +97,33 @@ class QLinear(nn.Linear):
         self.reason = ""
         self.decision: object | None = None
         self._cache: WeightCache | None = None
-        self._stepped: Stepped | None = None
+        self._precast: PrecastWeight | None = None
         self._shared: SharedInputs | None = None
         self._written = (0, 0)
+        self.step_ended = False  # by an optimizer of torch, so that the next `advance` has nothing to end
         self._recipe: Recipe | None = None
-        self._plans: tuple[torch.device, str, Plans] | None = None
+        self._plans: dict[tuple[torch.device, str], LinearPlan] = {}
         self.scaling = self.steps = self.sampling = None
         self.recipe = recipe
+        step_end.follow_layer(self)
 
-    def follow_step(self, stepped: Stepped | None) -> None:
+    def use_precast(self, precast: PrecastWeight | None) -> None:
         """Takes its weight's cast from what the optimizer's step leaves (see `optim.precast_weights`); None: no longer."""
-        self._stepped = stepped
+        self._precast = precast
 
-    def follows(self, stepped: Stepped | None) -> bool:
-        """Whether it was told so of this one last."""
-        return self._stepped is stepped
+    def uses_precast(self, precast: PrecastWeight | None) -> bool:
+        return self._precast is precast
 
     def step_cast(self) -> tuple[Cast | None, str]:
         """(the cast that the optimizer's step could leave for it, '') or (None, why none, a clause)."""
         if self._recipe is None:
             return None, "an ordinary Linear"
-        return operands.step_cast(self._recipe, self._planned(self.weight.device))
+        cast, reason = self.plan(self.weight.device).step_cast()
+        if cast is not None:
+            from narrowgauge.ops.quantize import precast_weight
+
+            reason = "" if (refusal := precast_weight.refuse(cast)) is None else refusal.text
+        return None if reason else cast, reason
 
     @property
     def recipe(self) -> Recipe | None:
@@ -130,6 +132,8 @@ class QLinear(nn.Linear):
     @recipe.setter
     def recipe(self, recipe: Recipe | str | None) -> None:
         if isinstance(recipe, str):
+            from narrowgauge import recipes  # a Recipe needs none of the names
+
             recipe = recipes.get(recipe)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ConfigError(
@@ -137,7 +141,7 @@ class QLinear(nn.Linear):
             )
         self._recipe = recipe
         self.reason, self.decision = "", None
-        self._plans, self._written = None, (0, 0)
+        self._plans, self._written = {}, (0, 0)
         self.empty_cache()
         with torch.inference_mode(False):  # what inference mode makes cannot be trained later
             self._renew_windows(recipe)
@@ -146,7 +150,7 @@ class QLinear(nn.Linear):
     def _renew_windows(self, recipe: Recipe | None) -> None:
         windows = {} if recipe is None else recipe.windows()
         self.scaling = nn.ModuleDict(
-            {role: AmaxWindow(window, self.weight.device) for role, (window, _) in windows.items()}
+            {role: AmaxHistory(window, self.weight.device) for role, (window, _) in windows.items()}
         ) if windows else None  # fmt: skip
 
     def _renew_state(self, recipe: Recipe | None) -> None:
@@ -158,11 +162,17 @@ class QLinear(nn.Linear):
         if self.steps is not None and self.steps.settings == steps:
             self.steps.reset_parameters()
         else:
-            self.steps = LearnedSteps(steps, self.weight.device) if steps else None
-            if self.steps is not None:
-                self.steps.requires_grad_(self.weight.requires_grad)
+            self.steps = None
+        if steps and self.steps is None:
+            from narrowgauge.nn.learned_step import LearnedSteps
+
+            self.steps = LearnedSteps(steps, self.weight.device).requires_grad_(self.weight.requires_grad)
         samples = {} if recipe is None else recipe.samples()
-        self.sampling = RowSampling(samples, self.weight.device) if samples else None
+        self.sampling = None
+        if samples:
+            from narrowgauge.nn.leverage_score import RowSampling
+
+            self.sampling = RowSampling(samples, self.weight.device)
 
     def empty_cache(self, keep: bool = False) -> None:
         """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does).
@@ -170,8 +180,8 @@ class QLinear(nn.Linear):
         What the optimizer's step left of the cast stays with keep=True: it is of the weight as it is now, if that is unchanged.
         """
         self._cache = WeightCache() if keep or self._cache is not None else None
-        if not keep and self._stepped is not None:
-            self._stepped.forget()
+        if not keep and self._precast is not None:
+            self._precast.forget()
 
     def end_step(self) -> None:
         """What the end of a step is for every layer, whatever its recipe: nothing made of the weight or of an input is kept."""
@@ -183,22 +193,25 @@ class QLinear(nn.Linear):
     def cast_weight(self) -> WeightCache:
         """The casts of its weight that serve a whole optimizer step, made now; empty where `keeps_casts` is false."""
         cache = WeightCache()
-        if self.keeps_casts:
-            settings = replace(self.settings(self.weight), cache=cache)
-            with torch.no_grad():
-                if settings.recipe.backward == "straight-through":
-                    straight_through.cast_weight(self.weight, settings)
-                else:
-                    operands.cast_weight(self.weight, self.live("w"), settings)
+        if not self.keeps_casts:
+            return cache
+        with torch.no_grad():
+            context = self.context(self.weight, cache)
+            operand = find("w", self.weight, context, (True, True), self.amax_state("w"))
+            plan, weight = context.plan.w, self.weight
+            rows, cols = plan.serves_a_step
+            if rows:
+                operand.rows(Rotation.draw(plan.rows_rotate, weight))
+            if cols and not context.plan.straight_through:
+                operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
         return cache
 
     @property
     def keeps_casts(self) -> bool:
         """Whether a cast of its weight serves a whole optimizer step, and could be made before the first input is seen."""
-        recipe = self._recipe
-        if recipe is None or self.is_suspended or self.steps is not None:
+        if self._recipe is None or self.is_suspended or self.steps is not None:
             return False
-        return any(operands.serves_a_step(gemm.rhs, gemm.rotate) for gemm in (recipe.output, recipe.grad_input))
+        return any(self.plan(self.weight.device).w.serves_a_step)
 
     def take_casts(self, casts: WeightCache) -> None:
         """Computes with these casts of its weight until the next `empty_cache`."""
@@ -217,20 +230,47 @@ class QLinear(nn.Linear):
             return super().forward(x)
         weight, bias = self.weight, self.bias
         _check(x, weight, bias)
-        lives: tuple[Tensor | None, ...] = (self.live("x"), self.live("w"), self.live("gy"))
-        shared = None if torch.compiler.is_compiling() else self._shared
-        settings = self.settings(x)
-        if self._recipe.has_memory and settings.records and settings.grads and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            context = LinearContext(
+                plan_of(self._recipe, x.device), _out_dtype(x), self.training, **self._of_step(None)
+            )
+            return _apply(x, weight, bias, context, self._states(x, weight, context))
+        grads = torch.is_grad_enabled()
+        inputs = None if self._shared is None else self._shared.of(x, self)
+        context = self.context(x, self._cache if grads else None, inputs)
+        if grads and self.training and context.plan.has_memory:
             self._expect_advance(weight)
-        if shared is not None:
-            settings = replace(settings, share=shared.of(x, self), gradients=shared.gradients)
-        if self._recipe.backward == "straight-through":
-            lives, settings = self._straight_through(x, weight, settings)
         try:
-            return _apply(x, weight, bias, settings, lives)
+            return _apply(x, weight, bias, context, self._states(x, weight, context))
         finally:
-            if settings.share is not None:
-                settings.share.close()
+            if inputs is not None:
+                inputs.close()
+
+    def context(self, x: Tensor, cache: WeightCache | None = None, inputs: InputCasts | None = None) -> LinearContext:
+        """What its products need for an input like x. cache, inputs: where casts are kept; in eager mode only."""
+        sources: list[CastSource] = [] if inputs is None else [inputs]
+        if cache is not None and self._precast is not None:
+            sources.append(PrecastSource(self._precast, cache))
+        if cache is not None:
+            sources.append(cache)
+        if self._shared is not None:
+            sources.append(self._shared.gradients)
+        return LinearContext(
+            self.plan(x.device, wrapper(x, self._parameters.get("weight"))), _out_dtype(x), self.training,
+            torch.is_grad_enabled(), tuple(sources), cache, self.observer,
+            **self._of_step(cache),
+        )  # fmt: skip
+
+    def _of_step(self, cache: WeightCache | None) -> dict[str, Any]:
+        """Fields of the context of a recipe with steps or a sampler."""
+        steps, sampling = self.steps, self.sampling
+        if steps is None and sampling is None:
+            return {}
+        return {
+            "is_cold": steps is not None and steps.is_cold,
+            "steps_version": () if steps is None or cache is None else steps.version(),
+            "sampled": () if sampling is None else sampling.active,
+        }
 
     def _expect_advance(self, weight: Tensor) -> None:
         """Warns, once, of a training loop without `advance`: the weight is written again and again, and no step ends."""
@@ -263,57 +303,36 @@ class QLinear(nn.Linear):
             words for name, words in _ADDED.items() if any(key.startswith(f"{prefix}{name}.") for key in keys)
         )
 
-    def settings(self, x: Tensor) -> Settings:
-        """What its products need for an input like x, but for the casts that it shares with other layers."""
-        assert self._recipe is not None
-        compiling = torch.compiler.is_compiling()
-        return Settings(
-            self._recipe,
-            Plans.of(self._recipe, x.device)
-            if compiling
-            else self._planned(x.device, wrapper(x, self._parameters.get("weight"))),
-            _out_dtype(x),
-            self.training,
-            compiling or torch.is_grad_enabled(),
-            None if compiling else self._cache,
-            None if compiling else self.observer,
-            stepped=None if compiling else self._stepped,
-        )
-
-    def live(self, role: str) -> Tensor | None:
-        """What the window of a role ("x", "w" or "gy") holds of this step (see `delayed`); None without one."""
+    def amax_state(self, role: str) -> Tensor | None:
+        """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
         window = self.window(role)
         return None if window is None else window.live
 
-    def window(self, role: str) -> AmaxWindow | None:
+    def window(self, role: str) -> AmaxHistory | None:
         """The amax window of a role ("x", "w" or "gy"); None without one."""
         if self.scaling is None or role not in self.scaling:
             return None
         window = self.scaling[role]
-        assert isinstance(window, AmaxWindow)
+        assert isinstance(window, AmaxHistory)
         return window
 
-    def _straight_through(
-        self, x: Tensor, weight: Tensor, settings: Settings
-    ) -> tuple[tuple[Tensor | None, ...], Settings]:
-        """The tensors and settings of a straight-through recipe: the two steps and the readings of the sampler."""
+    def _states(self, x: Tensor, weight: Tensor, context: LinearContext) -> tuple[Tensor | None, ...]:
+        """Its tensors besides weight and bias: amax windows, or steps and the readings of the sampler."""
+        if self.scaling is not None:
+            return self.amax_state("x"), self.amax_state("w"), self.amax_state("gy")
         steps, sampling = self.steps, self.sampling
         variance = None if sampling is None or not self.training else sampling.variance
-        settings = replace(
-            settings,
-            is_cold=steps is not None and steps.is_cold,
-            steps_version=() if steps is None or settings.cache is None else steps.version(),
-            sampled=() if sampling is None else sampling.active,
-        )
         if steps is None:
-            return (None, None, variance), settings
+            return None, None, variance
         fresh = {}
         if steps.is_cold:
-            fresh = steps_from_data(steps, _rows(x), weight, settings.recipe, writes=self.training)
+            from narrowgauge.nn.straight_through import steps_from_data
+
+            fresh = steps_from_data(steps, _rows(x), weight, context.plan.recipe, writes=self.training)
         x_step, w_step = (
             fresh[role] if role in fresh and not self.training else steps.get(role) for role in ("x", "w")
         )
-        return (x_step, w_step, variance), settings
+        return x_step, w_step, variance
 
     def train(self, mode: bool = True) -> QLinear:
         """As ever; and `eval`, or a change of mode, forgets the quantized weight, since averaged weights are swapped in around it."""
@@ -354,18 +373,23 @@ class QLinear(nn.Linear):
                 stacklevel=2,
             )
 
-    def _planned(self, device: torch.device, hidden_by: str = "") -> Plans:
-        assert self._recipe is not None
-        if self._plans is None or self._plans[:2] != (device, hidden_by):
-            self._plans = (device, hidden_by, Plans.of(self._recipe, device, hidden_by))
-        return self._plans[2]
+    def plan(self, device: torch.device, hidden_by: str = "") -> LinearPlan:
+        """What its recipe means on a device, worked out once. hidden_by: what hides the memory of the operands (`addresses`)."""
+        if (plan := self._plans.get((device, hidden_by))) is None:
+            assert self._recipe is not None
+            plan = self._plans[device, hidden_by] = plan_of(self._recipe, device, hidden_by)
+        return plan
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        step_end.follow_layer(self)
+
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
-        return self.__dict__ | {"_cache": None, "_stepped": None, "observer": None, "_plans": None}
+        return self.__dict__ | {"_cache": None, "_precast": None, "observer": None, "_plans": {}, "step_ended": False}
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:
@@ -406,10 +430,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _apply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, lives: tuple[Tensor | None, ...]
+    x: Tensor, weight: Tensor, bias: Tensor | None, context: LinearContext, states: tuple[Tensor | None, ...]
 ) -> Tensor:
-    function = StraightThrough if settings.recipe.backward == "straight-through" else Products
-    y = function.apply(_rows(x), weight, bias, settings, *lives)
+    y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *states)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -1,405 +1,297 @@
-"""The three matrix products of a Linear as one autograd function.
+"""A tensor as its two products read it: the noun of a Linear.
 
-    T tokens, K in_features, N out_features; x [T, K], w [N, K], gy [T, N]
+    x  [T, K]     rows in output        cols in grad_weight
+    w  [N, K]     rows in output        cols in grad_input
+    gy [T, N]     rows in grad_input    cols in grad_weight
 
-    output       = mm(x,    w)    + bias     [T, N]
-    grad_input   = mm(gy,   w.T)             [T, K]
-    grad_weight  = mm(gy.T, x.T)             [N, K]
-
-Each operand is rotated along its contracted axis, if the product says so, and then cast. Everything inside works on plain
-tensors, so `torch.compile(fullgraph=True)` traces through.
-
-What is left out: second derivatives (asking for them raises; `suspended` has them); backward="straight-through", which is another
-function (straight_through.py).
+`rows` is t [outer, inner] cast along its last axis, `cols` is t.T cast along its own last axis. Each is made when it is asked for,
+once, and lies in `Casts`, which a cache may keep or layers may share. Before that the tensor is rotated along the contracted axis, if
+the product says so. Everything works on plain tensors, so that torch.compile traces through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from narrowgauge.autograd_rules import first_order_only
-from narrowgauge.nn.caches import Handed
-from narrowgauge.nn.plan import Plans, Settings
-from narrowgauge.ops.hadamard import draw_signs, rotate
-from narrowgauge.ops.mm import Plan, high_precision
+from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandRequest
+from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
-from narrowgauge.ops.quantize.amax_state import observe
-from narrowgauge.ops.quantize.pair import OneRead, in_one_read
-from narrowgauge.ops.quantize.precast_weight import quantize_stepped
-from narrowgauge.ops.quantize.precast_weight import refuse as refuse_stepped
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.random import draw
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Gemm, Hadamard, LearnedStep, Recipe, Window
-from narrowgauge.tiles import WHOLE
-from narrowgauge.traced import handed_out
+from narrowgauge.recipe import Cast, Hadamard, Window
+from narrowgauge.scaling import WHOLE
 
-
-def cast_ahead(x: Tensor, live: Tensor | None, settings: Settings, keeps: bool) -> Handed:
-    """x [T, K] cast as a layer with these settings would: what it finds under `handed_key`.
-
-    keeps  whether the layer computes grad_weight
-    """
-    lhs, kept, kept_cast, amax = _cast_input(x, live, Turn(), settings, keeps)
-    return Handed(lhs, kept if kept_cast is not None else None, kept_cast, amax)
-
-
-def handed_key(settings: Settings, keeps: bool) -> Hashable:
-    """What layers that may take the same `Handed` have in common."""
-    recipe = settings.recipe
-    again = recipe.grad_weight.rhs if keeps and recipe.save == "quantized" else None
-    return recipe.output.lhs, settings.plans.output.expand, again, again is not None and settings.plans.turn_x
-
-
-def _given(settings: Settings, keeps: bool) -> Handed | None:
-    """The cast that a producer handed over with x, if it is this layer's."""
-    if settings.share is None or not settings.share.handed:
-        return None
-    found = settings.share.handed.get(handed_key(settings, keeps))
-    if found is not None:
-        found.reads.taken += 1
-    return found
+Saved = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The rotation of one product: both operands are called with it before they are cast. Without one, they pass."""
+class Rotation:
+    """The rotation of one product: both operands pass through it before they are cast."""
 
     hadamard: Hadamard | None = None
     signs: Tensor | None = None
+    is_random: bool = False
 
     @classmethod
-    def of(cls, hadamard: Hadamard | None, operand: Tensor) -> Turn:
-        """The rotation along the last axis of `operand`, with new signs where they are random."""
+    def draw(cls, hadamard: Hadamard | None, operand: Tensor) -> Rotation:
+        """Along the last axis of `operand`, with new signs where they are random."""
         if hadamard is None:
-            return cls()
-        return cls(hadamard, draw_signs(hadamard, operand.shape[1], operand.device))
+            return NONE
+        from narrowgauge.ops.hadamard import draw_signs
 
-    @property
-    def is_random(self) -> bool:
-        return self.is_random_in(self.hadamard)
-
-    @staticmethod
-    def is_random_in(hadamard: Hadamard | None) -> bool:
-        return hadamard is not None and hadamard.signs == "random"
+        return cls(hadamard, draw_signs(hadamard, operand.shape[1], operand.device), hadamard.signs == "random")
 
     def __call__(self, operand: Tensor) -> Tensor:
-        return operand if self.hadamard is None else rotate(operand, self.hadamard, self.signs)
+        if self.hadamard is None:
+            return operand
+        from narrowgauge.ops.hadamard import rotate
+
+        return rotate(operand, self.hadamard, self.signs)
 
 
-class Products(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        settings: Settings,
-        x_live: Tensor | None,
-        w_live: Tensor | None,
-        gy_live: Tensor | None,
-    ) -> Tensor:
-        recipe, how = settings.recipe, settings.plans.output
-        turn, keeps = Turn.of(recipe.output.rotate, x), ctx.needs_input_grad[1]
-        given = _given(settings, keeps)
-        if given is None:
-            lhs, kept, ctx.kept_cast, x_amax = _cast_input(x, x_live, turn, settings, keeps)
+NONE = Rotation()
+
+
+@dataclass(eq=False)
+class Casts:
+    """What was made of a tensor so far.
+
+    rows, cols  see the module
+    amax        [1, 1], by which its window had it cast; None without a window
+    codes       of a straight-through operand, with what backward keeps of them (straight_through.Coded)
+    """
+
+    rows: QTensor | Tensor | None = None
+    cols: QTensor | Tensor | None = None
+    amax: Tensor | None = None
+    codes: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.rows is None and self.cols is None
+
+
+class Operand:
+    """A tensor t [outer, inner] for the length of one call; see the module."""
+
+    sampled: Tensor | None = None  # the rows that a sampler took of it, [n] int64
+
+    def __init__(self, tensor: Tensor, request: OperandRequest, casts: Casts | None = None) -> None:
+        self.tensor, self.request, self.plan = tensor, request, request.plan
+        self.casts = Casts() if casts is None else casts
+
+    # --- casts -------------------------------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Makes both casts at once, or one and the amax of the window, where a kernel reads t once for them; else the amax alone."""
+        plan, casts, state = self.plan, self.casts, self.request.state
+        plain = plan.rows_expand is None and plan.rows_rotate is None
+        if casts.rows is None and plan.rows is not None and plain and self.tensor.numel():
+            delayed, both = isinstance(plan.rows.calibrate, Window), plan.pairs and self._keeps_cols()
+            if delayed == (state is not None) and (delayed or both) and plan.reads_once(self.tensor, delayed, both):
+                casts.rows, casts.cols, casts.amax = self._pair(plan.rows, both)
+                return
+        if state is not None and casts.amax is None and self.tensor.numel():
+            amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
+            casts.amax = update_amax(state, amax, records=self.request.context.records)
+
+    def _pair(self, cast: Cast, both: bool) -> tuple[QTensor, QTensor | None, Tensor | None]:
+        from narrowgauge.ops.quantize.pair import quantize_pair
+
+        x, noise = self.tensor, (None, None)
+        if cast.rounding == "stochastic":
+            noise = tuple(draw(tuple(each.shape), x.device) for each in (x, x.T))  # type: ignore[assignment]
+        records = self.request.context.records
+        return quantize_pair(x, cast, amax_state=self.request.state, records=records, cols=both, noise=noise)
+
+    def _keeps_cols(self) -> bool:
+        """Whether what is made of t.T now will still be there when it is read."""
+        needs, context = self.request.needs, self.request.context
+        if self.plan.role == "gy":
+            return needs[0] and needs[1]
+        stochastic = self.plan.rows is not None and self.plan.rows.rounding == "stochastic"
+        if self.plan.role == "w":  # a cache keeps it; what draws random numbers must draw them at every forward pass
+            return needs[0] and context.cache is not None and not stochastic and not self.tensor.is_inference()
+        # Noise is drawn alike with a backward pass and without: checkpointing repeats a forward pass that had none.
+        return self.keeps_codes(self.request) and (context.grads or stochastic)
+
+    def rows(self, rotation: Rotation) -> QTensor | Tensor:
+        """The operand of the product that reads t as it is."""
+        made = self._rows(rotation)
+        if self.request.context.observer is not None:
+            self._show(PRODUCTS[self.plan.role][0], self._seen(rotation), made)
+        return made
+
+    def cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
+        """The operand of the product that reads t.T. beside: the other operand of that product."""
+        made = self._cols(rotation, beside)
+        if self.request.context.observer is not None:
+            self._show(PRODUCTS[self.plan.role][1], self._seen(rotation, made), made)
+        return made
+
+    def original(self) -> Tensor:
+        """t, or what its codes decode to where only they were kept."""
+        return self.tensor
+
+    def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
+        """What an observer is shown beside an operand: t in the basis in which it was cast."""
+        if cols is None:
+            return rotation(self.tensor)
+        if self.plan.role == "x" and isinstance(cols, QTensor) and self.keeps_codes(self.request):
+            return dequantize(cols).T
+        return rotation(self.tensor.T).T
+
+    def _show(self, gemm: str, original: Tensor, made: QTensor | Tensor) -> None:
+        """The one place where operands are observed, each as it enters its product."""
+        assert self.request.context.observer is not None
+        self.request.context.observer(gemm, self.plan.role, original, made)
+
+    def _rows(self, rotation: Rotation) -> QTensor | Tensor:
+        casts, plan = self.casts, self.plan
+        if casts.rows is None:
+            made = self.cast(rotation(self.tensor), plan.rows, plan.rows_expand)
+            if not rotation.is_random:
+                casts.rows = made
+            return made
+        if plan.role == "w" and plan.rows is not None and plan.rows.rounding == "stochastic":
+            # Draws what casting drew: activation checkpointing repeats a forward that cast with one that finds the cast here.
+            draw(tuple(rotation(self.tensor).shape), self.tensor.device)
+        return casts.rows
+
+    def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
+        casts, plan = self.casts, self.plan
+        if casts.cols is not None:
+            made, expand = casts.cols, plan.cols_expand
+            is_codes = expand is not None and isinstance(made, QTensor) and not made.is_expanded
+            return made.expanded(expand) if is_codes else made  # type: ignore[union-attr, arg-type]
+        if plan.transposes and casts.rows is not None:
+            made = transposed(casts.rows)
+            if plan.role == "w" and plan.cols_expand is None:
+                made = _row_major(made)
         else:
-            own = (x if keeps else None, None, None)
-            lhs, kept = given.lhs, own if given.kept is None else given.kept
-            ctx.kept_cast, x_amax = given.kept_cast, given.amax
-        w_amax = _weight_in_both(weight, w_live, settings, ctx.needs_input_grad[0])
-        if w_amax is None:
-            w_amax = _amax(weight, w_live, settings)
-        rhs = _weight_operand("output", weight, settings, how, w_amax, turn)
-        show(settings, "output", ("x", seen(settings, turn, x), lhs), ("w", seen(settings, turn, weight), rhs))
-        y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, recipe.output.fast_accumulate)
+            made = self.cast(rotation(self.tensor.T), plan.cols, plan.cols_expand)
+        if not rotation.is_random:
+            casts.cols = made
+        return made
 
-        ctx.settings, ctx.x_dtype = settings, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.gy_live = gy_live  # an attribute: saved tensors may not change before backward, and this one does
-        ctx.save_for_backward(weight, x_amax, w_amax, *kept)
-        return handed_out(y)
+    def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None) -> QTensor | Tensor:
+        """x [outer, inner] as it enters a product: 16 bits, or quantized by its own amax or its window's."""
+        if cast is None:
+            return high_precision(x, self.request.context.out_dtype)
+        noise = draw(tuple(x.shape), x.device) if cast.rounding == "stochastic" else None
+        amax = self.casts.amax if isinstance(cast.calibrate, Window) else None
+        if torch.compiler.is_compiling():
+            return quantize(x, cast, amax=amax, noise=noise, expand=expand)
+        return self.plan.quantize(x, cast, amax, noise, expand)
+
+    # --- from forward to backward ------------------------------------------------------------------------------------------------
 
     @staticmethod
-    @first_order_only("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x_amax, w_amax, *kept = ctx.saved_tensors
-        settings: Settings = ctx.settings
-        recipe = settings.recipe
-        grad_input = grad_weight = grad_bias = lhs = None
-        cast, how = recipe.grad_input.lhs, settings.plans.grad_input
-        both = None if settings.gradients is None else settings.gradients.take(gy)
-        if both is None and settings.plans.both_gy and ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
-            assert cast is not None
-            both = in_one_read(gy, cast, ctx.gy_live, records=settings.records)
-        gy_amax = _amax(gy, ctx.gy_live, settings) if both is None else both.amax
-        if ctx.needs_input_grad[0]:
-            turn = Turn.of(recipe.grad_input.rotate, gy)
-            lhs = operand(turn(gy), cast, how.expand, gy_amax, settings) if both is None else both.plain
-            rhs = _weight_operand("grad_input", weight, settings, how, w_amax, turn)
-            show(
-                settings,
-                "grad_input",
-                ("gy", seen(settings, turn, gy), lhs),
-                ("w", seen(settings, turn, weight.T).T, rhs),
+    def keeps_codes(request: OperandRequest) -> bool:
+        """(x) whether the codes of x.T are kept for backward instead of x."""
+        return request.needs[1] and request.context.plan.recipe.save == "quantized"
+
+    @classmethod
+    def share_key(cls, request: OperandRequest) -> tuple[Any, ...] | None:
+        """(x) what layers whose casts of the same tensor are equal have in common; None: nobody else's are."""
+        plan, context = request.plan, request.context
+        codes = cls.keeps_codes(request)
+        if plan.rows is None or not plan.shares_rows or (codes and not plan.shares_cols):
+            return None
+        kept = (plan.cols, plan.cols_rotate, plan.transposes) if codes else None
+        return plan.rows, plan.rows_rotate, plan.rows_expand, context.out_dtype, context.grads, kept
+
+    def saved(self) -> Saved:
+        """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w."""
+        needed = self.plan.role == "w" or self.request.needs[1]
+        if self.plan.role == "x" and self.keeps_codes(self.request):
+            codes = self._kept_codes()
+            return self.casts.amax, codes.data, codes.scale, codes.global_scale
+        return self.casts.amax, self.tensor if needed else None
+
+    def _kept_codes(self) -> QTensor:
+        """x.T quantized for grad_weight: from the codes of x where they serve, else cast anew."""
+        casts, plan = self.casts, self.plan
+        rows = casts.rows
+        if casts.cols is None and plan.transposes and isinstance(rows, QTensor):
+            # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
+            keeps_values = rows.is_expanded and rows.device.type == "cpu"
+            casts.cols = (rows if keeps_values else rows.compact()).transposed()
+        elif casts.cols is None:
+            rotation = Rotation.draw(plan.cols_rotate, self.tensor.T)
+            casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None)
+        assert isinstance(casts.cols, QTensor)
+        return casts.cols
+
+    @classmethod
+    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
+        """The operand in backward. shape: of t."""
+        amax, tensor, *codes = saved
+        casts = Casts(amax=amax)
+        if codes:
+            scale, global_scale = codes
+            assert tensor is not None and scale is not None and request.plan.cols is not None
+            rotate = request.plan.cols_rotate
+            inner = shape[0] if rotate is None else -(-shape[0] // rotate.block) * rotate.block
+            casts.cols = QTensor(
+                data=tensor, scale=scale, cast=request.plan.cols, inner=inner, global_scale=global_scale, checked=True
             )
-            grad_input = _gradient(how, lhs, rhs, recipe.grad_input, ctx.x_dtype, settings)
-        if ctx.needs_input_grad[1]:
-            how, turn = settings.plans.grad_weight, Turn.of(recipe.grad_weight.rotate, gy.T)
-            if both is not None:
-                assert both.turned is not None
-                lhs = both.turned
-            elif lhs is not None and settings.plans.turn_gy:
-                lhs = turned(lhs)
-            else:
-                lhs = operand(turn(gy.T), recipe.grad_weight.lhs, how.expand, gy_amax, settings)
-            rhs = _kept_operand(kept, ctx.kept_cast, lhs.shape[1], settings, how.expand, x_amax, turn)
-            if settings.observer is not None:
-                x = (
-                    dequantize(rhs)
-                    if isinstance(rhs, QTensor) and ctx.kept_cast is not None
-                    else seen(settings, turn, kept[0].T)
-                )
-                show(settings, "grad_weight", ("gy", seen(settings, turn, gy.T).T, lhs), ("x", x.T, rhs))
-            grad_weight = _gradient(how, lhs, rhs, recipe.grad_weight, weight.dtype, settings)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        assert tensor is not None or not request.needs[1]
+        cache = request.context.cache
+        if request.plan.role == "w" and cache is not None and tensor is not None:
+            found = cache.lookup(tensor, request)
+            if found is not None:
+                if found.casts.is_empty:
+                    found.casts.amax = amax
+                return found
+        return cls(tensor, request, casts)  # type: ignore[arg-type]
+
+    # --- after a product ---------------------------------------------------------------------------------------------------------
+
+    def finished(self, product: str, d: Tensor) -> Tensor:
+        """(gy) the result of a product that read it, of all rows."""
+        return d
+
+    def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(x, w) the gradient of t and that of its learned step, from d, that of the decoded operand."""
+        return d, None
 
 
-def _gradient(
-    how: Plan, lhs: QTensor | Tensor, rhs: QTensor | Tensor, gemm: Gemm, dtype: torch.dtype, settings: Settings
-) -> Tensor:
-    """lhs @ rhs.T in `dtype`, the type of what it is the gradient of.
+class CastSource(Protocol):
+    """Who may have the casts of a tensor. Another one (gathered codes, a message's, a stored export's) is one more in `sources`."""
 
-    Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to bfloat16 on its way, once: by 2**-8 of each
-    element at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
-    """
-    on_narrow_units = how.expand == torch.bfloat16 and lhs.device.type == "cpu"
-    made = torch.bfloat16 if on_narrow_units and settings.out_dtype == torch.bfloat16 else dtype
-    return how.choice.kernel.run(lhs, rhs, None, made, gemm.fast_accumulate).to(dtype)
+    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
+        """The tensor as an Operand with the casts that there are, or that will be kept here; None: nothing is known of it."""
 
 
-Kept = tuple[Tensor | None, ...]
+KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}
 
 
-def _cast_input(
-    x: Tensor, live: Tensor | None, turn: Turn, settings: Settings, keeps: bool
-) -> tuple[QTensor | Tensor, Kept, Cast | None, Tensor | None]:
-    """x as the operand of `output`, what `_keep` leaves of it for backward, by which cast, and the amax of its window.
-
-    Shared with layers that read the same x.
-    """
-    recipe, plans = settings.recipe, settings.plans
-    cast, again = recipe.output.lhs, recipe.grad_weight.rhs if recipe.save == "quantized" else None
-    keeps_codes = keeps and again is not None
-
-    def build() -> tuple[QTensor | Tensor, Kept, Cast | None, Tensor | None]:
-        one = None
-        if cast is not None and plans.output.expand is None and turn.hadamard is None:
-            # Whether or not there is a backward pass, noise is drawn alike: checkpointing repeats a forward pass that had none.
-            both = keeps_codes and plans.both_x and (settings.grads or cast.rounding == "stochastic")
-            one = in_one_read(x, cast, live, records=settings.records, both=both)
-        if one is not None and one.turned is not None:
-            kept = (one.turned.data, one.turned.scale, one.turned.global_scale)
-            return one.plain, kept, one.turned.cast, one.amax
-        amax = _amax(x, live, settings) if one is None else one.amax
-        lhs = operand(turn(x), cast, plans.output.expand, amax, settings) if one is None else one.plain
-        return (lhs, *(_keep(x, lhs, settings, amax) if keeps_codes else ((None, None, None), None)), amax)
-
-    alone = cast is None or turn.is_random or not all(is_shareable(each) for each in (cast, again))
-    if settings.share is None or alone or (keeps_codes and Turn.is_random_in(recipe.grad_weight.rotate)):
-        lhs, kept, kept_cast, amax = build()
+def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None) -> Operand:
+    """The tensor as an Operand, from the first source that knows it, or cast now."""
+    request = OperandRequest(getattr(context.plan, role), context, needs, state)
+    for source in context.sources:
+        if (found := source.lookup(tensor, request)) is not None:
+            break
     else:
-        kept_by = (again, recipe.grad_weight.rotate, plans.turn_x) if keeps_codes else None
-        key = (cast, turn.hadamard, plans.output.expand, settings.out_dtype, kept_by)
-        lhs, kept, kept_cast, amax = settings.share.get(key, build)
-    # x itself is not shared: this layer's autograd node keeps the one that it was given.
-    return lhs, ((x, None, None) if keeps and not keeps_codes else kept), kept_cast, amax
+        found = request.plan.kind(tensor, request)
+    found.read()
+    return found
 
 
-def _weight_in_both(weight: Tensor, live: Tensor | None, settings: Settings, keeps: bool) -> Tensor | None:
-    """Puts both orientations of the weight into the cache, from one read of it; the amax [1, 1] of its window, or None.
-
-    None as well where that is not to be had; `_weight_operand` then makes each when it is wanted. Rounded to nearest only: what
-    draws random numbers must draw them at every forward pass.
-    """
-    cast, cache = settings.recipe.output.rhs, settings.cache
-    stepped = settings.stepped if settings.records else None  # evaluation leaves it to training
-    if cache is None or not (keeps or stepped) or not settings.plans.both_w or cast is None:
-        return None
-    if weight.is_inference() or cast.rounding == "stochastic":
-        return None
-    if cache.has("output", weight, settings):
-        return cache.amax(weight, settings)
-    one = None
-    if stepped is not None and stepped.serves(weight, cast, live):
-        one = OneRead(*quantize_stepped(weight, stepped, live, records=settings.records))
-    elif keeps:
-        one = in_one_read(weight, cast, live, records=settings.records)
-    if one is None:
-        return None
-    for gemm, made in (("output", one.plain), ("grad_input", one.turned), ("amax", one.amax)):
-        if made is not None:
-            cache.get(gemm, weight, settings, lambda made=made: made)  # type: ignore[misc]
-    return one.amax
-
-
-def cast_weight(weight: Tensor, live: Tensor | None, settings: Settings) -> None:
-    """Puts the casts of the weight that serve a whole step into the cache of the settings, and its amax into its window.
-
-    Left out: what is rotated by new signs or rounded by new numbers at every call, and 16-bit operands, which follow autocast.
-    """
-    recipe, plans = settings.recipe, settings.plans
-    amax = _weight_in_both(weight, live, settings, True)
-    if amax is None:
-        amax = _amax(weight, live, settings)
-    for gemm, product, how in (
-        ("output", recipe.output, plans.output),
-        ("grad_input", recipe.grad_input, plans.grad_input),
-    ):
-        if serves_a_step(product.rhs, product.rotate):
-            turn = Turn.of(product.rotate, weight if gemm == "output" else weight.T)
-            _weight_operand(gemm, weight, settings, how, amax, turn)
-
-
-def step_cast(recipe: Recipe, plans: Plans) -> tuple[Cast | None, str]:
-    """(the cast of a weight that its optimizer's step can leave beside it, '') or (None, why it cannot, a clause)."""
-    forward, backward = recipe.output, recipe.grad_input
-    if recipe.backward == "straight-through":
-        return None, f"{recipe.name} multiplies straight-through, with casts of its own"
-    if forward.rhs is None:
-        return None, "its output takes the weight in 16 bits"
-    if forward.rotate is not None or backward.rotate is not None:
-        return None, "a rotation mixes elements before they are cast"
-    if forward.rhs != backward.rhs:
-        other = "takes it in 16 bits" if backward.rhs is None else f"as {backward.rhs}"
-        return None, f"output casts it as {forward.rhs}, grad_input {other}"
-    if (reason := refuse_stepped(forward.rhs)) is not None:
-        return None, reason.text
-    for how in (plans.output, plans.grad_input):
-        if how.expand is not None:
-            return None, f"kernel {how.choice.kernel.name} multiplies decoded values"
-    return forward.rhs, ""
-
-
-def serves_a_step(cast: Cast | None, rotation: Hadamard | None) -> bool:
-    """Whether the cast of a weight is the same at every call between two optimizer steps."""
-    return cast is not None and cast.rounding == "nearest" and not Turn.is_random_in(rotation)
-
-
-def is_shareable(cast: Cast | None) -> bool:
-    """Whether layers that cast the same tensor get the same numbers: no random ones, and no scale from a layer's own state."""
-    return cast is None or (cast.rounding == "nearest" and not isinstance(cast.calibrate, Window | LearnedStep))
-
-
-def _amax(x: Tensor, live: Tensor | None, settings: Settings) -> Tensor | None:
-    """The amax [1, 1] that delayed scaling gives this tensor, noted in its window; None for a tensor without a window."""
-    if live is None or x.numel() == 0:
-        return None
-    return observe(live, tile_amax(x.detach(), (WHOLE, WHOLE)), records=settings.records)
-
-
-def operand(
-    x: Tensor, cast: Cast | None, expand: torch.dtype | None, amax: Tensor | None, settings: Settings
-) -> QTensor | Tensor:
-    """x [outer, inner] as it enters a GEMM: 16 bits, or quantized with its own or its window's amax."""
-    if cast is None:
-        return high_precision(x, settings.out_dtype)
-    return _quantized(x, cast, expand, amax)
-
-
-def _quantized(x: Tensor, cast: Cast, expand: torch.dtype | None, amax: Tensor | None) -> QTensor:
-    noise = draw(tuple(x.shape), x.device) if cast.rounding == "stochastic" else None
-    return quantize(x, cast, amax=amax if isinstance(cast.calibrate, Window) else None, noise=noise, expand=expand)
-
-
-def _weight_operand(
-    gemm: str, weight: Tensor, settings: Settings, how: Plan, amax: Tensor | None, turn: Turn
-) -> QTensor | Tensor:
-    """The weight for `gemm`, from the cache where there is one. For grad_input it is w.T, from w's codes if they serve."""
-    recipe, cache = settings.recipe, settings.cache
-
-    def build() -> QTensor | Tensor:
-        if gemm == "output":
-            return operand(turn(weight), recipe.output.rhs, how.expand, amax, settings)
-        if cache is not None and settings.plans.turn_w:
-            codes = turned(_weight_operand("output", weight, settings, how, amax, turn))
-            return codes if how.expand is not None else _row_major(codes)
-        return operand(turn(weight.T), recipe.grad_input.rhs, how.expand, amax, settings)
-
-    if cache is None or turn.is_random:
-        return build()
-    was_built = False
-
-    def noted() -> QTensor | Tensor:
-        nonlocal was_built
-        was_built = True
-        return build()
-
-    kept = cache.get(gemm, weight, settings, noted)
-    cast = recipe.output.rhs
-    if gemm == "output" and not was_built and cast is not None and cast.rounding == "stochastic":
-        # Draws what casting drew: activation checkpointing repeats a forward that cast with one that finds the cast here.
-        draw(tuple(turn(weight).shape), weight.device)
-    return kept
-
-
-def turned(operand: QTensor | Tensor) -> QTensor | Tensor:
+def transposed(operand: QTensor | Tensor) -> QTensor | Tensor:
     return operand.transposed() if isinstance(operand, QTensor) else operand.T
 
 
 def _row_major(operand: QTensor | Tensor) -> QTensor | Tensor:
     """Contiguous codes: native GEMMs would otherwise turn the weight at every micro-batch."""
-    return replace(operand, data=operand.data.contiguous()) if isinstance(operand, QTensor) else operand.contiguous()
-
-
-def _keep(
-    x: Tensor, lhs: QTensor | Tensor, settings: Settings, amax: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], Cast]:
-    """What backward needs of x with save="quantized": (codes, scale, global scale) of x.T and the cast that made them."""
-    recipe = settings.recipe
-    cast = recipe.grad_weight.rhs
-    assert cast is not None
-    if not isinstance(lhs, QTensor) or not settings.plans.turn_x:
-        turned = _quantized(Turn.of(recipe.grad_weight.rotate, x.T)(x.T), cast, None, amax)
-    elif lhs.is_expanded and x.device.type == "cpu":
-        turned = lhs.transposed()  # encoding and decoding on a CPU takes longer than the GEMM
-    else:
-        turned = lhs.compact().transposed()
-    return (turned.data, turned.scale, turned.global_scale), cast
-
-
-def _kept_operand(
-    kept: list[Tensor | None],
-    kept_cast: Cast | None,
-    tokens: int,
-    settings: Settings,
-    expand: torch.dtype | None,
-    amax: Tensor | None,
-    turn: Turn,
-) -> QTensor | Tensor:
-    """x.T [K, T] for grad_weight, from what `_keep` left. tokens: T, in whole blocks where the product is rotated."""
-    data, scale, global_scale = kept
-    assert data is not None
-    if kept_cast is None:
-        return operand(turn(data.T), settings.recipe.grad_weight.rhs, expand, amax, settings)
-    assert scale is not None
-    q = QTensor(data=data, scale=scale, cast=kept_cast, inner=tokens, global_scale=global_scale)
-    return q if expand is None or q.is_expanded else q.expanded(expand)
-
-
-def seen(settings: Settings, turn: Turn, original: Tensor) -> Tensor:
-    """What an observer is shown beside an operand: the tensor in the basis in which it was cast."""
-    return original if settings.observer is None else turn(original)
-
-
-def show(settings: Settings, gemm: str, *operands: tuple[str, Tensor, QTensor | Tensor]) -> None:
-    if settings.observer is not None:
-        for role, original, operand in operands:
-            settings.observer(gemm, role, original, operand)
+    return (
+        replace(operand, data=operand.data.contiguous(), checked=True)
+        if isinstance(operand, QTensor)
+        else operand.contiguous()
+    )

@@ -1,8 +1,11 @@
-"""What the products of a layer need besides tensors: kernels and forms of operands (Plans), and the casts of its weight (WeightCache)."""
+"""What a recipe means on a device (LinearPlan), and what one call of a layer adds to that (LinearContext).
+
+A plan is worked out once: choosing kernels at every call would cost more than a small product.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,161 +13,189 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import identity
-from narrowgauge.nn.caches import Share, SharedGradients
 from narrowgauge.ops.mm import Plan, plan
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import GEMMS, Cast, Gemm, Recipe
+from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
+from narrowgauge.scaling import WHOLE
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
 
+# Role -> the product that reads the tensor as it is, and the one that reads it transposed.
+PRODUCTS = {"x": ("output", "grad_weight"), "w": ("output", "grad_input"), "gy": ("grad_input", "grad_weight")}
 
-@dataclass
-class WeightCache:
-    """The casts of a weight, kept from one optimizer step to the next.
 
-    Valid while the weight is the same tensor at the same version; `advance` empties it, for the optimizers that write
-    through raw pointers and leave the version as it was. `held` keeps the memory of the weight: freed, its address could
-    come back as another weight's.
+@dataclass(frozen=True, eq=False)
+class OperandPlan:
+    """How a tensor t [outer, inner] becomes the operands of its two products.
+
+    role          "x", "w" or "gy"
+    kind          the class of its Operand
+    rows, cols    the casts of t and of t.T; None: 16 bits
+    *_expand      the dtype of decoded values if the product's kernel wants those instead of codes
+    *_rotate      the rotation of the product
+    transposes    t.T needs no cast of its own: it is the cast of t, transposed
+    pairs         both products read codes of the same cast, so that one read of t may give both (`ops.quantize.pair`)
+    shares_rows   whether layers that cast the same t get the same rows: no random numbers, and no scale from a layer's own state
+    shares_cols   and the same cols
+    kernels       the kernels chosen so far
     """
 
-    key: tuple[Any, ...] = ()
-    held: Tensor | None = None
-    casts: dict[str, QTensor | Tensor] = field(default_factory=dict)
+    role: str
+    kind: type[Any]
+    rows: Cast | None
+    cols: Cast | None
+    rows_expand: torch.dtype | None
+    cols_expand: torch.dtype | None
+    rows_rotate: Hadamard | None
+    cols_rotate: Hadamard | None
+    transposes: bool
+    pairs: bool
+    shares_rows: bool
+    shares_cols: bool
+    kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
-    def get(
-        self,
-        gemm: str,
-        weight: Tensor,
-        settings: Settings,
-        build: Callable[[], QTensor | Tensor],
-    ) -> QTensor | Tensor:
-        """The weight as an operand of `gemm`, built at most once per step."""
-        if weight.is_inference():  # has no version counter
-            return build()
-        casts = self._of(weight, settings)
-        if gemm not in casts:
-            casts[gemm] = build()
-        return casts[gemm]
-
-    def has(self, gemm: str, weight: Tensor, settings: Settings) -> bool:
-        """Whether the weight, as it is now, was cast for `gemm` already."""
-        return gemm in self._of(weight, settings)
-
-    def amax(self, weight: Tensor, settings: Settings) -> Tensor | None:
-        """The amax of the weight's window [1, 1], where both orientations were cast by it."""
-        found = self._of(weight, settings).get("amax")
-        assert found is None or isinstance(found, Tensor)
+    def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
+        """As `ops.quantize`, by a kernel that is chosen once; no refusal looks at more of the arguments than the key does."""
+        key = (cast is self.rows, x.dtype, expand, x.shape[1] & 1, 0 in x.shape, type(noise))
+        run = self.kernels.get(key)
+        if run is None:
+            run = self.kernels[key] = plan_quantize(x, cast, amax, noise, expand)
+        found: QTensor = run(x, cast, amax, noise, expand)
         return found
 
-    def _of(self, weight: Tensor, settings: Settings) -> dict[str, QTensor | Tensor]:
-        """The casts of the weight as it is now; another thread may bring another one meanwhile, but not into these."""
-        address = (weight.device, identity(weight), weight.shape, weight.stride())
-        # What is made in inference mode cannot be saved for backward.
-        made = (settings.out_dtype, id(settings.recipe), settings.steps_version, torch.is_inference_mode_enabled())
-        key = (weight._version, *address, weight.dtype, *made)
-        if key != self.key:
-            self.key, self.held, self.casts = key, weight.detach(), {}
-        return self.casts
+    def reads_once(self, x: Tensor, delayed: bool, both: bool) -> bool:
+        """Whether a kernel casts x, [outer, inner], both ways, or by a window, in one read."""
+        if self.rows is None or torch.compiler.is_compiling():
+            return False
+        key = ("pair", delayed, both, x.dtype, x.shape[1] & 1)
+        if key not in self.kernels:
+            from narrowgauge.ops.quantize import pair  # where kernels read codes
+
+            self.kernels[key] = pair.reads_once(x, self.rows, delayed, both)
+        found: bool = self.kernels[key]
+        return found
+
+    @property
+    def serves_a_step(self) -> tuple[bool, bool]:
+        """Whether rows, and cols, are the same at every call between two optimizer steps."""
+        return _is_repeated(self.rows, self.rows_rotate), _is_repeated(self.cols, self.cols_rotate)
 
 
-class StepCasts(WeightCache):
-    """Casts that are made once per step by others, such as a CUDA graph: valid whatever the weight's version says.
-
-    What is not among them is built at every call, and not kept.
-    """
-
-    def get(
-        self, gemm: str, weight: Tensor, settings: Settings, build: Callable[[], QTensor | Tensor]
-    ) -> QTensor | Tensor:
-        return self.casts[gemm] if gemm in self.casts else build()
-
-    def _of(self, weight: Tensor, settings: Settings) -> dict[str, QTensor | Tensor]:
-        return self.casts
+def _is_repeated(cast: Cast | None, rotate: Hadamard | None) -> bool:
+    return cast is not None and cast.rounding == "nearest" and not _is_random(rotate)
 
 
-@dataclass(frozen=True)
-class Plans:
-    """What a recipe means on a device, worked out once: it would cost more than a small GEMM to do so at every call.
+def _is_random(rotate: Hadamard | None) -> bool:
+    return rotate is not None and rotate.signs == "random"
 
-    output, grad_input, grad_weight       the kernel of each product and the form of its operands
-    turn_x, turn_w, turn_gy               whether one quantization serves both products that read the tensor
-    both_x, both_w, both_gy               whether both products read codes of the same cast, one the tensor's, one its transpose's:
-                                          then one read gives both, where a kernel does so (see `ops.quantize.pair`)
-    """
 
+def _is_shareable(cast: Cast | None, rotate: Hadamard | None) -> bool:
+    own = cast is not None and (cast.rounding != "nearest" or isinstance(cast.calibrate, Window | LearnedStep))
+    return not own and not _is_random(rotate)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPlan:
+    """output, grad_input, grad_weight: the kernel of each product. x, w, gy: how their operands are made."""
+
+    recipe: Recipe
     output: Plan
     grad_input: Plan
     grad_weight: Plan
-    turn_x: bool
-    turn_w: bool
-    turn_gy: bool
-    both_x: bool = False
-    both_w: bool = False
-    both_gy: bool = False
+    x: OperandPlan
+    w: OperandPlan
+    gy: OperandPlan
+    straight_through: bool
+    has_memory: bool
 
     @classmethod
-    def of(cls, recipe: Recipe, device: torch.device, hidden_by: str = "") -> Plans:
-        """hidden_by: what hides the memory of the operands, see `addresses.wrapper`."""
+    def of(cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Any]], hidden_by: str = "") -> LinearPlan:
+        """kinds: role -> the class of its Operand. hidden_by: what hides the memory of the operands, see `addresses.wrapper`."""
         of = partial(plan, hidden_by=hidden_by) if hidden_by else plan
-        output, grad_input, grad_weight = (of(getattr(recipe, gemm), device) for gemm in GEMMS)
+        plans = {name: of(gemm, device) for name, gemm in recipe.gemms().items()}
+        roles = {role: _operand_plan(role, kind, recipe, plans) for role, kind in kinds.items()}
         return cls(
-            output,
-            grad_input,
-            grad_weight,
-            turn_x=_serves_both(recipe.output.lhs, recipe.grad_weight.rhs)
-            and recipe.output.rotate is recipe.grad_weight.rotate is None,
-            turn_w=_serves_both(recipe.output.rhs, recipe.grad_input.rhs)
-            and recipe.output.rotate is recipe.grad_input.rotate is None
-            and output.expand == grad_input.expand,
-            turn_gy=_serves_both(recipe.grad_input.lhs, recipe.grad_weight.lhs)
-            and recipe.grad_input.rotate is recipe.grad_weight.rotate is None
-            and grad_input.expand == grad_weight.expand,
-            both_x=_in_both(recipe.output.lhs, recipe.grad_weight.rhs, recipe.output, recipe.grad_weight)
-            and output.expand is grad_weight.expand is None,
-            both_w=_in_both(recipe.output.rhs, recipe.grad_input.rhs, recipe.output, recipe.grad_input)
-            and output.expand is grad_input.expand is None,
-            both_gy=_in_both(recipe.grad_input.lhs, recipe.grad_weight.lhs, recipe.grad_input, recipe.grad_weight)
-            and grad_input.expand is grad_weight.expand is None,
+            recipe, plans["output"], plans["grad_input"], plans["grad_weight"], roles["x"], roles["w"], roles["gy"],
+            straight_through=recipe.backward == "straight-through", has_memory=recipe.has_memory,
+        )  # fmt: skip
+
+    def step_cast(self) -> tuple[Cast | None, str]:
+        """(the cast of a weight that its optimizer's step can leave beside it, '') or (None, why it cannot, a clause)."""
+        w, recipe = self.w, self.recipe
+        if self.straight_through:
+            return None, f"{recipe.name} multiplies straight-through, with casts of its own"
+        if w.rows is None:
+            return None, "its output takes the weight in 16 bits"
+        if w.rows_rotate is not None or w.cols_rotate is not None:
+            return None, "a rotation mixes elements before they are cast"
+        if w.rows != w.cols:
+            other = "takes it in 16 bits" if w.cols is None else f"as {w.cols}"
+            return None, f"output casts it as {w.rows}, grad_input {other}"
+        for product, expand in ((self.output, w.rows_expand), (self.grad_input, w.cols_expand)):
+            if expand is not None:
+                return None, f"kernel {product.choice.kernel.name} multiplies decoded values"
+        return w.rows, ""
+
+
+def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, Plan]) -> OperandPlan:
+    rows, cols = recipe.roles()[role]
+    first, second = PRODUCTS[role]
+    rotations = getattr(recipe, first).rotate, getattr(recipe, second).rotate
+    expands = plans[first].expand, plans[second].expand
+    same = rows == cols and (
+        expands[0] == expands[1] or role == "x"
+    )  # codes of x are kept, and decoded when they are read
+    unrotated = rotations[0] is rotations[1] is None
+    pairs = unrotated and rows is not None and rows == cols and expands[0] is expands[1] is None
+    transposes = same and unrotated and (rows is None or (rows.is_symmetric and rows.format.codes_per_byte == 1))
+    if recipe.backward == "straight-through":  # gy: its rows may be sampled; one draw of the noise serves both products
+        pairs, unpacked = False, rows is not None and (expands[0] is not None or rows.format.codes_per_byte == 1)
+        transposes = (
+            same and unpacked and rows is not None and rows.tile == (WHOLE, WHOLE) and recipe.grad_input.sample is None
         )
+    shares = _is_shareable(rows, rotations[0]), _is_shareable(cols, rotations[1])
+    return OperandPlan(role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares)
 
 
-def _in_both(cast: Cast | None, transposed: Cast | None, *gemms: Gemm) -> bool:
-    """Whether the same cast applies to a tensor and its transpose, neither rotated."""
-    return cast is not None and cast == transposed and all(gemm.rotate is None for gemm in gemms)
+@dataclass(frozen=True, eq=False)
+class LinearContext:
+    """What one call of the products needs besides tensors.
 
-
-def _serves_both(cast: Cast | None, transposed: Cast | None) -> bool:
-    """Whether a tensor cast by `cast` can be turned instead of casting the turned tensor."""
-    return cast == transposed and (cast is None or (cast.is_symmetric and cast.format.codes_per_byte == 1))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the products need besides tensors.
-
-    records  whether delayed scaling notes what it sees: in training, not in evaluation
-    grads    whether autograd records, so that a backward pass may come
-    is_cold  whether learned steps are in their cold start
-    sampled  the products whose rows are sampled in this step
-    share    the casts of x that other layers made or will use, open during forward
-    gradients  the casts of output gradients that their producers made
-    stepped  what the optimizer's step left of the weight's cast
+    out_dtype      of the result
+    records        whether delayed scaling notes what it sees: in training, not in evaluation
+    grads          whether autograd records, so that a backward pass may come
+    sources        who may have an operand's casts already (operands.CastSource), in the order in which they are asked
+    cache          the one of them that keeps the weight's casts
+    is_cold        whether learned steps are in their cold start
+    sampled        the products whose rows are sampled in this step
     steps_version  changes whenever the learned steps do
     """
 
-    recipe: Recipe
-    plans: Plans
+    plan: LinearPlan
     out_dtype: torch.dtype
     records: bool = True
     grads: bool = True
-    cache: WeightCache | None = None
+    sources: tuple[Any, ...] = ()
+    cache: Any = None
     observer: Observer | None = None
     is_cold: bool = False
     sampled: tuple[str, ...] = ()
-    share: Share | None = None
-    gradients: SharedGradients | None = None
-    stepped: Stepped | None = None
     steps_version: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class OperandRequest:
+    """What is asked of a source.
+
+    plan     of the tensor's role
+    context  of the call
+    needs    whether the gradients of x and of w are wanted
+    state    the tensor's amax window, its learned step, or where a sampler writes its readings; None without one
+    """
+
+    plan: OperandPlan
+    context: LinearContext
+    needs: tuple[bool, bool]
+    state: Tensor | None = None

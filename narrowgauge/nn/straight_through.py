@@ -1,4 +1,4 @@
-"""The three products with backward="straight-through": backward multiplies by the very codes of the forward pass.
+"""The operands of a Linear with backward="straight-through": backward multiplies by the very codes of the forward pass.
 
     T tokens, K in_features, N out_features; H the rotation of `output`, K filled up to whole blocks; q whole numbers, s steps
 
@@ -10,39 +10,35 @@
                  grad_step   = sum d * (q - x H / s where not clipped, else q) / sqrt(numel max)    of x, and so of w
 
 Equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), the mask in the rotated
-basis, where the clipping happened. gy is cast as the recipe says. Its rows may be sampled (see `sampling`): outer ones in
-grad_input, contracted ones in grad_weight; they are weighed before they are cast. A product whose rhs is None takes the original
+basis, where the clipping happened. gy is cast as the recipe says. Its rows may be sampled (see `leverage_score`): outer ones in
+grad_input, contracted ones in grad_weight; they are weighted before they are cast. A product whose rhs is None takes the original
 instead of the codes, in 16 bits, with no mask and no gradient of a step.
 
 Kept for backward: q_x, two codes to a byte, and one bit per element that says what was not clipped: 0.625 bytes per element; 2 /
-residual_every more for a learned step. Layers that read the same x keep the same tensors (`sharing`). q_w is made again from the
+residual_every more for a learned step. Layers that read the same x keep the same tensors (`caches`). q_w is made again from the
 weight.
-
-What is left out: second derivatives (asking for them raises; `suspended` has them).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.autograd_rules import first_order_only
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.nn.operands import Turn, is_shareable, operand, seen, serves_a_step, show, turned
-from narrowgauge.nn.plan import Plans, Settings
+from narrowgauge.nn.operands import Operand, Rotation, Saved, transposed
+from narrowgauge.nn.plan import OperandRequest
 from narrowgauge.ops.hadamard import rotated_length, unrotate
-from narrowgauge.ops.hadamard.codes import decode, encode, unclipped, unpack_bits
+from narrowgauge.ops.hadamard.codes import Codes, decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
-from narrowgauge.ops.mm import Plan
+from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
-from narrowgauge.tiles import WHOLE
-from narrowgauge.traced import handed_out
+from narrowgauge.scaling import WHOLE
 
 
 @dataclass(frozen=True)
@@ -69,19 +65,19 @@ class Coded:
         assert self.codes is not None
         return self.codes * self.scale
 
-    def operand(self, how: Plan, rows: Tensor | None = None) -> QTensor:
-        """The codes, or some rows of them, for a kernel that wants decoded values or, `how.expand` being None, codes."""
+    def operand(self, expand: torch.dtype | None, rows: Tensor | None = None) -> QTensor:
+        """The codes, or some rows of them, one to a byte, or as values of dtype `expand`."""
         assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
-        data = codes if how.expand is None else codes.to(how.expand)
+        data = codes if expand is None else codes.to(expand)
         return QTensor(data=data, scale=self.scale, cast=self.cast, inner=codes.shape[1])
 
-    def gradient(self, d: Tensor, turn: Turn, inner: int) -> Tensor:
+    def gradient(self, d: Tensor, rotation: Rotation, inner: int) -> Tensor:
         """d, the gradient of the decoded operand, where it was not clipped, turned back: [outer, inner] float32."""
         assert self.bits is not None
-        if turn.hadamard is None:
+        if rotation.hadamard is None:
             return unclipped(d, self.bits)
-        return unrotate(d, turn.hadamard, inner, turn.signs, self.bits)
+        return unrotate(d, rotation.hadamard, inner, rotation.signs, self.bits)
 
     def step_gradient(self, d: Tensor) -> Tensor | None:
         """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max). Rounding errors of some rows stand for all."""
@@ -94,105 +90,235 @@ class Coded:
         return ((clipped + rounded) * (max(d.numel(), 1) * self.cast.format.max) ** -0.5).reshape(1)
 
 
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        settings: Settings,
-        x_step: Tensor | None,
-        w_step: Tensor | None,
-        variance: Tensor | None,
-    ) -> Tensor:
-        gemm, how = settings.recipe.output, settings.plans.output
-        turn = Turn.of(gemm.rotate, x)
-        needs, recipe = ctx.needs_input_grad, settings.recipe
-        ctx.needs_d_x, ctx.needs_d_w = needs[0] or needs[4], needs[1] or needs[5]
-        masks = ctx.needs_d_x and recipe.grad_input.rhs is not None
-        reads = ctx.needs_d_w and recipe.grad_weight.rhs is not None
-        coded = _input(x, turn, x_step, settings, masks, reads)
-        lhs = operand(x, None, None, None, settings) if coded is None else coded.operand(how)
-        rhs = _weight(weight, w_step, turn, how, settings)
-        show(settings, "output", ("x", seen(settings, turn, x), lhs), ("w", seen(settings, turn, weight), rhs))
-        y = how.choice.kernel.run(lhs, rhs, bias, settings.out_dtype, gemm.fast_accumulate)
+class CodedOperand(Operand):
+    """x or w: `cols` are the codes of `rows`, transposed, or the original where that product takes it in 16 bits."""
 
-        ctx.settings, ctx.hadamard, ctx.x_shape, ctx.x_dtype = settings, gemm.rotate, x.shape, x.dtype
-        ctx.bias_dtype = bias.dtype if bias is not None and needs[2] else None
-        ctx.variance = variance  # an attribute: backward writes it
-        w_scale = rhs.scale if isinstance(rhs, QTensor) else None
-        kept: tuple[Tensor | None, ...] = (None, None, None, None, None)
+    rotation = Rotation()  # of `output`
+    coded: Coded | None = None  # in backward, if somebody asks for the codes or for what was clipped
+    inner = 0  # K, before the rotation fills it up
+
+    def read(self) -> None:
+        """Its state is a learned step, not a window."""
+
+    def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
+        rows = beside.sampled if self.plan.role == "x" else None
+        if self.plan.cols is None or self.coded is None:
+            return high_precision(self.tensor if rows is None else self.tensor[rows], self.request.context.out_dtype).T
+        return self.coded.operand(self.plan.cols_expand, rows).transposed()
+
+    def original(self) -> Tensor:
+        """The tensor, or what its codes decode to where only they were kept."""
+        return self.tensor if self.tensor is not None or self.coded is None else self.coded.decoded()
+
+    def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
+        return rotation(self.tensor) if cols is None else self.original()
+
+    def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where the operand was not clipped, turned back; and the gradient of the step."""
+        if self._other is None or self.coded is None:
+            return d, None
+        step = self.coded.step_gradient(d)
+        return self.coded.gradient(d, self.rotation, self.inner), step
+
+    @staticmethod
+    def step_gradients(
+        found: tuple[Tensor | None, Tensor | None], learns: tuple[bool, bool], is_cold: bool, device: torch.device
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the two steps: zero in the cold start, and where a product in 16 bits leaves none."""
+        return tuple(
+            None if not learned else torch.zeros(1, device=device) if step is None or is_cold else step
+            for step, learned in zip(found, learns, strict=True)
+        )
+
+    @property
+    def _other(self) -> Cast | None:
+        """The cast by which the product whose result is its gradient reads the other operand: None for the original in 16 bits."""
+        plan = self.request.context.plan
+        return plan.w.cols if self.plan.role == "x" else plan.x.cols
+
+
+class CodedInput(CodedOperand):
+    """x [T, K]."""
+
+    @staticmethod
+    def _asks(request: OperandRequest) -> tuple[bool, bool]:
+        """Whether a gradient asks for what was clipped (and for that of the step), and for the codes."""
+        plan, needs = request.context.plan, request.needs
+        return needs[0] and plan.w.cols is not None, needs[1] and plan.x.cols is not None
+
+    @classmethod
+    def share_key(cls, request: OperandRequest) -> tuple[Any, ...] | None:
+        plan = request.plan
+        if plan.rows is None or not plan.shares_rows:
+            return None
+        return "straight-through", plan.rows, plan.rows_rotate, cls._asks(request)
+
+    def _rows(self, rotation: Rotation) -> QTensor | Tensor:
+        self.rotation, cast = rotation, self.plan.rows
+        if cast is None:
+            return high_precision(self.tensor, self.request.context.out_dtype)
+        offset = None
+        if isinstance(cast.calibrate, LearnedStep) and self.request.context.records:
+            # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
+            offset = torch.rand((), device=self.tensor.device, dtype=torch.float32)
+        if self.casts.codes is None:
+            self.casts.codes = self._code(cast, offset)
+        made: QTensor = self.casts.codes.operand(self.plan.rows_expand)
+        return made
+
+    def _code(self, cast: Cast, offset: Tensor | None) -> Coded:
+        x, rotation = self.tensor, self.rotation
+        masks, reads = self._asks(self.request)
+        learned = masks and isinstance(cast.calibrate, LearnedStep)
+        coded, rotated = _coded(x, rotation, cast, self.request.state, packed=reads or learned, bits=masks)
+        if not learned:
+            return coded
+        assert isinstance(cast.calibrate, LearnedStep) and coded.codes is not None
+        rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device, offset)
+        some = rotation(x[rows]) if rotated is None else rotated[rows]
+        residual = _residual(some, coded.codes[rows], coded).to(torch.float16)
+        return replace(coded, residual=residual, rows=rows)
+
+    def saved(self) -> Saved:
+        """(x, signs, codes two to a byte, scale, bits, residual, rows), each if backward asks for it."""
+        coded, (masks, reads) = self.casts.codes, self._asks(self.request)
+        kept: Saved = (None, None, None, None, None)
         if coded is not None and (masks or reads):
             kept = (coded.packed, coded.scale, coded.bits, coded.residual, coded.rows)
-        original = x if ctx.needs_d_w and (not reads or coded is None) else None
-        ctx.save_for_backward(weight, w_scale, turn.signs, original, *kept)
-        return handed_out(y)
+        original = self.tensor if self.request.needs[1] and (not reads or coded is None) else None
+        return original, self.rotation.signs, *kept
 
-    @staticmethod
-    @first_order_only("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, w_scale, signs, original, *kept = ctx.saved_tensors
-        needs, settings = ctx.needs_input_grad, ctx.settings
-        recipe, plans = settings.recipe, settings.plans
-        turn = Turn(ctx.hadamard, signs)
-        width = ctx.x_shape[1] if turn.hadamard is None else rotated_length(ctx.x_shape[1], turn.hadamard)
-        x, w = _reread(kept, recipe.output.lhs, width), _again(weight, w_scale, recipe.output.rhs, turn)
-        grad_input = grad_weight = grad_bias = x_step = w_step = lhs = None
-
-        if ctx.needs_d_x:
-            gemm, how = recipe.grad_input, plans.grad_input
-            draw = _draw("grad_input", gy, None, settings)
-            lhs = operand(draw.rows, gemm.lhs, how.expand, None, settings)
-            rhs = operand(weight, None, None, None, settings) if gemm.rhs is None or w is None else w.operand(how)
-            show(settings, "grad_input", ("gy", draw.rows, lhs), ("w", weight, rhs))
-            d_x = how.choice.kernel.run(lhs, turned(rhs), None, torch.float32, gemm.fast_accumulate)
-            if draw.sample is not None:
-                d_x = leverage_score.spread(d_x, draw.sample, len(gy), weigh=False)
-            _note(ctx.variance, 0, draw, draw.squares)
-            if gemm.rhs is not None and x is not None:
-                x_step = x.step_gradient(d_x)
-                d_x = x.gradient(d_x, turn, ctx.x_shape[1])
-            grad_input = d_x.to(ctx.x_dtype)
-
-        if ctx.needs_d_w:
-            gemm, how = recipe.grad_weight, plans.grad_weight
-            samples = recipe.samples().get("grad_weight") is not None
-            other = original if original is not None or x is None or not samples else x.decoded()
-            draw = _draw("grad_weight", gy, other, settings)
-            index = None if draw.sample is None else draw.sample.rows
-            if lhs is not None and index is None and _serves_both(recipe, plans, lhs):
-                lhs = turned(lhs)
-            else:
-                lhs = operand(draw.rows.T, gemm.lhs, how.expand, None, settings)
-            if gemm.rhs is None or x is None:
-                rhs = operand(original if index is None else original[index], None, None, None, settings)
-            else:
-                rhs = x.operand(how, index)
-            if settings.observer is not None:
-                given = original if original is not None or x is None else x.decoded()
-                show(settings, "grad_weight", ("gy", draw.rows, lhs), ("x", given, rhs))
-            d_w = how.choice.kernel.run(lhs, turned(rhs), None, torch.float32, gemm.fast_accumulate)
-            _note(ctx.variance, 1, draw, None if draw.squares is None else d_w.square().sum())
-            if gemm.rhs is not None and w is not None:
-                w_step = w.step_gradient(d_w)
-                d_w = w.gradient(d_w, turn, weight.shape[1])
-            grad_weight = d_w.to(weight.dtype)
-
-        if ctx.bias_dtype is not None:
-            grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        x_step, w_step = (
-            _step_or_zero(step, learns, settings, gy.device)
-            for step, learns in ((x_step, needs[4]), (w_step, needs[5]))
-        )
-        return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
+    @classmethod
+    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
+        original, signs, packed, scale, bits, residual, rows = saved
+        plan = request.plan
+        operand = cls(original, request)  # type: ignore[arg-type]
+        operand.rotation, operand.inner = Rotation(plan.rows_rotate, signs), shape[1]
+        if plan.rows is not None and scale is not None:
+            width = shape[1] if plan.rows_rotate is None else rotated_length(shape[1], plan.rows_rotate)
+            codes = None if packed is None else decode(packed, plan.rows.format, width)  # None: a frozen weight
+            operand.coded = Coded(plan.rows, codes, scale, bits, residual, rows)
+        return operand
 
 
-# --- the operands of the forward product ---------------------------------------------------------------------------------------
+class CodedWeight(CodedOperand):
+    """w [N, K]. Its codes are made again in backward."""
+
+    scale: Tensor | None = None
+
+    def _rows(self, rotation: Rotation) -> QTensor | Tensor:
+        self.rotation, cast, made = rotation, self.plan.rows, self.casts.rows
+        if made is None and cast is None:
+            made = high_precision(rotation(self.tensor), self.request.context.out_dtype)
+        elif made is None:
+            assert cast is not None
+            made = _coded(self.tensor, rotation, cast, self.request.state)[0].operand(self.plan.rows_expand)
+        if not rotation.is_random:
+            self.casts.rows = made
+        self.scale = made.scale if isinstance(made, QTensor) else None
+        assert made is not None
+        return made
+
+    def saved(self) -> Saved:
+        """(scale, w, signs)."""
+        return self.scale, self.tensor, self.rotation.signs
+
+    @classmethod
+    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
+        scale, weight, signs = saved
+        assert weight is not None
+        operand, cast = cls(weight, request), request.plan.rows
+        rotation = operand.rotation = Rotation(request.plan.rows_rotate, signs)
+        operand.inner = shape[1]
+        if cast is None or scale is None:
+            return operand
+        found, rotated = _encoded(weight, rotation, scale, cast, bits=True)
+        operand.coded = Coded(cast, found.codes, scale, found.bits)
+        if isinstance(cast.calibrate, LearnedStep):
+            rotated = rotation(weight) if rotated is None else rotated
+            operand.coded = replace(operand.coded, residual=_residual(rotated, found.codes, operand.coded))
+        return operand
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The rows of the gradient that enter a product.
+
+    rows      the gradient itself, or the sampled rows, weighted
+    sample    which they are; None: all of them
+    variance  what sampling adds, or would add, to the squared error of the product; None: the product never samples
+    squares   the sum of the squared scores
+    """
+
+    rows: Tensor
+    sample: leverage_score.Sample | None = None
+    variance: Tensor | None = None
+    squares: Tensor | None = None
+
+
+class CodedGradient(Operand):
+    """gy [T, N], of which each product may read a sample of the rows. Its state is where the sampler's readings are written."""
+
+    drawn: Draw
+
+    def read(self) -> None:
+        """It has no window."""
+
+    def _rows(self, rotation: Rotation) -> QTensor | Tensor:
+        self.drawn = self._draw("grad_input", None)
+        made = self.cast(self.drawn.rows, self.plan.rows, self.plan.rows_expand)
+        if self.plan.transposes:
+            self.casts.rows = made
+        return made
+
+    def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
+        sampler = self.request.context.plan.recipe.grad_weight.sample
+        self.drawn = self._draw("grad_weight", None if sampler is None else beside.original())
+        self.sampled = None if self.drawn.sample is None else self.drawn.sample.rows
+        if self.casts.rows is not None and self.sampled is None:
+            return transposed(self.casts.rows)
+        return self.cast(self.drawn.rows.T, self.plan.cols, self.plan.cols_expand)
+
+    def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
+        return self.drawn.rows
+
+    def _draw(self, product: str, other: Tensor | None) -> Draw:
+        """other: x [T, K] for grad_weight, whose rows count too."""
+        gy, context = self.tensor, self.request.context
+        sampler = getattr(context.plan.recipe, product).sample
+        if sampler is None or len(gy) == 0:
+            return Draw(gy)
+        budget = leverage_score.budget(len(gy), sampler.keep)
+        scores = leverage_score.leverage_scores(gy, other)
+        p = leverage_score.probabilities(scores, budget)
+        variance, squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
+        if product not in context.sampled:
+            return Draw(gy, None, variance, squares)
+        noise = torch.rand(len(gy) + 1, device=gy.device)
+        sample = leverage_score.systematic(p, budget, noise)
+        return Draw(leverage_score.importance_weighted(gy.to(torch.float32), sample), sample, variance, squares)
+
+    def finished(self, product: str, d: Tensor) -> Tensor:
+        """Rows that were not drawn are zero in grad_input. Notes what sampling added, or would have."""
+        drawn, whole = self.drawn, self.drawn.squares
+        if product == "grad_input":
+            if drawn.sample is not None:
+                d = leverage_score.scatter_rows(d, drawn.sample, len(self.tensor), weigh=False)
+        elif whole is not None:
+            whole = d.square().sum()
+        if self.request.state is not None and drawn.variance is not None and whole is not None:
+            leverage_score.note(self.request.state, 0 if product == "grad_input" else 1, drawn.variance, whole)
+        return d
+
+
+KINDS: dict[str, type[Operand]] = {"x": CodedInput, "w": CodedWeight, "gy": CodedGradient}
+
+
+# --- codes -----------------------------------------------------------------------------------------------------------------------
 
 
 def _coded(
-    x: Tensor, turn: Turn, cast: Cast, step: Tensor | None, packed: bool = False, bits: bool = False
+    x: Tensor, rotation: Rotation, cast: Cast, step: Tensor | None, packed: bool = False, bits: bool = False
 ) -> tuple[Coded, Tensor | None]:
     """x [outer, inner] -> the codes of x H, and x H itself if it was in memory. A learned step is used as it is.
 
@@ -200,16 +326,26 @@ def _coded(
     rotation keeps the norm. The two differ by the rounding of sums.
     """
     by_norm = isinstance(cast.calibrate, ClippedRms) and cast.tile == (WHOLE, WHOLE)
-    if turn.hadamard is not None and (step is not None or by_norm) and in_one_pass(x, turn.hadamard, cast.format):
+    hadamard = rotation.hadamard
+    if hadamard is not None and (step is not None or by_norm) and in_one_pass(x, hadamard, cast.format):
         rotated = None
-        scale = _scale_before(x, turn.hadamard, cast) if step is None else _guarded(step, x)
-        found = rotate_and_encode(x, turn.hadamard, turn.signs, scale, cast.format, packed=packed, bits=bits)
+        scale = _scale_before(x, hadamard, cast) if step is None else _guarded(step, x)
+        found = rotate_and_encode(x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits)
     else:
-        rotated = turn(x).to(torch.float32)
+        rotated = rotation(x).to(torch.float32)
         learned = step is not None and 0 not in rotated.shape
         scale = _guarded(step, rotated) if learned else cast.scale(calibrated_amax(rotated, cast), cast.format)
         found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
     return Coded(cast, found.codes, scale, found.bits, packed=found.packed), rotated
+
+
+def _encoded(x: Tensor, rotation: Rotation, scale: Tensor, cast: Cast, bits: bool) -> tuple[Codes, Tensor | None]:
+    """The codes of x H by a scale that is known, and x H itself if it was in memory."""
+    hadamard = rotation.hadamard
+    if hadamard is not None and in_one_pass(x, hadamard, cast.format):
+        return rotate_and_encode(x, hadamard, rotation.signs, scale, cast.format, bits=bits), None
+    rotated = rotation(x)
+    return encode(rotated, scale, cast.format, bits=bits), rotated
 
 
 def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
@@ -224,89 +360,10 @@ def _scale_before(x: Tensor, hadamard: Hadamard, cast: Cast) -> Tensor:
     return cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
 
 
-def _weight(weight: Tensor, step: Tensor | None, turn: Turn, how: Plan, settings: Settings) -> QTensor | Tensor:
-    """The weight of the forward product, from the cache where there is one."""
-    cast = settings.recipe.output.rhs
-
-    def build() -> QTensor | Tensor:
-        if cast is None:
-            return operand(turn(weight), None, None, None, settings)
-        return _coded(weight, turn, cast, step)[0].operand(how)
-
-    if settings.cache is None or turn.is_random:
-        return build()
-    return settings.cache.get("output", weight, settings, build)
-
-
-def cast_weight(weight: Tensor, settings: Settings) -> None:
-    """As `products.cast_weight`; the only cast that is kept is that of the forward product. Not for learned steps."""
-    gemm = settings.recipe.output
-    if serves_a_step(gemm.rhs, gemm.rotate):
-        _weight(weight, None, Turn.of(gemm.rotate, weight), settings.plans.output, settings)
-
-
-def _input(x: Tensor, turn: Turn, step: Tensor | None, settings: Settings, masks: bool, reads: bool) -> Coded | None:
-    """x of the forward product, with what backward asks for; made once for layers that share it. None: x stays in 16 bits.
-
-    masks, reads  whether a gradient asks for what was clipped (and for that of the step), and for the codes
-    """
-    offset = None
-    cast = settings.recipe.output.lhs
-    if cast is None:
-        return None
-    learned = masks and isinstance(cast.calibrate, LearnedStep)
-
-    if isinstance(cast.calibrate, LearnedStep) and settings.records:
-        # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
-        offset = torch.rand((), device=x.device, dtype=torch.float32)
-
-    def build() -> Coded:
-        coded, rotated = _coded(x, turn, cast, step, packed=reads or learned, bits=masks)
-        if not learned:
-            return coded
-        assert isinstance(cast.calibrate, LearnedStep) and coded.codes is not None
-        rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device, offset)
-        some = turn(x[rows]) if rotated is None else rotated[rows]
-        residual = _residual(some, coded.codes[rows], coded).to(torch.float16)
-        return replace(coded, residual=residual, rows=rows)
-
-    if settings.share is None or turn.is_random or not is_shareable(cast):
-        return build()
-    return settings.share.get(("straight-through", cast, turn.hadamard, masks, reads), build)
-
-
-# --- from forward to backward --------------------------------------------------------------------------------------------------
-
-
 def _residual(rotated: Tensor, codes: Tensor, coded: Coded) -> Tensor:
     """codes - x H / scale, zero where clipped."""
     ratio = rotated.to(torch.float32) / coded.scale
     return torch.where(ratio.abs() <= coded.cast.format.max, codes - ratio, 0.0)
-
-
-def _reread(kept: list[Tensor | None], cast: Cast | None, width: int) -> Coded | None:
-    """x of the forward product, from what was kept of it; None if nobody asks for its codes or what was clipped."""
-    packed, scale, bits, residual, rows = kept
-    if cast is None or scale is None:
-        return None
-    codes = None if packed is None else decode(packed, cast.format, width)  # None: a frozen weight
-    return Coded(cast, codes, scale, bits, residual, rows)
-
-
-def _again(weight: Tensor, scale: Tensor | None, cast: Cast | None, turn: Turn) -> Coded | None:
-    """w of the forward product, made again from the weight."""
-    if cast is None or scale is None:
-        return None
-    if turn.hadamard is not None and in_one_pass(weight, turn.hadamard, cast.format):
-        rotated = None
-        found = rotate_and_encode(weight, turn.hadamard, turn.signs, scale, cast.format, bits=True)
-    else:
-        rotated = turn(weight)
-        found = encode(rotated, scale, cast.format, bits=True)
-    coded = Coded(cast, found.codes, scale, found.bits)
-    if not isinstance(cast.calibrate, LearnedStep):
-        return coded
-    return replace(coded, residual=_residual(turn(weight) if rotated is None else rotated, found.codes, coded))
 
 
 def _drawn_rows(rows: int, every: int, device: torch.device, offset: Tensor | None = None) -> Tensor:
@@ -320,67 +377,7 @@ def _drawn_rows(rows: int, every: int, device: torch.device, offset: Tensor | No
     return places.to(torch.int64).clamp(max=max(rows - 1, 0))
 
 
-# --- backward ------------------------------------------------------------------------------------------------------------------
-
-
-class Draw(NamedTuple):
-    """The rows of the gradient that enter a product.
-
-    rows      the gradient itself, or the sampled rows, weighed
-    sample    which they are; None: all of them
-    variance  what sampling adds, or would add, to the squared error of the product; None: the product never samples
-    squares   the sum of the squared scores
-    """
-
-    rows: Tensor
-    sample: leverage_score.Sample | None = None
-    variance: Tensor | None = None
-    squares: Tensor | None = None
-
-
-def _draw(product: str, gy: Tensor, other: Tensor | None, settings: Settings) -> Draw:
-    """The rows of gy [T, N] for a product. other: x [T, K] for grad_weight, whose rows count too."""
-    sampler = settings.recipe.samples().get(product)
-    if sampler is None or len(gy) == 0:
-        return Draw(gy)
-    budget = leverage_score.budget(len(gy), sampler.keep)
-    scores = leverage_score.leverage_scores(gy, other)
-    p = leverage_score.probabilities(scores, budget)
-    variance, squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
-    if product not in settings.sampled:
-        return Draw(gy, None, variance, squares)
-    noise = torch.rand(len(gy) + 1, device=gy.device)
-    sample = leverage_score.systematic(p, budget, noise)
-    return Draw(leverage_score.weighted(gy.to(torch.float32), sample), sample, variance, squares)
-
-
-def _note(readings: Tensor | None, place: int, draw: Draw, whole: Tensor | None) -> None:
-    """Writes the relative variance that sampling adds to a product of squared norm `whole` into the layer's readings [2]."""
-    if readings is None or draw.variance is None or whole is None:
-        return
-    relative = torch.where(draw.variance == 0, 0.0, draw.variance / whole).to(torch.float32)
-    relative = torch.where(
-        whole.isfinite(), relative, torch.inf
-    )  # a sum of squares beyond float32 is no reason to sample
-    here = torch.arange(2, device=readings.device) == place
-    readings.copy_(torch.where(here, relative, readings))
-
-
-def _serves_both(recipe: Recipe, plans: Plans, lhs: QTensor | Tensor) -> bool:
-    """Whether the cast of gy for grad_input, turned, serves grad_weight too: one draw of the rounding for both."""
-    same = recipe.grad_input.lhs == recipe.grad_weight.lhs and plans.grad_input.expand == plans.grad_weight.expand
-    whole = isinstance(lhs, QTensor) and lhs.cast.tile == (WHOLE, WHOLE) and not lhs.is_packed
-    return same and whole and recipe.grad_input.sample is None
-
-
-def _step_or_zero(step: Tensor | None, learns: bool, settings: Settings, device: torch.device) -> Tensor | None:
-    """The gradient of a step: zero in the cold start, and where a product in 16 bits leaves none."""
-    if not learns:
-        return None
-    return torch.zeros(1, device=device) if step is None or settings.is_cold else step
-
-
-# --- the cold start ------------------------------------------------------------------------------------------------------------
+# --- steps -----------------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -393,7 +390,7 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
     for role, tensor, cast in (("x", x, recipe.output.lhs), ("w", weight, recipe.output.rhs)):
         if role not in steps.settings or cast is None or tensor.numel() == 0:
             continue
-        amax = calibrated_amax(Turn.of(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast).reshape(1)
+        amax = calibrated_amax(Rotation.draw(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast).reshape(1)
         step = steps.get(role)
         assert step is not None
         there = amax.isfinite() & (amax > 0)

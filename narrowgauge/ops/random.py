@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import wrapper
-from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import refuse as refuse_triton
 
@@ -36,6 +35,8 @@ class Key:
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
         """float32 in [0, 1) of `shape`, multiples of 2^-24."""
+        from narrowgauge.ops.cpp import int4 as cpp
+
         if cpp.refuse("cpu") is None and not wrapper():
             return cpp.uniform(tuple(shape), (self.low, self.high))
         return reference(self.low, self.high, tuple(shape))

@@ -15,7 +15,8 @@ computes by torch's operators alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -78,7 +79,7 @@ def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]
 def device_facts(device_type: str, index: int | None) -> Device:
     """The Device behind a torch.device."""
     if device_type == "cuda" and torch.version.hip is None:
-        return _cuda_facts(torch.cuda.current_device() if index is None else index)
+        return cuda_facts(index)
     if device_type == "cpu":
         return cpu_facts()
     return Device(device_type)
@@ -98,11 +99,23 @@ def facts_of(device: torch.device, hidden_by: str) -> Device:
     return replace(device_facts(device.type, device.index), wrapper=hidden_by)
 
 
+def onednn_without_vnni(environment: Mapping[str, str]) -> bool:
+    """Whether a variable holds oneDNN back from VNNI: without it, its sums of INT8 products saturate at 16 bits."""
+    held = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""
+    return held.upper() in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
+
+
 @cache
 def cpu_facts() -> Device:
     """The CPU that runs this process, as oneDNN uses it (ONEDNN_MAX_CPU_ISA may hold it back)."""
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return Device("cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported())
+    return Device(
+        "cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported() and not onednn_without_vnni(os.environ)
+    )
+
+
+def cuda_facts(index: int | None) -> Device:
+    return _cuda_facts(torch.cuda.current_device() if index is None else index)
 
 
 @cache
@@ -117,14 +130,14 @@ class Kernel(Generic[Spec]):
     """One way to compute an op. refuse(spec) is None when it can.
 
     by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
-    check     how it is examined (`selfcheck.Check`); None of definitions
+    check     gives how it is examined, a `selfcheck.Check`; None of definitions
     """
 
     name: str
     refuse: Callable[[Spec], Refusal | None]
     run: Callable[..., Any]
     by_torch: bool = False
-    check: Any = None
+    check: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)

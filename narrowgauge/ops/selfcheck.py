@@ -95,14 +95,15 @@ class Result:
 RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}  # (op, kernel, kind of call, index of the device)
 
 
-def checked(op: str, kernel: Kernel[Spec], check: Check[Spec]) -> Kernel[Spec]:
-    """The kernel, refused as well where it is wrong on the device at hand.
+def checked(op: str, kernel: Kernel[Spec], load: Callable[[], Check[Spec]]) -> Kernel[Spec]:
+    """The kernel, refused as well where it is wrong on the device at hand. load: the check, asked for there alone.
 
     A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
     """
 
     @constant_while_compiling
     def failure(device_type: str, index: int, *kind: Hashable) -> str | None:
+        check = load()
         key = (op, kernel.name, check.resolve(kind), index)
         if key not in RESULTS:
             refuse_capture(op, kernel.name, device_type, index)
@@ -119,7 +120,7 @@ def checked(op: str, kernel: Kernel[Spec], check: Check[Spec]) -> Kernel[Spec]:
         refusal = kernel.refuse(spec)
         if refusal is not None or spec.device.index is None:
             return refusal
-        device = spec.device
+        device, check = spec.device, load()
         if check.constant is not None and not TAKES_DATACLASSES and torch.compiler.is_compiling():
             kind = check.constant(spec)
             if kind is None:
@@ -129,7 +130,7 @@ def checked(op: str, kernel: Kernel[Spec], check: Check[Spec]) -> Kernel[Spec]:
         reason = None if kind is None else failure(device.type, device.index, *kind)
         return None if reason is None else Refusal("failed-check", reason)
 
-    return replace(kernel, refuse=refuse, check=check)
+    return replace(kernel, refuse=refuse, check=load)
 
 
 _CANNOT_NAME = (

@@ -22,24 +22,32 @@ from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Choice, Device, Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.selfcheck import Check, checked
 from narrowgauge.ops.triton import refuse as refuse_triton
+from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
+from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.selfcheck import Kind, compare
-from narrowgauge.optim.step import Task, step_in_torch
+from narrowgauge.optim.step import ParamStep, step_in_torch
 
 
 @dataclass(frozen=True)
 class Spec:
     """What a backend is chosen by.
 
+    rule  a kernel has to know it
     kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel is checked with it (selfcheck.py)
     """
 
     device: Device
+    rule: Rule
     kind: Kind | None = None
 
 
 def _refuse_triton(spec: Spec) -> Refusal | None:
-    return refuse_triton(spec.device.type, spec.device.capability)
+    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec.rule)
+
+
+def _refuse_rule(rule: Rule) -> Refusal | None:
+    return Refusal("operands", rules.refuse(rule)) if rules.refuse(rule) else None
 
 
 def _check(run: Callable[..., None], kind: tuple[Kind], device: torch.device) -> list[str]:
@@ -55,30 +63,32 @@ CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kin
 def _refuse_native(spec: Spec) -> Refusal | None:
     if spec.device.type != "cpu":
         return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
+    if (refusal := _refuse_rule(spec.rule)) is not None:
+        return refusal
     return Refusal("toolchain", binding.refuse()) if binding.refuse() else None
 
 
-def _step_by_triton(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
+def _step_by_triton(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
     from narrowgauge.optim.triton import launch
 
     launch.step(tasks, kept)
 
 
-def _step_in_torch(tasks: Sequence[Task], kept: dict[Any, Any]) -> None:
+def _step_in_torch(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
     for task in tasks:
         step_in_torch(task)
 
 
 KERNELS: Registry[Spec] = Registry("optim")
 KERNELS.register(
-    checked("optim", Kernel("triton", _refuse_triton, lambda tasks, kept: _step_by_triton(tasks, kept)), CHECK)
+    checked("optim", Kernel("triton", _refuse_triton, lambda tasks, kept: _step_by_triton(tasks, kept)), lambda: CHECK)
 )
 KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: binding.step(tasks)))
 KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=True))
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
-def choose(task: Task, backend: str) -> Choice[Spec]:
+def choose(task: ParamStep, backend: str) -> Choice[Spec]:
     """The backend of a task, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it.
 
     Where no kernel leaves the cast of the new weight, the task asks for none any more, and its `stepped` says why.
@@ -90,7 +100,7 @@ def choose(task: Task, backend: str) -> Choice[Spec]:
         refusal = triton.refuse(_spec(task)) if asked else named
         if refusal is None:
             return Choice(triton, ())
-        task.stepped.give_up(refusal.text)
+        task.stepped.disable(refusal.text)
         task.stepped = task.native = None
     choice = _choice(_spec(task), backend)
     if backend == "auto" and choice.kernel.name == "torch":
@@ -106,13 +116,13 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
     return KERNELS.choose(spec, None if backend == "auto" else backend)
 
 
-def _spec(task: Task) -> Spec:
+def _spec(task: ParamStep) -> Spec:
     device = device_of(task.source, task.gradient, *task.state)
-    if device.type != "cuda" or device.wrapper:
-        return Spec(device)
+    if device.type != "cuda" or device.wrapper or rules.refuse(task.rule):
+        return Spec(device, task.rule)
     from narrowgauge.optim.triton.launch import kind_of
 
-    return Spec(device, kind_of(task))
+    return Spec(device, task.rule, kind_of(task))
 
 
 def words(choice: Choice[Spec]) -> str:
@@ -140,20 +150,20 @@ class ComputedBy(NamedTuple):
         return self.kernel + (f" ({self.why})" if self.why else "")
 
 
-def computed_by(task: Task | None, device: torch.device, backend: str) -> ComputedBy:
+def computed_by(task: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> ComputedBy:
     """Which backend steps a tensor, by its task if it has stepped."""
     if task is not None and task.backend is not None:
         choice: Choice[Spec] = task.backend[1]
     else:
-        choice = _choice(Spec(device_facts(device.type, device.index)), backend)
+        choice = _choice(Spec(device_facts(device.type, device.index), rule), backend)
     why = words(choice) if backend == "auto" and choice.kernel.name == "torch" else ""
     return ComputedBy(choice.kernel.name, why)
 
 
-def refuse(backend: str, device: torch.device) -> str:
-    """Why this backend cannot compute on the device, or ''."""
+def refuse(backend: str, device: torch.device, rule: Rule) -> str:
+    """Why this backend cannot compute the rule on the device, or ''."""
     try:
-        _choice(Spec(device_facts(device.type, device.index)), backend)
+        _choice(Spec(device_facts(device.type, device.index), rule), backend)
     except BackendError as error:
         return str(error)
     return ""

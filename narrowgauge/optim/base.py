@@ -25,14 +25,16 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from narrowgauge.addresses import holds_numbers, identity
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, options, rules
 from narrowgauge.optim.cuda_graph import ReplayedStep
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.param_groups import groups
 from narrowgauge.optim.precast_weights import WeightCasts
-from narrowgauge.optim.step import Kept, Task, allocate
+from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.state_dict import refuse_state
+from narrowgauge.optim.step import MomentState, ParamStep, allocate
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,16 +44,16 @@ _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
-    """Base of AdamW, Lion and SGD. Subclasses name their rule and moments."""
+    """Base of AdamW, Lion and SGD. Subclasses name the rule of groups that name none."""
 
-    rule: ClassVar[rules.Name]
-    moment_names: ClassVar[tuple[str, ...]]
+    rule: ClassVar[Rule]
 
     def __init__(self, params: Any, defaults: dict[str, Any], backend: Backend = "auto") -> None:
         if backend not in ("auto", *backends.NAMES):
             names = ", ".join(map(repr, ("auto", *backends.NAMES)))
             raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
         self.backend: Backend = backend
+        self._rules: dict[str, Rule] = {}  # that groups brought
         self._forget_tasks()
         self.casting: WeightCasts | None = None
         self.steps_in_backward = False
@@ -81,11 +83,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return params
 
     def _forget_tasks(self) -> None:
-        self._tasks: dict[Tensor, Task] = {}
+        self._tasks: dict[Tensor, ParamStep] = {}
         self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"backend": self.backend}
+        return super().__getstate__() | {"backend": self.backend, "_rules": self._rules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -98,6 +100,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "rule" in param_group:
+            rule = param_group["rule"]
+            if isinstance(rule, Rule):
+                self._rules[rule.name] = rule
+                param_group["rule"] = rule.name  # a plain value, for state_dict
+            for option, value in self._rule_of(param_group).options.items():
+                param_group.setdefault(option, value)
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -107,12 +116,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if self._hook_group is not None:
             self._hook_group(len(self.param_groups) - 1)
 
+    def _rule_of(self, group: Mapping[str, Any]) -> Rule:
+        return rules.get(group["rule"], self._rules) if "rule" in group else self.rule
+
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        kind = type(self).__name__
-        options.check(kind, group, self.defaults)
+        kind, rule = type(self).__name__, self._rule_of(group)
+        options.check(kind, group, {"rule": None, **self.defaults, **rule.options})
         if self.backend != "auto":
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
-                if reason := backends.refuse(self.backend, device):
+                if reason := backends.refuse(self.backend, device, rule):
                     raise ConfigError(f'{kind}: backend = "{self.backend}" cannot be had here. {reason}')
         for parameter in group["params"]:
             if reason := _refuse(parameter, group["master"]):
@@ -148,7 +160,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             )
         tasks = self._next(chosen)
         strided = []
-        by_backend: dict[str, tuple[Any, list[Task]]] = {}
+        by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), task in zip(chosen, tasks, strict=True):
             task.gradient = _usable(parameter.grad)
             if identity(task.weight) != task.address:  # a copy, of a parameter that is not contiguous
@@ -165,19 +177,19 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for (parameter, _, _), task in zip(chosen, tasks, strict=True):
             task.gradient = None  # or it would outlive the parameter's
             if task.stepped is not None:
-                task.stepped.leave(parameter)
+                task.stepped.commit(parameter)
 
-    def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[Task]:
+    def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[ParamStep]:
         """The tasks with the constants and the key of their next step, which is counted unless it is only looked at."""
         tasks = [self._task(parameter, group) for parameter, group, _ in chosen]
         steps = [task.step for task in tasks]
         if counts:
             torch._foreach_add_(steps, 1.0)
-        found: dict[tuple[int, float], tuple[rules.Constants, int]] = {}
+        found: dict[tuple[int, float], tuple[Any, int]] = {}
         for (_, group, number), task, count in zip(chosen, tasks, _counts(steps), strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
             if shared is None:
-                shared = rules.constants(self.rule, group, step), noise.step_key(group["seed"], step)
+                shared = self._rule_of(group).constants(group, step), noise.step_key(group["seed"], step)
                 found[id(group), count] = shared
             (task.constants, task.step_key), task.number = shared, number
         return tasks
@@ -186,7 +198,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """The step for a CUDA graph, to be made before its capture; see `replay`."""
         return ReplayedStep(self)
 
-    def _kernel(self, task: Task) -> Kernel[backends.Spec]:
+    def _kernel(self, task: ParamStep) -> Kernel[backends.Spec]:
         """The backend that computes the task; chosen anew when gradients come in another type, or at another alignment."""
         assert task.gradient is not None
         key = task.gradient.dtype, identity(task.gradient) % 16 == 0, type(task.gradient)
@@ -211,9 +223,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return str(self._computed_by(parameter))
 
     def _computed_by(self, parameter: Tensor) -> backends.ComputedBy:
-        return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend)
+        group = next(group for group in self.param_groups if any(each is parameter for each in group["params"]))
+        return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend, self._rule_of(group))
 
-    def _task(self, parameter: Tensor, group: dict[str, Any]) -> Task:
+    def _task(self, parameter: Tensor, group: dict[str, Any]) -> ParamStep:
         """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
         state = self.state[parameter]
         if not state:
@@ -249,30 +262,28 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "built."
             )
 
-    def _make_task(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> Task:
+    def _make_task(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> ParamStep:
         states = self._states(parameter, group)
         rows, columns = shape_of(parameter)
         kept = []
-        for name, format in self._formats(states):
+        rule = self._rule_of(group)
+        for name, format in _formats(rule, states):
             codes = state[name].view(rows, -1) if rows * columns else state[name].view(rows, columns)
             kept.append(
-                Kept(
+                MomentState(
                     format=format, codes=codes, scale=state.get(f"{name}_scale"), expansion=state.get(f"{name}_expansion")
                 )
             )  # fmt: skip
-        kept += [Kept(format=moments.NONE)] * (2 - len(kept))
+        kept += [MomentState(format=moments.NONE)] * (2 - len(kept))
         wide = parameter.dtype == torch.float32
         master = state.get("master", state.get("remainder"))
         weight = parameter.detach()
-        return Task(
-            source=parameter, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.asked(group),
+        return ParamStep(
+            source=parameter, rule=rule, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.asked(group),
             weight=(weight if weight.is_contiguous() else weight.contiguous()).view(rows, columns),
             first=kept[0], second=kept[1], master_kind=None if wide else group["master"],
             master=None if master is None else master.view(rows, columns), master_scale=state.get("master_scale"),
         )  # fmt: skip
-
-    def _formats(self, states: States) -> list[tuple[str, Moment]]:
-        return list(zip(self.moment_names, (states.first, states.second), strict=False))
 
     def _states(self, parameter: Tensor, group: Mapping[str, Any]) -> States:
         return moments.STATES[kept_as(parameter, group)[0]]
@@ -282,7 +293,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         states = self._states(parameter, group)
         rows, columns = shape_of(parameter)
         state = {"step": torch.zeros((), dtype=torch.float32, device="meta" if device == "meta" else "cpu")}
-        for name, format in self._formats(states):
+        for name, format in _formats(self._rule_of(group), states):
             kept = allocate(format, rows, columns, states.tile, device)
             assert kept.codes is not None
             state[name] = kept.codes if format.bits == 4 else kept.codes.view(parameter.shape)
@@ -308,9 +319,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
             state["master"].copy_(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form."""
-        self._refuse_other_form(state_dict)
+        """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none."""
         own = self.param_groups
+        refuse_state(
+            type(self).__name__,
+            state_dict,
+            own,
+            self.rule.name,
+            lambda each, group: self._new_state(each, group, "meta"),
+        )
         # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         places = {each: parameter for group, saved in zip(own, state_dict["param_groups"], strict=True)
@@ -324,62 +341,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
             }
         self._forget_tasks()
 
-    def _refuse_other_form(self, state_dict: Mapping[str, Any]) -> None:
-        kind = type(self).__name__
-        if not {"state", "param_groups"} <= set(state_dict):
-            raise CheckpointError(
-                f"{kind}: what was saved has {', '.join(map(repr, state_dict)) or 'nothing'}, and no 'state' and 'param_groups'. "
-                "Pass what state_dict() of an optimizer returned."
-            )
-        saved_groups = state_dict["param_groups"]
-        sizes = [[len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups)]
-        if sizes[0] != sizes[1]:
-            raise CheckpointError(
-                f"{kind}: the saved state has groups of {sizes[0]} parameters, this optimizer {sizes[1]}. "
-                "Build it with the groups that were saved."
-            )
-        if strangers := set(state_dict["state"]) - {place for group in saved_groups for place in group["params"]}:
-            raise CheckpointError(
-                f"{kind}: the saved state has tensors of parameter {next(iter(strangers))!r}, which none of its groups holds. "
-                "It is damaged: pass what state_dict() returned, with whole numbers as keys, or start with a fresh state."
-            )
-        for number, (saved, group) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
-            if saved.get("states") == "4bit" and saved.get("form", 1) != group["form"]:
-                raise CheckpointError(
-                    f"{kind}: group {number} was saved with states='4bit' of an earlier version, whose codes stood for other numbers. "
-                    "Start with a fresh state."
-                )
-            for option in ("states", "master"):
-                if option in saved and saved[option] != group[option]:
-                    raise CheckpointError(
-                        f"{kind}: group {number} was saved with {option}={saved[option]!r}, this optimizer has "
-                        f"{option}={group[option]!r}. Build it with {option}={saved[option]!r}, or start with a fresh state."
-                    )
-            if saved.get("maximize"):
-                raise CheckpointError(
-                    f"{kind}: group {number} was saved with maximize=True, which {kind} does not know. Minimise the negated loss, "
-                    "with a fresh state."
-                )
-            for place, parameter in zip(saved["params"], group["params"], strict=True):
-                if place in state_dict["state"]:
-                    expected = self._new_state(parameter, group, "meta")
-                    self._refuse_other_tensors(f"{kind}: parameter {place}", state_dict["state"][place], expected)
 
-    def _refuse_other_tensors(self, where: str, saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-        forms = [
-            {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in each.items()
-             if isinstance(x, Tensor)}
-            for each in (saved, expected)
-        ]  # fmt: skip
-        if forms[0] != forms[1]:
-            different = [name for name in forms[0] | forms[1] if forms[0].get(name) != forms[1].get(name)]
-            words = "; ".join(
-                f"{n} is {forms[0].get(n, 'missing')}, here {forms[1].get(n, 'unknown')}" for n in different[:3]
-            )
-            raise CheckpointError(
-                f"{where}: the saved state has another form: {words}. Build the optimizer with the states, master and "
-                "parameters that were saved, or start with a fresh state."
-            )
+def _formats(rule: Rule, states: States) -> list[tuple[str, Moment]]:
+    return list(zip(rule.moments, (states.first, states.second), strict=False))
 
 
 def _counts(steps: list[Tensor]) -> list[float]:

@@ -36,7 +36,7 @@ class ReplayedStep:
         for parameter, _, _ in optimizer._numbered():
             counts[parameter.device] = counts.get(parameter.device, 0) + 1
         # A batch for each parameter would be the most: a head, an address, and one to make it even.
-        self._sheets = {
+        self._step_args = {
             device: torch.zeros(18 * count, dtype=torch.int64, device=device) for device, count in counts.items()
         }
 
@@ -77,11 +77,11 @@ class ReplayedStep:
         for (parameter, _, _), task in zip(self._chosen, tasks, strict=True):
             task.gradient = parameter.grad
         self._gradients = [parameter.grad for parameter, _, _ in self._chosen if parameter.grad is not None]
-        for device, sheet in self._sheets.items():
+        for device, step_args in self._step_args.items():
             members = [task for task in tasks if task.weight.device == device and task.elements]
             if members:
                 self._captured[device] = launch.batches_of(members, optimizer._kept, makes=False)
-                launch.run(self._captured[device], sheet)
+                launch.run(self._captured[device], step_args)
         for task in tasks:
             task.gradient = None
 
@@ -98,9 +98,9 @@ class ReplayedStep:
         for task, gradient in zip(tasks, self._gradients, strict=True):
             task.gradient = gradient
         for device, batches in self._captured.items():
-            numbers = torch.tensor(launch.sheet_of(batches), dtype=torch.int64, device="cpu")
+            numbers = torch.tensor(launch.step_args_of(batches), dtype=torch.int64, device="cpu")
             sent = numbers.pin_memory() if device.type == "cuda" else numbers
-            self._sheets[device][: len(numbers)].copy_(sent, non_blocking=True)
+            self._step_args[device][: len(numbers)].copy_(sent, non_blocking=True)
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in self._chosen])
         for task in tasks:
             task.gradient = None

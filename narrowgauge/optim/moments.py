@@ -7,13 +7,16 @@ first axis into shards never cuts a tile; the last tile of a row may be short. x
     fp32      float32                   the number                        exact
     squared8  c in -127 ... 127         c |c| / 127^2                     |x - x'| <= s (c + 3/4) / 127^2, c = floor(127 sqrt(|x|/s))
     ue5m3     5 exponent, 3 mantissa    2^(e - 32) (1 + f/8), 0           |x - x'| < x / 8; nothing above 0 becomes 0
-    e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest), 2^-3 / k (stochastic), in range
+    e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest), 2^-3 / k (else), in range
     fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest), 2^-10 (stochastic), in range
     dynamic4  c in -7 ... 7             sign(c) DYNAMIC_LEVELS[|c|]       half the gap of the levels around |x|/s, times s
     linear4   c in 1 ... 16             c / 16                            |x - x'| < s / 16; nothing above 0 becomes 0
 
 First moments are rounded to nearest, second moments stochastically with E[x'] = x: with beta2 = 0.999 a step changes v by a
 tenth of a percent, far below half a gap of any 8-bit code, and rounding to nearest would keep v where it is for ever.
+First moments that only decay (see `rules.only_decays`) would stall in the same way at the least codes, while v goes on to nothing, and
+m / sqrt(v) would grow without end. They are rounded toward zero: they reach it, and move a weight no further than exact ones would.
+dynamic4, which would lose half of a number so, is spared in a tile that only decays as a whole: its scale follows.
 Scales are powers of two, at least amax and below 2 amax (the 4-bit ones: within 1 % of amax, 16 codes have no octave to give
 away), so they seldom change, and codes of a float survive the change exactly. Scales are at least 2^-94; a tile whose amax
 is not finite or above 2^126 gets the scale NaN and is NaN as a whole (with the codes of zeros): never a finite number for one
@@ -76,8 +79,11 @@ class Moment:
     def __str__(self) -> str:
         return self.name
 
-    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
-        """x [r, t, tile] float32, noise of the same shape from `noise.bits` (unused where rounding is to nearest)."""
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
+        """x [r, t, tile] float32; noise of the same shape from `noise.bits`, read where rounding is stochastic.
+
+        decays  bool of the same shape: which elements of a first moment only decay; None: none
+        """
         return Encoded(x)
 
     def decode(self, state: Encoded) -> Tensor:
@@ -87,14 +93,15 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Squared(Moment):
-    """Signed: c |c| / most^2, c to the nearest of sqrt(|x| / s) most."""
+    """Signed: c |c| / most^2, c to the nearest of sqrt(|x| / s) most; to the one below where x only decays."""
 
     most: int
 
-    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         scale, x = _scaled_tiles(x, POW2_DROPS)
         unit = _inverse(scale) * float(self.most**2)
-        code = torch.copysign(square_root(x.abs() * unit).round(), x)
+        root = square_root(x.abs() * unit)
+        code = torch.copysign(root.round() if decays is None else torch.where(decays, root.floor(), root.round()), x)
         return Encoded(code.to(torch.int8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
@@ -110,11 +117,16 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(Moment):
-    """Signed, a level of DYNAMIC_LEVELS and its sign, to the nearest; of two equally near the one closer to zero."""
+    """Signed, a level of DYNAMIC_LEVELS and its sign: the nearest, of two equally near the one toward zero; the one below if x decays."""
 
-    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         scale, x = _scaled_tiles(x, BF16_DROPS)
-        code = torch.bucketize(x.abs() * _inverse(scale), _constants(DYNAMIC_BOUNDARIES, x.device))
+        share = x.abs() * _inverse(scale)
+        code = torch.bucketize(share, _constants(DYNAMIC_BOUNDARIES, x.device))
+        if decays is not None:
+            decays = decays & ~decays.all(-1, keepdim=True)
+            below = torch.bucketize(share, _constants(DYNAMIC_LEVELS[1:], x.device), right=True)
+            code = torch.where(decays, below, code)
         return Encoded(torch.where(x < 0, 8 - code, 8 + code).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
@@ -127,7 +139,7 @@ class Dynamic(Moment):
 class UnsignedE5M3(Moment):
     """Unsigned float without subnormals; stochastic rounding is one addition to the bits."""
 
-    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         scale, x = _scaled_tiles(x, POW2_DROPS)
         t = x * _inverse(scale)
         code = ((t.view(torch.int32) + noise * 16 + 8) >> 20) - 761
@@ -147,14 +159,15 @@ class SmallFloat(Moment):
     top: float
     signed: bool
 
-    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         log_k = self._expansion(x)
         scale, x = _scaled_tiles(x, POW2_DROPS)
         t = x.abs() * _inverse(scale)
         y = _expanded(t, log_k) * self.top
         if self.signed:
             shift = self._power_below(y) * (1.5 * 2 ** (23 - self.mantissa))
-            magnitude = self._bits((y + shift) - shift)
+            nearest = (y + shift) - shift
+            magnitude = self._bits(nearest if decays is None else torch.where(decays, y, nearest))
         elif log_k is None:
             normal = y.view(torch.int32) + (noise >> (self.mantissa - 7))  # 13 bits for the 13 that float16 drops
             subnormal = y * 2.0 ** (self.bias + self.mantissa - 1) + uniform(noise)
@@ -219,7 +232,7 @@ class SmallFloat(Moment):
 class Linear(Moment):
     """Unsigned, sixteen equal steps of which none is zero; a tile of zeros is told by the least scale."""
 
-    def encode(self, x: Tensor, noise: Tensor) -> Encoded:
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         scale, x = _scaled_tiles(x, BF16_DROPS)
         code = (x * (_inverse(scale) * 16.0) + uniform(noise)).to(torch.int32).clamp(1, 16) - 1
         return Encoded(code.to(torch.uint8), scale)

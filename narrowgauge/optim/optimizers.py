@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from narrowgauge.optim import rules
 from narrowgauge.optim.base import Backend, NarrowOptimizer
 from narrowgauge.optim.masters import Master
 
@@ -14,7 +15,8 @@ Embeddings = Literal["fp32", "same"]
 class AdamW(NarrowOptimizer):
     """AdamW (decoupled weight decay, arXiv 1711.05101).
 
-    params      parameters, named parameters, groups, or a model (then `groups(model)`). A group may have its own `states`.
+    params      parameters, named parameters, groups, or a model (then `groups(model)`). A group may have its own `states`, and its own
+                `rule` ("lion", or a `rules.Rule`) with that rule's options
     states      bytes per parameter of both moments: fp32 8, 8bit 2.02, fp8 2.05, fp8-lm 3.02, 4bit 1.03
     master      for 16-bit weights, see masters.py; None for float32 weights
     embeddings  "fp32": parameters whose name is that of an embedding keep float32 states (their rows are rarely seen, and
@@ -24,8 +26,7 @@ class AdamW(NarrowOptimizer):
                 chunks; all compute the same numbers. "auto": the first of them that can, and a warning where that is torch
     """
 
-    rule = "adamw"
-    moment_names = ("exp_avg", "exp_avg_sq")
+    rule = rules.ADAMW
 
     def __init__(
         self,
@@ -49,8 +50,7 @@ class AdamW(NarrowOptimizer):
 class Lion(NarrowOptimizer):
     """Lion (arXiv 2302.06675): the sign of an interpolated momentum. One moment; see AdamW for the options."""
 
-    rule = "lion"
-    moment_names = ("exp_avg",)
+    rule = rules.LION
 
     def __init__(
         self,
@@ -73,8 +73,7 @@ class Lion(NarrowOptimizer):
 class SGD(NarrowOptimizer):
     """SGD with momentum, coupled weight decay and torch's Nesterov form. See AdamW for the options."""
 
-    rule = "sgd"
-    moment_names = ("momentum_buffer",)
+    rule = rules.SGD
 
     def __init__(
         self,

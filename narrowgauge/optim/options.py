@@ -16,7 +16,7 @@ _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
 
 def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides about the form of a state."""
-    return group["states"], group["master"], group["embeddings"]
+    return group["states"], group["master"], group["embeddings"], group.get("rule")
 
 
 def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
@@ -24,11 +24,11 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None
     for name in ("lr", "weight_decay", "eps"):
         if name in group and (not _is_number(group[name]) or not group[name] >= 0):
             raise ConfigError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0.")
-    betas = group.get("betas", (group.get("momentum", 0.0),))
-    if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
-    if "betas" in group and len(betas) != 2:
-        raise ConfigError(f"{kind}: betas = {betas}: must be two numbers.")
+    for betas in (group.get("betas", (0.0, 0.0)), (group.get("momentum", 0.0),)):
+        if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
+    if "betas" in group and len(group["betas"]) != 2:
+        raise ConfigError(f"{kind}: betas = {group['betas']}: must be two numbers.")
     if group.get("nesterov") and not group["momentum"]:
         raise ConfigError(
             f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out."

@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.addresses import identity, wrapper
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.ops.quantize.amax_state import AmaxWindow
-from narrowgauge.ops.quantize.precast_weight import Stepped, refuse_here
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight, refuse_here
 
 
 @dataclass(eq=False)
@@ -37,10 +37,10 @@ class _Link:
     layer: nn.Linear
     fixed: str = ""
     reason: str = ""
-    stepped: Stepped | None = None
+    stepped: PrecastWeight | None = None
     made_of: tuple[Any, ...] = ()
 
-    def now(self, parameter: Tensor) -> Stepped | None:
+    def now(self, parameter: Tensor) -> PrecastWeight | None:
         layer = self.layer
         if not isinstance(layer, QLinear):  # since `convert(model, None)`
             self.reason, self.stepped, self.made_of = "an ordinary Linear", None, ()
@@ -49,14 +49,14 @@ class _Link:
         memory = () if window is None else (identity(window.live), identity(window.history))
         own = layer._parameters.get("weight") is parameter
         made_of = (layer.recipe, window, own, identity(parameter), parameter.dtype, parameter.device, *memory)
-        if not _are_the_same(made_of, self.made_of) or not layer.follows(self.stepped):
+        if not _are_the_same(made_of, self.made_of) or not layer.uses_precast(self.stepped):
             self.made_of, self.reason, self.stepped = made_of, self.fixed, None
             if not self.reason:
                 self._decide(layer, parameter, window, own)
-            layer.follow_step(self.stepped)
+            layer.use_precast(self.stepped)
         return None if self.stepped is None or self.stepped.refused else self.stepped
 
-    def _decide(self, layer: QLinear, parameter: Tensor, window: AmaxWindow | None, own: bool) -> None:
+    def _decide(self, layer: QLinear, parameter: Tensor, window: AmaxHistory | None, own: bool) -> None:
         if not own:
             self.reason = "its weight is another parameter now, or computed from one"
         elif hidden_by := wrapper(parameter):
@@ -69,7 +69,7 @@ class _Link:
             cast, self.reason = layer.step_cast()
             if cast is not None:
                 self.reason = refuse_here(parameter, cast)
-                self.stepped = None if self.reason else Stepped.of(parameter.detach(), cast, window)
+                self.stepped = None if self.reason else PrecastWeight.of(parameter.detach(), cast, window)
 
     def words(self) -> str:
         if self.stepped is None:
@@ -113,7 +113,7 @@ class WeightCasts(Mapping[str, str]):
                 self._by_parameter[weight] = link
                 link.now(weight)
 
-    def of(self, parameter: Tensor) -> Stepped | None:
+    def of(self, parameter: Tensor) -> PrecastWeight | None:
         """Where the next step of the parameter leaves its cast, as its layer is now."""
         link = self._by_parameter.get(parameter)
         return None if link is None else link.now(parameter)
@@ -121,8 +121,8 @@ class WeightCasts(Mapping[str, str]):
     def release(self) -> None:
         """The layers cast their weights themselves again."""
         for link in self._links.values():
-            if isinstance(link.layer, QLinear) and link.layer.follows(link.stepped):
-                link.layer.follow_step(None)
+            if isinstance(link.layer, QLinear) and link.layer.uses_precast(link.stepped):
+                link.layer.use_precast(None)
 
     @property
     def served(self) -> int:

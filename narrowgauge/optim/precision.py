@@ -28,7 +28,7 @@ class Precision:
 
     weights       dtype that the model's parameters are kept in
     autocast      dtype for `torch.autocast`, or None for none
-    update        "plain", "master" (float32 copies, see MasterWeights) or "stochastic" (see StochasticAdamW)
+    update        "plain", "master" (float32 copies) or "stochastic" (rounded so, without a copy); see `optim.masters`
     scales_loss   whether a GradScaler keeps float16 gradients from underflowing
     """
 

@@ -1,9 +1,21 @@
-"""The update rules, as pure functions of float32 tensors: (weight, gradient, moments) -> (weight, moments).
+"""The update rules: objects that say which moments a rule keeps, its numbers of a step, and the step of float32 tensors.
 
     AdamW (arXiv 1711.05101)   m <- m + (1 - b1)(g - m);  v <- b2 v + (1 - b2) g^2
                                w <- (1 - lr wd) w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     Lion (arXiv 2302.06675)    c = m + (1 - b1)(g - m);  w <- (1 - lr wd) w - lr sign(c);  m <- m + (1 - b2)(g - m)
     SGD, as torch.optim.SGD    d = g + wd w;  m <- mu m + d;  w <- w - lr (d + mu m if nesterov else m)
+
+With narrow states m is held to what the rule of AdamW can reach. By Cauchy-Schwarz, over the gradients of steps 1 ... t,
+
+    m_t^2 <= B_t^2 v_t    with    B_t^2 = (1 - b1)^2 / (1 - b2) sum_{i < t} (b1^2 / b2)^i
+
+(1.17 at b1 = 0.9, b2 = 0.95 and 7.3 at b2 = 0.999 for large t; it grows without end where b1^2 >= b2). A larger |m| beside sqrt(v) is the
+error of their codes: m becomes B_t sqrt(v), so that no step is larger than a gradient could make it. An exact m is never changed,
+whatever eps and weight decay are; betas that change during a run give the bound of the present ones.
+
+A rule is chosen by the optimizer, or by a parameter group (`rule=`), so that one optimizer may step matrices by one rule and vectors by
+another. Every format of states and every master works with every rule: what is here is the definition, and plain torch computes it. The
+kernels in C++ and Triton know the rules of BUILT_IN, and refuse any other with that reason.
 
 Scalars are computed in double precision and rounded once to float32. The order of operations is torch's, except that the
 square root of v is multiplied by the reciprocal of its correction: half a unit in the last place of the denominator.
@@ -12,70 +24,168 @@ square root of v is multiplied by the reciprocal of its correction: half a unit 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import ConfigError, closest
 from narrowgauge.optim.moments import square_root
 
-Name = Literal["adamw", "lion", "sgd"]
-KINDS: dict[Name, int] = {"adamw": 0, "lion": 1, "sgd": 2}
+SLACK, MOST = 1 + 2.0**-8, 2.0**120  # of a bound: roundings of m and v; what float32 holds beside a root
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What a rule multiplies by; step.cpp takes the same numbers.
+    """What the rules of BUILT_IN multiply by; step.cpp and the Triton kernel take the same numbers.
 
-    rest1, rest2   1 - beta1, 1 - beta2
     decay          1 - lr wd; the coupled weight decay in SGD
     step_size      negative
     correction     1 / sqrt(1 - beta2^t)
+    bound          B_t, see the module
     """
 
-    rule: Name
     beta1: float = 0.0
-    rest1: float = 0.0
+    one_minus_beta1: float = 0.0
     beta2: float = 0.0
-    rest2: float = 0.0
+    one_minus_beta2: float = 0.0
     eps: float = 0.0
     decay: float = 1.0
     step_size: float = 0.0
     correction: float = 1.0
+    bound: float = 0.0
     nesterov: bool = False
 
 
-def constants(rule: Name, group: Mapping[str, Any], step: int) -> Constants:
-    """The constants of a parameter group at `step`, which counts from 1."""
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    if rule == "sgd":
-        return Constants(
-            rule=rule, beta1=group["momentum"], decay=weight_decay, step_size=-lr, nesterov=group["nesterov"]
-        )
+Updated = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An update rule.
+
+    name         what a group and a saved state call it
+    moments      names of the state tensors, at most two
+    constants    (group, step) -> the numbers of a step, which counts from 1
+    update       (weight, gradient, first moment, second moment, constants, holds) -> (weight, first, second, where the first only
+                 decays): all float32 and of one shape. holds: whether the second moment is narrow, so that the first is held beside it.
+                 A moment that the rule does not keep is zeros, and what is returned for it is dropped
+    granularity  "element": update is called with any cut of a tensor; "matrix": with the whole one, [rows, columns]
+    options      of a group, beside lr and weight_decay, with what they are by default
+    """
+
+    name: str
+    moments: tuple[str, ...]
+    constants: Callable[[Mapping[str, Any], int], Any]
+    update: Callable[[Tensor, Tensor, Tensor, Tensor, Any, bool], Updated] = field(compare=False)
+    granularity: Literal["element", "matrix"] = "element"
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+
+def only_decays(g: Tensor, m: Tensor) -> Tensor:
+    """Where a gradient is nothing beside the moment that it comes to: |g| <= |m| / 16."""
+    return g.abs() * 16.0 <= m.abs()
+
+
+def bound(beta1: float, beta2: float, step: int) -> float:
+    """B_t with SLACK for roundings, at most MOST: the largest |m| / sqrt(v) of AdamW after so many steps."""
+    if beta1 == 0 or step == 1:
+        total = 1.0
+    elif beta2 == 0:
+        return MOST
+    else:
+        ratio = beta1**2 / beta2
+        powers = math.expm1(min(step * math.log(ratio), 300.0))  # ratio^step - 1, no larger than MOST needs
+        total = float(step) if ratio == 1 else powers / (ratio - 1)
+    return min((1 - beta1) * math.sqrt(total / (1 - beta2)) * SLACK, MOST)
+
+
+def _with_betas(group: Mapping[str, Any], **others: Any) -> Constants:
     beta1, beta2 = group["betas"]
-    common: dict[str, Any] = {
-        "rule": rule, "beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "decay": 1 - lr * weight_decay,
-    }  # fmt: skip
-    if rule == "lion":
-        return Constants(**common, step_size=-lr)
-    correction = 1 / math.sqrt(1 - beta2**step)
-    return Constants(**common, eps=group["eps"], step_size=-lr / (1 - beta1**step), correction=correction)
+    decay = 1 - float(group["lr"]) * float(group["weight_decay"])
+    return Constants(
+        beta1=beta1, one_minus_beta1=1 - beta1, beta2=beta2, one_minus_beta2=1 - beta2, decay=decay, **others
+    )  # fmt: skip
 
 
-def update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of the rule; all float32 and of one shape. Rules without a second moment return v as it is."""
-    if c.rule == "adamw":
-        m = m + (g - m) * c.rest1
-        v = v * c.beta2 + g * c.rest2 * g
-        return w * c.decay + m * c.step_size / (square_root(v) * c.correction + c.eps), m, v
-    if c.rule == "lion":
-        direction = m + (g - m) * c.rest1
-        sign = torch.where(
-            direction > 0, 1.0, torch.where(direction < 0, -1.0, direction)
-        )  # NaN stays, unlike torch.sign
-        return w * c.decay + sign * c.step_size, m + (g - m) * c.rest2, v
+def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
+    beta1, beta2 = group["betas"]
+    return _with_betas(
+        group, eps=group["eps"], step_size=-float(group["lr"]) / (1 - beta1**step), correction=1 / math.sqrt(1 - beta2**step),
+        bound=bound(beta1, beta2, step),
+    )  # fmt: skip
+
+
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
+    decays = only_decays(g, m)
+    m = m + (g - m) * c.one_minus_beta1
+    v = v * c.beta2 + g * c.one_minus_beta2 * g
+    root = square_root(v)
+    if holds:
+        limit = root * c.bound
+        held = m.abs() > limit  # neither of a NaN
+        m, decays = torch.where(held, torch.copysign(limit, m), m), decays | held
+    return w * c.decay + m * c.step_size / (root * c.correction + c.eps), m, v, decays
+
+
+def _lion_constants(group: Mapping[str, Any], step: int) -> Constants:
+    return _with_betas(group, step_size=-float(group["lr"]))
+
+
+def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
+    direction = m + (g - m) * c.one_minus_beta1
+    # NaN stays, unlike torch.sign
+    sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
+    return w * c.decay + sign * c.step_size, m + (g - m) * c.one_minus_beta2, v, only_decays(g, m)
+
+
+def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    return Constants(beta1=group["momentum"], decay=weight_decay, step_size=-lr, nesterov=group["nesterov"])
+
+
+def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
+    decays = only_decays(g, m)
     d = g + w * c.decay
     m = m * c.beta1 + d
-    return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v
+    return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v, decays
+
+
+def _options(**options: Any) -> Mapping[str, Any]:
+    return MappingProxyType(options)
+
+
+ADAMW = Rule(
+    name="adamw", moments=("exp_avg", "exp_avg_sq"), constants=_adamw_constants, update=_adamw,
+    options=_options(betas=(0.9, 0.999), eps=1e-8),
+)  # fmt: skip
+LION = Rule(
+    name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion, options=_options(betas=(0.9, 0.99))
+)  # fmt: skip
+SGD = Rule(
+    name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
+    options=_options(momentum=0.9, nesterov=False),
+)  # fmt: skip
+BUILT_IN = {rule.name: rule for rule in (ADAMW, LION, SGD)}  # in the order of their numbers in the kernels
+
+
+def refuse(rule: Rule) -> str:
+    """Why a kernel cannot compute the rule, or ''."""
+    return "" if BUILT_IN.get(rule.name) is rule else f"knows no rule {rule.name!r}, only {', '.join(BUILT_IN)}"
+
+
+def number(rule: Rule) -> int:
+    """The number of a built-in rule in the kernels."""
+    return list(BUILT_IN).index(rule.name)
+
+
+def get(name: str, known: Mapping[str, Rule]) -> Rule:
+    """The rule of that name among `known` and those of BUILT_IN. Raises ConfigError with the closest names."""
+    rules = {**BUILT_IN, **known}
+    if name not in rules:
+        near = closest(name, rules) or ", ".join(map(repr, rules))
+        raise ConfigError(f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.")
+    return rules[name]

@@ -3,8 +3,9 @@
     5 rows of two tiles and 48 elements (53 where rows of the call are no multiple of 16), and 3 rows of one tile: several programs, a
     short tile, and two lines of the table
 
-Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, and from the second step on a
-NaN; then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
+Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, columns that stay the same (so
+that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay);
+then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
 square root or a quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
 
 Where the step leaves the weight's cast as well, its largest magnitude and codes are compared after every step, of 35 (48) rows and of 9
@@ -22,29 +23,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops import selfcheck
 from narrowgauge.ops.quantize import precast_weight
-from narrowgauge.ops.quantize.amax_state import AmaxWindow
-from narrowgauge.ops.quantize.precast_weight import Stepped
-from narrowgauge.optim import masters, noise, rules
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
+from narrowgauge.optim import masters, noise
 from narrowgauge.optim.moments import Moment
-from narrowgauge.optim.step import Task, allocate, step_in_torch
+from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.step import ParamStep, allocate, step_in_torch
 from narrowgauge.recipe import Cast, Window
 
 STEPS, SEED = 3, 20260614
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.9}
 
-Run = Callable[[Sequence[Task]], None]
+Run = Callable[[Sequence[ParamStep]], None]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a sample is made for: everything about a task but its numbers and sizes. See `update.Task`.
+    """What a sample is made for: everything about a task but its numbers and sizes. See `step.ParamStep`.
 
     cast           which the step leaves as well, or None; turns_aligned: whether that of w.T can be stored 16 bytes at a time
     """
 
-    rule: rules.Name
+    rule: Rule
     nesterov: bool
     first: Moment
     second: Moment
@@ -57,12 +59,12 @@ class Kind:
     turns_aligned: bool = False
 
     @classmethod
-    def of(cls, task: Task, aligned: bool, turns_aligned: bool = False) -> Kind:
+    def of(cls, task: ParamStep, aligned: bool, turns_aligned: bool = False) -> Kind:
         """Of a task whose gradient and constants are known."""
         c, gradient = task.constants, task.gradient
         assert c is not None and gradient is not None
         return cls(
-            c.rule, c.nesterov, task.first.format, task.second.format, task.weight.dtype, gradient.dtype, task.master_kind,
+            task.rule, c.nesterov, task.first.format, task.second.format, task.weight.dtype, gradient.dtype, task.master_kind,
             task.tile, aligned, None if task.stepped is None else task.stepped.cast, turns_aligned,
         )  # fmt: skip
 
@@ -72,7 +74,7 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
     expected, found = _tasks(kind, torch.device("cpu")), _tasks(kind, device)
     for step in range(1, STEPS + 1):
         for tasks in (expected, found):
-            constants = rules.constants(kind.rule, {**GROUP, "nesterov": kind.nesterov}, step)
+            constants = kind.rule.constants({**GROUP, "nesterov": kind.nesterov}, step)
             for task in tasks:
                 task.constants, task.step_key = constants, noise.step_key(SEED, step)
                 task.gradient = _gradient(task, step, kind.gradient).to(task.weight.device)
@@ -92,7 +94,7 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
     return 0.0, None
 
 
-def _tasks(kind: Kind, device: torch.device) -> list[Task]:
+def _tasks(kind: Kind, device: torch.device) -> list[ParamStep]:
     generator = torch.Generator().manual_seed(SEED)
     odd = 0 if kind.aligned else 5
     heights = (5, 3) if kind.cast is None else (48, 16) if kind.turns_aligned else (35, 9)
@@ -101,8 +103,8 @@ def _tasks(kind: Kind, device: torch.device) -> list[Task]:
         weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight)
         master, scale = _master(kind, weight)
         tasks.append(
-            Task(
-                source=weight.to(device), state=(), tile=kind.tile, weight=weight.to(device),
+            ParamStep(
+                rule=kind.rule, source=weight.to(device), state=(), tile=kind.tile, weight=weight.to(device),
                 first=allocate(kind.first, rows, columns, kind.tile, device),
                 second=allocate(kind.second, rows, columns, kind.tile, device),
                 master_kind=kind.master, master=None if master is None else master.to(device),
@@ -113,20 +115,20 @@ def _tasks(kind: Kind, device: torch.device) -> list[Task]:
     return tasks
 
 
-def _stepped(weight: Tensor, cast: Cast, number: int) -> Stepped:
+def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
     """Of the first tensor with an amax of this step in its window, of the second with one of earlier steps alone."""
     window = None
     if isinstance(cast.calibrate, Window):
-        window = AmaxWindow(cast.calibrate, weight.device)
+        window = AmaxHistory(cast.calibrate, weight.device)
         window.live.copy_(torch.tensor([0.04, 0.0 if number else 0.05, 0.0]))
         window.history[:1] = 0.06
-    found = Stepped.of(weight, cast, window)
+    found = PrecastWeight.of(weight, cast, window)
     for codes in found.codes or ():
         codes.view(torch.uint8).fill_(1)
     return found
 
 
-def _cast_difference(wanted: Task, got: Task, device: torch.device) -> str | None:
+def _cast_difference(wanted: ParamStep, got: ParamStep, device: torch.device) -> str | None:
     """What differs in what two steps left of the weight's cast."""
     if wanted.stepped is None or got.stepped is None:
         return None
@@ -151,17 +153,18 @@ def _master(kind: Kind, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return None, None
 
 
-def _gradient(task: Task, step: int, dtype: torch.dtype) -> Tensor:
+def _gradient(task: ParamStep, step: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(SEED + 10 * step + task.number)
     shape = task.weight.shape
     g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
-    g[1], g[2, :4] = 0.0, 1e-39
+    g[1], g[2, :4], g[:, 40:60] = 0.0, 1e-39, 1e-3
     if step > 1:
+        g[:, 60:80] = 0.0
         g[0, 7] = float("nan")
     return g.to(dtype)
 
 
-def _tensors(task: Task) -> dict[str, Tensor]:
+def _tensors(task: ParamStep) -> dict[str, Tensor]:
     """By name all that a step changes."""
     found = {"weight": task.weight, "master": task.master, "master's scale": task.master_scale}
     for name, kept in (("first moment", task.first), ("second moment", task.second)):

@@ -1,6 +1,8 @@
 """One step of one parameter: the task that a backend is given, and the plain torch backend, which is the definition.
 
-    for a few rows at a time:  decode -> rules.update in float32 -> encode
+    for a few rows at a time:  decode -> the rule's update in float32 -> encode
+
+A rule that works on whole matrices gets all rows at once.
 
 The torch backend holds float32 copies of one chunk of rows only (CHUNK elements, which fit in a core's second-level cache).
 """
@@ -15,15 +17,16 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import identity
-from narrowgauge.ops.quantize.precast_weight import Stepped
-from narrowgauge.optim import masters, moments, noise, rules
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
+from narrowgauge.optim import masters, moments, noise
 from narrowgauge.optim.moments import Encoded, Moment
+from narrowgauge.optim.rules import Rule
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class MomentState:
     """A moment's tensors over the whole parameter, each with one line per row: codes, scale, expansion.
 
     codes are [rows, columns], 4-bit ones [rows, ceil(columns / 2)]; scale and expansion [rows, tiles].
@@ -36,9 +39,10 @@ class Kept:
 
 
 @dataclass(kw_only=True, eq=False)
-class Task:
+class ParamStep:
     """One parameter's step. Tensors are contiguous, on one device, and changed in place.
 
+    rule               see `rules`
     source, state      the parameter and its state's tensors, to see whether they are still the same
     step               the tensor among them that counts steps
     weight             [rows, columns]; a copy if the parameter is not contiguous
@@ -51,23 +55,24 @@ class Task:
     stepped            where a kernel that can leaves the cast of the new weight as well, or None
     """
 
+    rule: Rule
     source: Tensor
     state: tuple[Tensor, ...]
     tile: int
     weight: Tensor
-    first: Kept
-    second: Kept
+    first: MomentState
+    second: MomentState
     master_kind: masters.Master = None
     master: Tensor | None = None
     master_scale: Tensor | None = None
     gradient: Tensor | None = None
-    constants: rules.Constants | None = None
+    constants: Any = None
     step_key: int = 0
     number: int = 0
     native: Any = None
     backend: tuple[Any, Any] | None = None
     asked: tuple[Any, ...] = ()
-    stepped: Stepped | None = None
+    stepped: PrecastWeight | None = None
     step: Tensor
     address: int = field(init=False)
     elements: int = field(init=False)
@@ -91,15 +96,18 @@ class Task:
 
 
 @torch.no_grad()
-def step_in_torch(task: Task) -> None:
+def step_in_torch(task: ParamStep) -> None:
     """The task in chunks of rows, by torch's own operations. About 80 of them per chunk."""
     rows, columns = task.weight.shape
+    if task.rule.granularity == "matrix":
+        return _step_rows(task, slice(0, rows))
     per_chunk = max(1, CHUNK.get(task.weight.device.type, 1 << 20) // max(columns, 1))
     for first in range(0, rows, per_chunk):
         _step_rows(task, slice(first, min(first + per_chunk, rows)))
+    return None
 
 
-def _step_rows(task: Task, rows: slice) -> None:
+def _step_rows(task: ParamStep, rows: slice) -> None:
     assert task.gradient is not None and task.constants is not None
     columns = task.weight.shape[1]
     tiles = -(-columns // task.tile)
@@ -119,10 +127,16 @@ def _step_rows(task: Task, rows: slice) -> None:
     )
     m, v = (_decode(kept, rows, columns, tiles, task.tile, w) for kept in (task.first, task.second))
     gradient = cut(task.gradient.view(task.weight.shape)).to(torch.float32)
-    w, m, v = rules.update(w, gradient, m, v, task.constants)
+    holds = task.second.format.has_scale
+    if task.rule.granularity == "matrix":
+        w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
+        whole = task.rule.update(w, gradient, m, v, task.constants, holds)
+        w, m, v, decays = (_as_tiles(x, tiles, task.tile) for x in whole)
+    else:
+        w, m, v, decays = task.rule.update(w, gradient, m, v, task.constants, holds)
     bits = noise.bits(task.noise_key, index)
-    for kept, x in ((task.first, m), (task.second, v)):
-        _encode(kept, x, bits, rows, columns)
+    _write(task.first, task.first.format.encode(m, bits, decays), rows, columns)
+    _write(task.second, task.second.format.encode(v, bits), rows, columns)
     weight, master, master_scale = masters.store(
         task.master_kind, w, task.weight.dtype, task.weight_noise_key, index
     )  # fmt: skip
@@ -138,7 +152,7 @@ def _as_tiles(x: Tensor, tiles: int, tile: int) -> Tensor:
     return (torch.nn.functional.pad(x, (0, fill)) if fill else x).view(x.shape[0], tiles, tile)
 
 
-def _decode(kept: Kept, rows: slice, columns: int, tiles: int, tile: int, like: Tensor) -> Tensor:
+def _decode(kept: MomentState, rows: slice, columns: int, tiles: int, tile: int, like: Tensor) -> Tensor:
     if kept.codes is None:
         return torch.zeros_like(like)
     codes = _bits_of(kept.codes)[rows]
@@ -153,10 +167,9 @@ def _decode(kept: Kept, rows: slice, columns: int, tiles: int, tile: int, like: 
     return x
 
 
-def _encode(kept: Kept, x: Tensor, bits: Tensor, rows: slice, columns: int) -> None:
+def _write(kept: MomentState, found: Encoded, rows: slice, columns: int) -> None:
     if kept.codes is None:
         return
-    found = kept.format.encode(x, bits)
     codes = _bits_of(found.codes).flatten(1)[:, :columns]
     if kept.format.bits == 4:
         codes = torch.nn.functional.pad(codes, (0, columns % 2))
@@ -172,10 +185,10 @@ def _bits_of(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
 
 
-def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.device | str) -> Kept:
+def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.device | str) -> MomentState:
     """An empty moment: all zero."""
     if format is moments.NONE:
-        return Kept(format=format)
+        return MomentState(format=format)
     tiles = -(-columns // tile)
     width = (columns + 1) // 2 if format.bits == 4 else columns
     codes = torch.zeros(rows, width, dtype=format.dtype, device=device)
@@ -184,4 +197,4 @@ def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.d
     scale = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device) if format.has_scale else None
     expanded = isinstance(format, moments.SmallFloat) and format.expansions is not None
     expansion = torch.zeros(rows, tiles, dtype=torch.int8, device=device) if expanded else None
-    return Kept(format=format, codes=codes, scale=scale, expansion=expansion)
+    return MomentState(format=format, codes=codes, scale=scale, expansion=expansion)

@@ -1,10 +1,8 @@
-"""The report's figures: numbers in, one inline SVG element out.
+"""The report's figures: each function draws numbers as one inline SVG string.
 
-Each function returns a string to paste into HTML. It holds no user text (names and samples belong to the page, which
-escapes them), no outside reference, and no colour of its own: `THEME` names CSS variables, which the page sets for
-light, dark and print. One unit of the drawing is one CSS pixel at full width. The same numbers give the same string.
-
-Matplotlib is used through its objects, never through pyplot, and without the user's matplotlibrc.
+The SVG holds no user text (the page escapes names and samples) and no external reference. Its colours are the CSS variables of
+`THEME`, which the page sets for light, dark and print. One unit is one CSS pixel at full width. The same numbers give the same string.
+Uses matplotlib's objects without pyplot and without the user's matplotlibrc.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from narrowgauge.errors import ConfigError
 
 @contextmanager
 def quiet(name: str) -> Iterator[None]:
-    """Errors only from the logger `name`."""
+    """Silences the warnings of the logger `name`."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -36,14 +34,14 @@ def quiet(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-# Where the home cannot be written, matplotlib warns at import that its font cache is in a temporary folder. Fine.
+# matplotlib warns at import if the home folder is not writable and its font cache is temporary.
 with quiet("matplotlib"):
     import matplotlib.style
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-# CSS variable: the colour that stands for it alone while drawing. After Okabe and Ito, for colour-blind readers.
+# CSS variable -> the colour that represents it while drawing (Okabe and Ito, for colour-blind readers).
 THEME = {
     "ink": "#1c2026", "muted": "#5c6672", "rule": "#dfe3e8", "paper": "#fefefe", "run": "#0072b2", "reference": "#d55e00",
     "zone-zero": "#cc79a7", "zone-subnormal": "#e69f00", "zone-saturated": "#d55e01",
@@ -70,15 +68,6 @@ class Curve:
     validation: Points = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Marks:
-    """Things that happened to a run, by step."""
-
-    resumed: Sequence[int] = ()
-    switched: Sequence[int] = ()
-    nonfinite: Sequence[int] = ()
-
-
 # --- Losses and metrics ---
 
 
@@ -86,11 +75,11 @@ def loss_curves(
     run: Curve,
     reference: Curve | None,
     unigram_entropy: float | None,
-    marks: Marks,
+    marks: Mapping[str, Sequence[int]],
     radius: int,
     unit: str = "nats/token",
 ) -> str:
-    """Training losses, raw and smoothed, validation losses as points, and what happened on the way."""
+    """Training losses, raw and smoothed; validation losses as points; `marks` (label -> steps) as vertical lines."""
     with canvas(1000, 360) as (figure, axes):
         curves = [(curve, smoothed(curve, radius)) for curve in (reference, run) if curve is not None]
         for (curve, line), is_run in zip(curves, (False, True)[-len(curves) :], strict=True):
@@ -112,7 +101,7 @@ def smoothed(curve: Curve, radius: int) -> Points:
 
 
 def draw_curve(axes: Axes, curve: Curve, line: Points, is_run: bool) -> None:
-    """One run: the raw losses faint, the smoothed ones on top, validation as points."""
+    """Draws one run: raw losses faint, smoothed losses strong, validation losses as points."""
     colour, marker, width = (THEME["run"], "o", 1.8) if is_run else (THEME["reference"], "D", 3.4)
     plot(axes, thinned(curve.training), color=colour, linewidth=0.8, alpha=0.4)
     plot(axes, line, color=colour, linewidth=width, marker="o" if len(line) == 1 else "", markersize=4)
@@ -122,7 +111,7 @@ def draw_curve(axes: Axes, curve: Curve, line: Points, is_run: bool) -> None:
 
 
 def loss_limits(curves: Sequence[tuple[Curve, Points]], unigram_entropy: float | None) -> tuple[float, float]:
-    """Room for the smoothed curves after their `steep_start`, for the levels, and for spikes up to twice as high."""
+    """Limits that show the smoothed curves after `steep_start`, all levels, and spikes up to twice as high."""
     levels = [unigram_entropy] if unigram_entropy is not None else []
     raw: list[float] = []
     for curve, line in curves:
@@ -137,12 +126,12 @@ def loss_limits(curves: Sequence[tuple[Curve, Points]], unigram_entropy: float |
 
 
 def steep_start(count: int) -> int:
-    """How many first steps of a long run may lie above the drawn range, lest the rest become a flat line under them."""
+    """First steps of a long run that may lie above the drawn range: they would flatten the rest of the curve."""
     return count // 50 if count >= 1000 else 0
 
 
 def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> str:
-    """Metrics of the evaluations by name, each with its name at its end; those of the reference thin and dashed."""
+    """Metrics of the evaluations, each labelled at its end; the reference's are thin and dashed."""
     with canvas(1000, 260, right=190) as (figure, axes):
         dashed: dict[str, Any] = {"linewidth": 1.2, "dashes": (3, 2)}
         for found, style in ((others, dashed), (lines, {"linewidth": 2.0, "marker": "o"})):
@@ -155,7 +144,7 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
         place = -math.inf
         for value, name in sorted((points[-1][1], name) for name, points in lines.items() if points):
             if math.isfinite(value):
-                place = max(value, place + 0.09 * (high - low))  # a line of text above the one before, or higher
+                place = max(value, place + 0.09 * (high - low))  # at least a line of text above the label before
                 note(axes, f"{name} {value:.4g}", (1, place), (8, -4), axes.get_yaxis_transform())
         label_steps(axes)
         label_top(axes, "on the validation data")
@@ -163,7 +152,7 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
 
 
 def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
-    """The moving mean of the paired difference, with its noise band where there is one."""
+    """The moving mean of the paired difference with its noise band."""
     with canvas(1000, 230) as (figure, axes):
         banded = [(step, point) for step, point in curve if point.half_width is not None]
         low, high = ([point.mean + side * (point.half_width or 0.0) for _, point in banded] for side in (-1, 1))
@@ -185,7 +174,7 @@ def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
 
 
 def format_of(event: Event) -> formats.Format | None:
-    """The format of a `tensor` event; None if this version does not know it."""
+    """The format of a `tensor` event; None if it is unknown here."""
     try:
         return formats.get(event.get("format", ""))
     except ConfigError:
@@ -193,12 +182,12 @@ def format_of(event: Event) -> formats.Format | None:
 
 
 def log2(value: float | None) -> float:
-    """NaN for what has no logarithm."""
+    """log2, or NaN if it is undefined."""
     return math.log2(value) if value is not None and math.isfinite(value) and value > 0 else math.nan
 
 
 def histogram(event: Event, name: str) -> str:
-    """Magnitudes over the range that the format holds at this scale; '' without any. `name` keeps this figure's ids its own."""
+    """Histogram of magnitudes over the range of the format at this scale; '' if it is empty. `name` makes the SVG ids unique."""
     counted = event.get("histogram") or {}
     counts, lowest = counted.get("counts"), counted.get("lowest_exponent", 0)
     if not counts:
@@ -212,14 +201,12 @@ def histogram(event: Event, name: str) -> str:
         if format is not None and math.isfinite(scale):
             zero, top = scale + log2(format.smallest / 2), scale + log2(format.max)
             normal = scale + log2(getattr(format, "smallest_normal", format.smallest / 2))
-            # Not more than ten octaves of what becomes zero.
+            # At most ten octaves of the zone that becomes zero.
             left, right = max(min(left + 0.5, zero - 3), zero - 10), max(right - 0.5, top + 2.5)
             axes.set_xlim(left, right)
             inner = "evenly spaced" if isinstance(format, formats.IntFormat) else "normal"
-            draw_zones(
-                axes,
-                {"zero": (left, zero), "subnormal": (zero, normal), inner: (normal, top), "saturated": (top, right)},
-            )
+            zones = {"zero": (left, zero), "subnormal": (zero, normal), inner: (normal, top), "saturated": (top, right)}
+            draw_zones(axes, zones)
         axes.set_xlim(left, right)
         label_exponents(axes.xaxis, right - left)
         axes.yaxis.set_major_locator(MaxNLocator(3, steps=(1, 2, 5, 10)))
@@ -229,7 +216,7 @@ def histogram(event: Event, name: str) -> str:
 
 
 def draw_zones(axes: Axes, zones: dict[str, tuple[float, float]]) -> None:
-    """Names of the zones, where there is room for them, and tints of those that have a colour."""
+    """Tints the zones that have a colour and names those that are wide enough."""
     left, right = axes.get_xlim()
     for label, (start, end) in zones.items():
         start, end = max(start, left), min(end, right)
@@ -241,7 +228,7 @@ def draw_zones(axes: Axes, zones: dict[str, tuple[float, float]]) -> None:
 
 
 def scale_history(events: Sequence[Event], name: str) -> str:
-    """amax over the steps, and the scale, drawn as the largest magnitude that the format held at it."""
+    """amax over the steps, and scale times the format's maximum."""
     format = format_of(events[-1])
     steps, amax = [event["step"] for event in events], [log2(event.get("amax")) for event in events]
     top = [log2(event.get("scale")) + (log2(format.max) if format else math.nan) for event in events]
@@ -252,12 +239,9 @@ def scale_history(events: Sequence[Event], name: str) -> str:
         if any(math.isfinite(value) for value in top):
             limit = THEME["zone-saturated"]
             axes.fill_between(steps, top, ceiling, color=limit, alpha=0.12, linewidth=0)
-            alone: dict[str, Any] = {
-                "marker": "o" if len(steps) == 1 else "",
-                "markersize": 4,
-                "markerfacecolor": THEME["paper"],
-            }
-            axes.plot(steps, top, color=limit, linewidth=1.6, dashes=(4, 2), **alone)
+            marker = "o" if len(steps) == 1 else ""
+            single: dict[str, Any] = {"marker": marker, "markersize": 4, "markerfacecolor": THEME["paper"]}
+            axes.plot(steps, top, color=limit, linewidth=1.6, dashes=(4, 2), **single)
             note(axes, "saturates", (1, 1), (-4, -4), "axes fraction", ha="right", va="top")
         axes.plot(steps, amax, color=THEME["run"], linewidth=1.8, marker="o" if len(steps) < 30 else "", markersize=4)
         axes.set_xlim(*step_limits(steps))
@@ -272,7 +256,7 @@ def scale_history(events: Sequence[Event], name: str) -> str:
 
 @contextmanager
 def canvas(width: int, height: int, *, left: int = 56, right: int = 10) -> Iterator[tuple[Figure, Axes]]:
-    """A figure of width x height CSS pixels with one pair of axes inside these margins, in the report's style."""
+    """A figure of width x height CSS pixels with one pair of axes, in the report's style."""
     top, bottom = 28, 40
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(width / UNITS_PER_INCH, height / UNITS_PER_INCH))
@@ -285,7 +269,7 @@ def plot(axes: Axes, points: Points, **style: Any) -> None:
 
 
 def thinned(points: Points, limit: int = 1000) -> Points:
-    """At most about `limit` points: of each stretch the lowest and the highest, so that spikes stay visible."""
+    """At most about `limit` points: the lowest and highest of each stretch, so that spikes stay visible."""
     if len(points) <= limit:
         return points
     length = math.ceil(2 * len(points) / limit)
@@ -298,7 +282,7 @@ def thinned(points: Points, limit: int = 1000) -> Points:
 
 
 def step_limits(steps: Iterable[int]) -> tuple[float, float]:
-    """From the first to the last step, with room for the markers at either end."""
+    """From the first to the last step, with a margin for markers."""
     steps = list(steps) or [0, 1]
     margin = 0.012 * (max(steps) - min(steps)) or 0.5
     return min(steps) - margin, max(steps) + margin
@@ -312,14 +296,10 @@ def note(
     axes.annotate(text, place, offset, coordinates, "offset points", **muted | style)
 
 
-def draw_marks(axes: Axes, marks: Marks) -> None:
-    """Vertical lines, with words at the first of each kind."""
+def draw_marks(axes: Axes, marks: Mapping[str, Sequence[int]]) -> None:
+    """Vertical lines; the first of each kind has its label."""
     middle = sum(axes.get_xlim()) / 2
-    for label, steps in (
-        ("resumed", marks.resumed),
-        ("switched", marks.switched),
-        ("loss not finite", marks.nonfinite),
-    ):
+    for label, steps in marks.items():
         for step in steps:
             axes.axvline(step, color=THEME["ink"], linewidth=1.0, dashes=(3, 2))
         for step in steps[:1]:
@@ -329,7 +309,7 @@ def draw_marks(axes: Axes, marks: Marks) -> None:
 
 
 def label_exponents(axis: Any, octaves: float, ticks: int = 9) -> None:
-    """Powers of two, at most about `ticks` of them."""
+    """Labels the axis with powers of two, at most about `ticks`."""
     spacing = next((step for step in (1, 2, 4, 8, 16, 32) if octaves / step <= ticks), 64)
     axis.set_major_locator(MultipleLocator(spacing))
     axis.set_major_formatter(FuncFormatter(lambda value, _: "2" + superscript(round(value))))
@@ -342,7 +322,7 @@ def label_steps(axes: Axes, ticks: int = 9) -> None:
 
 
 def label_top(axes: Axes, text: str) -> None:
-    """What the vertical axis counts, written level above its left end."""
+    """Writes the label of the vertical axis horizontally above its left end."""
     note(axes, text, (0, 1), (0, 12), ("figure fraction", "axes fraction"), va="bottom", fontsize=12)
 
 
@@ -358,7 +338,7 @@ CLEANING = (
 
 
 def svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an SVG element for inline use: themed colours, short numbers, no id that two could share."""
+    """The figure as an inline SVG element with themed colours, short numbers and unique ids."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

@@ -1,4 +1,4 @@
-"""What the report says of a task's metrics and of padding: a figure, and cards."""
+"""The report's figure and cards for a task's metrics and for padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = {"mcc": "MCC", "f1": "F1, mean over classes", "f1_binary": "F1 of the se
 
 
 def unit(recorded: Recorded) -> str:
-    """Of the loss."""
+    """The unit of the loss."""
     return "nats/example" if recorded.run.get("task") == "classification" else "nats/token"
 
 
@@ -29,7 +29,7 @@ def scores(recorded: Recorded) -> list[str]:
 
 
 def best(recorded: Recorded) -> tuple[str, int, float] | None:
-    """(metric, step, value) of the evaluation whose weights were kept, of equal ones that with the least loss; None if none."""
+    """(metric, step, value) of the evaluation whose weights were kept; ties go to the lower loss. None if there is none."""
     metric = recorded.run.get("best") or ""
     sign = -1 if metric == "loss" else 1
     found = [event for event in recorded.of("eval") if metric in event and math.isfinite(event[metric])]
@@ -40,7 +40,7 @@ def best(recorded: Recorded) -> tuple[str, int, float] | None:
 
 
 def figure(recorded: Recorded) -> str:
-    """The scores over the steps, or the perplexity where there are none; '' where only a loss was measured."""
+    """The scores over the steps, else the perplexity; '' if only a loss was measured."""
     shown = scores(recorded) or [metric for metric in ("perplexity",) if points(recorded, metric)]
     if not shown:
         return ""
@@ -52,7 +52,7 @@ def figure(recorded: Recorded) -> str:
 
 
 def cards(recorded: Recorded) -> Iterator[dict[str, str]]:
-    """The last value of the metric that chooses the best weights, or of the first score, and the best one; padding."""
+    """The last and best value of the metric that chooses the weights, or of the first score; and padding."""
     kept, shown = best(recorded), scores(recorded)
     metric = kept[0] if kept and kept[0] != "loss" else next(iter(shown), "")
     found = points(recorded, metric)
@@ -66,24 +66,20 @@ def cards(recorded: Recorded) -> Iterator[dict[str, str]]:
 
 
 def padding(recorded: Recorded) -> Iterator[dict[str, str]]:
-    """Share of the positions computed that were padding, and what it would have been in other ways of batching."""
+    """The share of computed positions that were padding, here and with other ways of batching."""
     planned: dict[str, dict[str, Any]] = recorded.data.get("padding") or {}
     shares = {way: waste(each["tokens"], each["positions"]) for way, each in planned.items()}
     steps = [event for event in recorded.of("step") if "positions" in event and "inputs" in event]
     if shares and steps:
         share = waste(sum(event["inputs"] for event in steps), sum(event["positions"] for event in steps))
-        ways = {
-            "planned": "planned by length, first epoch",
-            "shuffled": "in shuffled batches",
-            "fixed": "in rows of one width",
-        }
-        others = ", ".join(f"{format_text.percent(shares[way])} {text}" for way, text in ways.items() if way in shares)
-        yield {
-            "label": "Padding",
-            "value": format_text.percent(share),
-            "unit": "",
-            "note": f"of all positions; {others}",
-        }
+        ways = (
+            ("planned", "planned by length, first epoch"),
+            ("shuffled", "in shuffled batches"),
+            ("fixed", "in rows of one width"),
+        )
+        others = ", ".join(f"{format_text.percent(shares[way])} {text}" for way, text in ways if way in shares)
+        note = f"of all positions; {others}"
+        yield {"label": "Padding", "value": format_text.percent(share), "unit": "", "note": note}
 
 
 def waste(tokens: int, positions: int) -> float:

@@ -1,11 +1,8 @@
-"""One HTML page that tells a run: what was trained, how well, against what, and how its numbers met the format.
+"""Writes report.html of a run: what was trained, how well, against what, and how its numbers fit the format.
 
-`write(run_folder)` reads the files that docs/architecture.md lists (config.toml, run.json, metrics.jsonl, and those of
-a compare-* folder inside) and writes report.html beside them: one file, readable offline, the same for the same input.
-This module says in words what the run was and how it went; `run_data` reads, `compare` judges, `metrics` has a task's
-metrics, `figures` draws, `tables` lists, and page.html.jinja lays out.
-
-A run that is unfinished, crashed, or recorded little gives a page too: what is missing is left out or said to be.
+The input is config.toml, run.json and metrics.jsonl of the run folder and of a compare-* folder inside (docs/architecture.md). The
+page is one file, readable offline, and the same for the same input. An unfinished or crashed run gives a page too: the page
+leaves out what is missing, or says that it is missing.
 """
 
 from __future__ import annotations
@@ -13,15 +10,15 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
-import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import storage
 from narrowgauge.diagnose import compare, format_text
 from narrowgauge.diagnose.compare import Comparison
-from narrowgauge.errors import ConfigError, StorageError
+from narrowgauge.errors import ConfigError
 from narrowgauge.report.run_data import Recorded, last_done, read
 
 try:
@@ -33,27 +30,18 @@ except ImportError as error:
 
 
 def write(run_folder: Path) -> Path:
-    """Writes report.html into the run folder, over an older one, and returns its path.
+    """Writes report.html into the run folder and returns its path. Takes about two seconds.
 
-    Raises ConfigError if this is no run folder, StorageError if the page cannot be written. Takes two seconds or so.
+    Raises ConfigError if this is not a run folder, StorageError if the page cannot be written.
     """
     text = render(read(Path(run_folder)))
     path = Path(run_folder) / "report.html"
-    partial = path.with_suffix(".html.partial")
-    try:
-        partial.write_bytes(
-            text.encode("utf-8", errors="replace")
-        )  # a lone surrogate in a sample must not cost the page
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        step = "Free space or make the folder writable."
-        raise StorageError(f"report: cannot write {path}: {error.strerror}. {step}") from error
+    # errors="replace": a sample may hold a lone surrogate.
+    storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path
 
 
 def render(recorded: Recorded) -> str:
-    """The page as text."""
     source = importlib.resources.files("narrowgauge.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -63,7 +51,7 @@ def render(recorded: Recorded) -> str:
 
 
 def page(recorded: Recorded) -> dict[str, Any]:
-    """Everything that the template shows."""
+    """The variables of the template."""
     reference = recorded.reference
     comparison = (
         compare.compare(recorded.events, reference.events, recorded.name, reference.name) if reference else None
@@ -72,7 +60,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
     return {
         "recorded": recorded,
         "comparison": comparison,
-        "title": title(recorded),
+        "title": " in ".join(filter(None, (recorded.model.get("name"), recorded.name))),
         "lead": lead(recorded),
         "progress": progress(recorded),
         "status": status(recorded),
@@ -82,7 +70,9 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "loss": loss_figure(recorded),
         "radius": smoothing_radius(recorded),
         "steep_start": figures.steep_start(len(recorded.of("step"))),
-        "difference": difference_figure(comparison) if comparison else "",
+        "difference": figures.difference(comparison.curve)
+        if comparison and len(comparison.curve) > 1 and not comparison.unpaired
+        else "",
         "metric_figure": metrics.figure(recorded),
         "samples": samples(recorded),
         "reference_sample": samples(reference)[-1:] if reference else [],
@@ -102,13 +92,8 @@ def page(recorded: Recorded) -> dict[str, Any]:
 # --- What was trained, and how it ended ---
 
 
-def title(recorded: Recorded) -> str:
-    name = recorded.model.get("name")
-    return f"{name} in {recorded.name}" if name else recorded.name
-
-
 def lead(recorded: Recorded) -> str:
-    """One sentence for a reader who knows nothing of the run."""
+    """One sentence that introduces the run."""
     run, model, data = recorded.run, recorded.model, recorded.data
     shape = [
         f"{model['layers']} layers" if model.get("layers") else "",
@@ -135,7 +120,7 @@ def lead(recorded: Recorded) -> str:
 
 
 def progress(recorded: Recorded) -> list[str]:
-    """The line under the lead: how far, how long, when."""
+    """Steps done, duration, start and seed."""
     run, steps = recorded.run, recorded.of("step")
     elapsed = steps[-1].get("elapsed_s") if steps else None
     started = str(run.get("started_at") or "").replace("T", " ").replace("Z", " UTC")
@@ -149,11 +134,11 @@ def progress(recorded: Recorded) -> list[str]:
 
 
 def status(recorded: Recorded) -> dict[str, str]:
-    """How the run ended: `kind` for the colour, `word` for the badge, `text` where there is more to say."""
+    """How the run ended: `kind` (colour), `word` (badge) and `text` (details)."""
     reached = f"step {format_text.count(recorded.last_step)} of {format_text.count(recorded.run.get('steps', '?'))}"
     done = last_done(recorded)
     if done is None and not recorded.of("step"):
-        text = "No step was recorded: the first step is not finished, or the run ended before it was."
+        text = "No step was recorded: the first step is still running, or the run ended before it finished."
         return {"kind": "warn", "word": "no step yet", "text": text}
     if done is None:
         text = f"No end was recorded. The last step is {reached}: the run is still going, or it was killed or crashed."
@@ -168,7 +153,7 @@ def status(recorded: Recorded) -> dict[str, str]:
 
 
 def nonfinite_words(recorded: Recorded, ended: int) -> str:
-    """Where a run that was stopped by a number that is not finite met it, and where the first sign was."""
+    """Where a non-finite number stopped the run, and where the first sign of it was."""
     steps = recorded.of("step")
     stopped, what = ended, "a number"
     for step in steps:
@@ -189,7 +174,7 @@ def nonfinite_words(recorded: Recorded, ended: int) -> str:
 
 
 def finding(comparison: Comparison) -> dict[str, str]:
-    """The verdict with a heading and a kind for its colour."""
+    """The verdict with a heading and a kind (colour)."""
     reference = comparison.reference_name
     kind, heading = {
         "noise": ("same", f"No difference from {reference} beyond the noise"),
@@ -207,7 +192,6 @@ def finding(comparison: Comparison) -> dict[str, str]:
 
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
-    """Label, value, unit and note of each card."""
     return [*loss_cards(recorded, comparison), *metrics.cards(recorded), *cost_cards(recorded, comparison)]
 
 
@@ -216,7 +200,7 @@ def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
 
 
 def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
-    """The validation loss, the reference's, their difference, and the loss against knowing only the frequencies."""
+    """The validation loss, the reference's, their difference, and the loss relative to the unigram entropy."""
     evaluations = compare.evaluations(recorded.events)
     if not evaluations:
         yield card("Validation loss", "–", "", "no evaluation was recorded")
@@ -266,15 +250,15 @@ def ratio_note(comparison: Comparison, pair: compare.Pair | None, show: Callable
 
 
 def loss_figure(recorded: Recorded) -> str:
-    """The loss curves; '' where there is nothing to draw."""
+    """The loss curves; '' if there are none."""
     if not recorded.of("step") and not recorded.of("eval"):
         return ""
     broken = compare.first_nonfinite(recorded.events)
-    marks = figures.Marks(
-        switched=[event["step"] for event in recorded.of("switch")],
-        resumed=[event["step"] for event in recorded.of("resume")],
-        nonfinite=[] if broken is None else [broken],
-    )
+    marks = {
+        "resumed": [event["step"] for event in recorded.of("resume")],
+        "switched": [event["step"] for event in recorded.of("switch")],
+        "loss not finite": [] if broken is None else [broken],
+    }
     reference = curve(recorded.reference) if recorded.reference else None
     entropy, radius = recorded.data.get("unigram_entropy"), smoothing_radius(recorded)
     return figures.loss_curves(curve(recorded), reference, entropy, marks, radius, metrics.unit(recorded))
@@ -286,17 +270,12 @@ def curve(recorded: Recorded) -> figures.Curve:
 
 
 def smoothing_radius(recorded: Recorded) -> int:
-    """Of the drawn smoothing: a fortieth of the run, from 1 to 100 steps on either side."""
+    """Steps on either side that the drawn curve is smoothed over: a fortieth of the run, 1 to 100."""
     return min(max(len(recorded.of("step")) // 40, 1), 100)
 
 
-def difference_figure(comparison: Comparison) -> str:
-    """The paired difference; '' where there is no curve to draw or the batches were not the same."""
-    return figures.difference(comparison.curve) if len(comparison.curve) > 1 and not comparison.unpaired else ""
-
-
 def samples(recorded: Recorded) -> list[dict[str, Any]]:
-    """Step, prompt and continuation of each sample, in order; a text that repeats its prompt is cut behind it."""
+    """Step, prompt and continuation of each sample, in order."""
     found = []
     for event in recorded.of("sample"):
         prompt = str(event.get("prompt", ""))

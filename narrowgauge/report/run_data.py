@@ -1,4 +1,4 @@
-"""What a run folder holds, read once: the run, the reference inside it if there is one, and how it ended."""
+"""Reads a run folder: the run, and the reference inside it if there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from narrowgauge.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What a run folder holds."""
+    """The contents of a run folder."""
 
     folder: Path
     run: dict[str, Any]
@@ -29,7 +29,7 @@ class Recorded:
 
     @property
     def name(self) -> str:
-        """What the page calls this run."""
+        """The name of this run on the page."""
         return str(self.run.get("recipe") or "this run") + format_text.elsewhere(self.run.get("recipes") or {})
 
     @property
@@ -63,7 +63,7 @@ def read(folder: Path) -> Recorded:
 
 
 def read_alone(folder: Path) -> Recorded:
-    """The files of one run folder; metrics and configuration may be missing, run.json may not."""
+    """Reads one run folder; metrics.jsonl and config.toml may be missing."""
     metrics, config = folder / "metrics.jsonl", folder / "config.toml"
     return Recorded(
         folder=folder,
@@ -74,7 +74,7 @@ def read_alone(folder: Path) -> Recorded:
 
 
 def last_done(recorded: Recorded) -> Event | None:
-    """The `done` event, unless the run went on after it."""
+    """The `done` event; None if the run has none or went on after it."""
     order = [event for event in recorded.events if event["event"] in ("step", "resume", "done")]
     done = next((event for event in reversed(order) if event["event"] == "done"), None)
     if done is None or any(event["event"] == "resume" for event in order[order.index(done) :]):

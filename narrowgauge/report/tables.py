@@ -1,7 +1,4 @@
-"""What the report lists: the layers, the watched tensors, and what happened on the way.
-
-Each function takes a run as recorded and returns plain rows or sentences for page.html.jinja.
-"""
+"""The report's lists: layers, watched tensors and notable events, as plain rows or sentences for page.html.jinja."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ DESCRIBE_COLUMNS = ("shape", "recipe", "output", "grad_input", "grad_weight", "b
 
 
 def layers(recorded: Recorded) -> list[dict[str, Any]]:
-    """The rows of `describe`, those alike but for name and note put together.
+    """The rows of `describe`, grouped where they differ in name and note alone.
 
     names  pattern ("layers.*.mlp.up") -> how many layers it stands for
     notes  note -> names of the layers that have it
@@ -41,7 +38,7 @@ def layers(recorded: Recorded) -> list[dict[str, Any]]:
 
 
 def tensors(recorded: Recorded) -> tuple[int, dict[str, list[dict[str, Any]]]]:
-    """How many were watched, and by module those that lost the largest share of their values at any reading, with figures."""
+    """(number of watched tensors, module -> its tensors among the worst SHOWN_TENSORS by lost share of values)."""
     watched: dict[tuple[str, str], list[Event]] = {}
     for event in recorded.of("tensor"):
         watched.setdefault((event["module"], event["role"]), []).append(event)
@@ -57,7 +54,7 @@ def tensors(recorded: Recorded) -> tuple[int, dict[str, list[dict[str, Any]]]]:
 
 
 def tensor(events: list[Event], name: str) -> dict[str, Any]:
-    """The last reading of one tensor, the worst shares of the run, and its figures."""
+    """One tensor: its last reading, its worst shares of the run, its figures."""
     last = events[-1]
     return {
         "role": role(last),
@@ -76,7 +73,7 @@ def tensor(events: list[Event], name: str) -> dict[str, Any]:
 
 
 def shares(events: list[Event], key: str) -> tuple[str, str]:
-    """The share at the last reading, and the largest of all if that is another."""
+    """The share at the last reading, and the largest of all readings if it differs."""
     last, worst = format_text.percent(events[-1].get(key)), format_text.percent(worst_share(events, key))
     return last, f"worst {worst}" if worst != last and last != "–" else ""
 
@@ -91,7 +88,7 @@ def role(event: Event) -> str:
 
 
 def happenings(recorded: Recorded) -> list[str]:
-    """A sentence or two for each switch, resumption, reading of the GPU's idle time, and amax that was not finite."""
+    """A sentence for each switch, resumption, reading of the GPU's idle time and non-finite amax, by step."""
     found = []
     for event in recorded.of("switch"):
         if {"layers", "before", "after"} <= event.keys():
@@ -99,11 +96,8 @@ def happenings(recorded: Recorded) -> list[str]:
             found.append((event["step"], f"{format_text.plural(event['layers'], 'layer')} went from {what}."))
     for event in recorded.of("resume"):
         skipped = ", ".join(event.get("skipped") or [])
-        text = (
-            f"The run resumed from {event.get('path') or 'its beginning'}."
-            + f" Passed over as corrupt: {skipped}." * bool(skipped)
-        )
-        found.append((event["step"], text))
+        text = f"The run resumed from {event.get('path') or 'its beginning'}."
+        found.append((event["step"], text + f" Passed over as corrupt: {skipped}." * bool(skipped)))
     for event in recorded.of("launches"):
         if {"words", "advice"} <= event.keys():
             found.append((event["step"], " ".join([f"{event['words']}.", *event["advice"]])))
@@ -119,13 +113,12 @@ def happenings(recorded: Recorded) -> list[str]:
 
 
 def environment(recorded: Recorded) -> list[str]:
-    """What the run was made with, in short; run.json has the rest."""
-    run = recorded.run
+    """Versions, device and precision of the run."""
     labels = {
-        "narrowgauge": "narrowgauge {}",
-        "torch": "PyTorch {}",
-        "python": "Python {}",
-        "device": "{}",
-        "precision": "precision {}",
+        "narrowgauge": "narrowgauge ",
+        "torch": "PyTorch ",
+        "python": "Python ",
+        "device": "",
+        "precision": "precision ",
     }
-    return [text.format(run[key]) for key, text in labels.items() if run.get(key)]
+    return [f"{label}{recorded.run[key]}" for key, label in labels.items() if recorded.run.get(key)]

@@ -11,25 +11,13 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 
-class Console(Protocol):
-    """A place to show progress. `step` is the optimizer step just finished; colours are for a terminal alone."""
-
-    def say(self, text: str | Text) -> None: ...
-    def step(self, step: int, *, loss: float, tokens_per_s: float, peak_bytes: int) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def console(total_steps: int, log_every: int, start_step: int = 0) -> Console:
+def console(total_steps: int, log_every: int, start_step: int = 0) -> Lines | Bar:
     """A bar if standard error is a terminal, else lines, one in `log_every` steps and one for the last."""
     kind = Bar if sys.stderr.isatty() else Lines
     return kind(total_steps, log_every, start_step)
@@ -56,9 +44,7 @@ class Lines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         pass
 
 
@@ -90,14 +76,15 @@ class Bar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
 
 def gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
+
+
+Console = Lines | Bar
 
 
 def clock(seconds: float) -> str:

@@ -97,7 +97,7 @@ def stepped_in_torch(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def device_words(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """ "NVIDIA H200" or "AMD EPYC, 2 threads"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

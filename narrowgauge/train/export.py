@@ -1,40 +1,40 @@
-"""The trained model as a Hugging Face folder, whole or not there."""
+"""The trained model as a Hugging Face folder, whole or not there, also after a power cut."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 from torch import Tensor
 from transformers.utils import logging as progress
 
-from narrowgauge.train import storage
+from narrowgauge import storage
+from narrowgauge.errors import CheckpointError
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.trainer import Trainer
 
 
 def export(trainer: Trainer, folder: Path) -> None:
-    """The trained model and tokenizer as a Hugging Face folder that transformers loads; replaces an older one whole.
-
-    The weights are the best ones where the run chooses them by a metric, else those of the last step.
-    """
-    temporary = folder.with_name(f".{folder.name}.tmp")  # the run folder's lock keeps others away
-    weights = trainer.best.weights()
-    if weights is None:
-        weights, _ = state.split_scaling(trainer.model.state_dict())
+    """Writes model and tokenizer to `folder`; replaces an older one. Weights: the best by the run's metric, else the last."""
+    draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
+    own, _ = state.split_scaling(trainer.model.state_dict())
+    best = trainer.best.weights()
+    weights = own if best is None else best
+    if {name: weight.shape for name, weight in weights.items()} != {name: weight.shape for name, weight in own.items()}:
+        raise CheckpointError(
+            f"{trainer.best.path(trainer.best.step)}: its {len(weights)} weights are not the {len(own)} of this model. "
+            "Restore it; or remove it and resume, to export the last weights."
+        )
     with storage.refusals("write the trained model to", folder):
-        shutil.rmtree(temporary, ignore_errors=True)
+        storage.remove(draft)
         try:
-            _write_pretrained(temporary, trainer, weights)
-            if folder.exists():
-                shutil.rmtree(folder)
-            os.rename(temporary, folder)
+            _write_pretrained(draft, trainer, weights)
+            storage.flush_tree(draft)
+            storage.replace_folder(draft, folder)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            storage.remove(draft)
             raise
-        storage.sync_folder(folder.parent)
 
 
 def _write_pretrained(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from narrowgauge import storage
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import run_metadata, storage, tasks
+from narrowgauge.train import run_metadata, tasks
+from narrowgauge.train.build_caches import use_own_caches
 from narrowgauge.train.config import warnings
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import console
@@ -20,7 +23,7 @@ from narrowgauge.train.export import export
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
-from narrowgauge.train.tasks import Task
+from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.trainer import Trainer
 
 
@@ -30,6 +33,9 @@ def run(config: TrainConfig) -> int:
     device = chosen_device(config.device)  # before anything is read or written
     if config.compile:
         refuse_without_compiler(device)
+    if config.compile or device.type == "cuda":
+        for note in use_own_caches(os.environ):
+            print(f"Note: {note}", file=sys.stderr, flush=True)
     if config.threads:
         torch.set_num_threads(config.threads)
     if device.type == "cpu":
@@ -83,7 +89,7 @@ def _write_report(folder: RunFolder) -> None:
             print(f"Report: {page.write(folder.path)}", file=sys.stderr, flush=True)
 
 
-def prepare(config: TrainConfig) -> tuple[TrainConfig, Task]:
+def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     """The data of the task, and the configuration with the steps that its epochs are."""
     task = tasks.prepare(config)
     if config.epochs:
@@ -93,7 +99,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Task]:
     return config, task
 
 
-def _train_reference(config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest) -> int:
+def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, stop: StopRequest) -> int:
     path = folder.compared(config.compare)
     reference = replace(
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
@@ -104,7 +110,12 @@ def _train_reference(config: TrainConfig, folder: RunFolder, task: Task, stop: S
 
 
 def _train_and_log(
-    config: TrainConfig, folder: RunFolder, task: Task, stop: StopRequest, asked: TrainConfig, previews: bool = True
+    config: TrainConfig,
+    folder: RunFolder,
+    task: TrainTask,
+    stop: StopRequest,
+    asked: TrainConfig,
+    previews: bool = True,
 ) -> int:
     """One run from its newest checkpoint, or from the start, to its end.
 
@@ -115,7 +126,7 @@ def _train_and_log(
         trainer = Trainer.start(config, folder, task, log)
         folder.write_config(asked)
         with console(config.steps, config.log_every, trainer.step) as show:
-            known = run_metadata.facts(trainer)
+            known = run_metadata.of_run(trainer)
             folder.write_run(known)
             trainer.announce(show, previews)
             try:
@@ -125,9 +136,9 @@ def _train_and_log(
                 folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
-            code = stop.exit_code if reason != "finished" else 0
-            log.write("done", trainer.step, reason=reason, exit_code=code)
             if reason == "finished":
                 export(trainer, folder.final)
+            code = stop.exit_code if reason != "finished" else 0
+            log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")
     return code

@@ -5,7 +5,7 @@
 Each micro-batch divides by the step's count, not by its own, so the gradient does not depend on how a batch is cut.
 
 The output head and the loss are computed together, over chunks of tokens (`memory.chunked_cross_entropy`), wherever the head is an
-ordinary Linear and the model's logits are its product; `Objective.of` finds that out by trying, and says why where not.
+ordinary Linear and the model's logits are its product; `Objective.of` tests that on a few tokens and keeps the reason if not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.data import IGNORED, valid_targets
+from narrowgauge.data.targets import aligned_loss
 from narrowgauge.errors import DataError
 from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
@@ -27,7 +28,7 @@ Batch = dict[str, Tensor]  # labels are aligned with the logits: labels[t] is wh
 NO_CACHE = {"use_cache": False}
 
 
-def count_targets(batches: list[Batch], step: int) -> int:
+def targets_of_step(batches: list[Batch], step: int) -> int:
     """Valid targets of a step. Raises DataError if there are none: a mean over nothing is NaN."""
     total = sum(valid_targets(batch) for batch in batches)
     if total == 0:
@@ -42,14 +43,14 @@ def inputs_of(batch: Batch, device: torch.device, options: Mapping[str, Any]) ->
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without the host waiting for a GPU, which a copy from ordinary memory does."""
+    """Copies through pinned memory, so that the host does not wait for a GPU."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def check_labels(labels: Tensor, classes: int) -> bool:
-    """Whether labels in the host's memory were looked at; those on a GPU are left to the loss. DataError if one is out of range."""
+    """Checks labels in host memory; returns False for labels on a GPU. DataError if one is out of range."""
     if labels.is_cuda:
         return False
     counted = labels[labels != IGNORED]
@@ -62,60 +63,54 @@ def check_labels(labels: Tensor, classes: int) -> bool:
     return True
 
 
-def summed_loss(model: Any, batch: Batch, device: torch.device, options: Mapping[str, Any] = NO_CACHE) -> Tensor:
+def loss_of_model(model: Any, batch: Batch, device: torch.device, options: Mapping[str, Any] = NO_CACHE) -> Tensor:
     """Sum of -log p over the valid targets of one micro-batch, float32 scalar. Holds the logits once more in float32."""
     logits = model(**inputs_of(batch, device, options)).logits
-    return _cross_entropy(logits, on_device(batch["labels"], device))
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return aligned_loss(logits, on_device(batch["labels"], device))
 
 
 @dataclass(frozen=True)
 class Objective:
-    """summed_loss of one model; called with a micro-batch.
+    """loss_of_model of one model; called with a micro-batch.
 
     forward  the model below its head, or the whole model where head is None; compiled if the run is
     head     the Linear whose product and loss are taken in chunks
     softcap  of the logits, or None
-    words    how the loss is computed, and why not in chunks
+    description  how the loss is computed, and why not in chunks
     options  that the model is called with besides the batch
     """
 
     forward: Callable[..., Any]
     head: nn.Linear | None
     softcap: float | None
-    words: str
+    description: str
     options: Mapping[str, Any]
 
     @classmethod
     def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Objective:
-        """Of a language model: tries it on a few tokens, without a trace in its generators, and decides."""
+        """For a language model: tries the chunked head on a few tokens; generators stay as they are."""
         reason, softcap = _refuse_chunks(model, computes_in)
         part = model if reason else model.base_model
         forward = torch.compile(part) if compiled else part
         if reason:
             return cls(forward, None, None, f"whole logits: {reason}", NO_CACHE)
-        words = "in chunks of tokens, never the whole logits"
-        return cls(forward, model.get_output_embeddings(), softcap, words, NO_CACHE)
+        description = "in chunks of tokens, never the whole logits"
+        return cls(forward, model.get_output_embeddings(), softcap, description, NO_CACHE)
 
     @classmethod
     def of_classes(cls, model: Any, *, compiled: bool) -> Objective:
-        """Of a classifier: one row of logits for each example."""
+        """For a classifier: one row of logits for each example."""
         return cls(torch.compile(model) if compiled else model, None, None, "of one class for each example", {})
 
     def scored(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """summed_loss, and the whole logits that it was taken of; for models without a chunked head."""
+        """loss_of_model, and the whole logits that it was taken of; for models without a chunked head."""
         logits = self.forward(**inputs_of(batch, device, self.options)).logits
-        return _cross_entropy(logits, on_device(batch["labels"], device)), logits
+        return aligned_loss(logits, on_device(batch["labels"], device)), logits
 
     def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
         """Sum of -log p over the valid targets of a micro-batch, float32 scalar. checked: `check_labels` has seen its labels."""
         if self.head is None:
-            return summed_loss(self.forward, batch, device, self.options)
+            return loss_of_model(self.forward, batch, device, self.options)
         # On a GPU the labels are looked at before they go there; on a CPU tokens that do not count are left out, which is faster.
         checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
         hidden = self.forward(**inputs_of(batch, device, self.options)).last_hidden_state

@@ -1,4 +1,4 @@
-"""What a run does to need less memory, and what it says of it at the start: frozen layers, checkpointing, narrow activations."""
+"""Applies the settings that save memory: frozen layers, checkpointing, narrow activations."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from narrowgauge.train.loss import Batch, inputs_of
 from narrowgauge.train.optimizer import planned_bytes
 
 
-def economize(
+def apply_memory_options(
     config: TrainConfig,
     model: Any,
-    rung: Precision,
+    precision: Precision,
     device: torch.device,
     probe: Callable[[], Batch],
     options: Mapping[str, Any],
 ) -> list[str]:
-    """Applies the settings to the model, in place, and returns a few words on each. Before the optimizer is built.
+    """Applies the settings to the model, in place, and returns a sentence on each. Call it before the optimizer is built.
 
     probe  a micro-batch of the first step, the largest: a budget of checkpointing is measured on it; generators stay as they are
     """
-    words = []
+    notes = []
     if config.freeze:
-        kept = planned_bytes(config, model, rung)
-        words.append(str(memory.freeze(model, config.freeze, optimizer_bytes=kept.of)))
+        kept = planned_bytes(config, model, precision)
+        notes.append(str(memory.freeze(model, config.freeze, optimizer_bytes=kept.of)))
     if config.compress_activations:
         technique = memory.compress_activations(model)
         assert technique is not None
-        words.append(f"What blocks keep for backward is stored as {technique.cast}.")
+        notes.append(f"What blocks keep for backward is stored as {technique.cast}.")
     if config.checkpointing != "none":
         inputs = inputs_of(probe(), device, options)
-        with rung.context(device.type):
+        with precision.context(device.type):
             report = memory.checkpoint(
                 model, config.checkpointing, batch=inputs, loss=lambda output: output.logits.sum()
             )
-        words.append(str(report))
-    return words
+        notes.append(str(report))
+    return notes

@@ -1,4 +1,7 @@
-"""The log of a run: one JSON object per line, flushed as it is written, so a killed run keeps every finished line.
+"""The log of a run: one JSON object per line, written unbuffered, so a killed run keeps every finished line.
+
+A power cut loses lines that are not synced. The log syncs before a checkpoint and after the events in SYNCED. Lines of steps after the
+last checkpoint may be lost; the resumed run repeats those steps.
 
     with MetricsLog(folder.metrics) as log:
         log.write("step", 1, loss=8.3, grad_norm=1.2, lr=5e-5, tokens=4096)
@@ -10,13 +13,13 @@ import errno
 import importlib.util
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from narrowgauge import storage
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import storage
 
+SYNCED = frozenset({"checkpoint", "resume", "nonfinite", "done"})
 CURVES = {
     "step": ("loss", "grad_norm", "lr", "tokens_per_s", "peak_bytes"),
     "eval": ("loss", "perplexity", "accuracy", "mcc", "f1", "f1_binary"),
@@ -28,33 +31,42 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
         self.path = path
-        self._board = _board(tensorboard) if tensorboard else None
+        self._board, self._board_folder = _board(tensorboard) if tensorboard else None, tensorboard or path
         with storage.refusals("append to", path):
             self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (open as long as the log)
             _cut_torn_line(self._file.fileno())
+            storage.flush(path.parent)
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """One event, handed to the operating system before this returns. StorageError if the disk refuses."""
+        """Writes one event, and syncs it if it is in SYNCED. StorageError if that fails."""
         line = encode({"event": event, "step": step, **values}).encode() + b"\n"
         with storage.refusals("append to", self.path):
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # cut short; the next opening removes the stump
+        if event in SYNCED:
+            self.sync()
         if self._board:
             for key in CURVES.get(event, ()):
                 if key in values:
                     self._board.add_scalar(f"{event}/{key}", values[key], step)
 
+    def sync(self) -> None:
+        """Waits until the lines so far are on the disk."""
+        with storage.refusals("append to", self.path):
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
         if self._board:
             self._board.close()
+            with storage.refusals("write", self._board_folder):
+                storage.flush_tree(self._board_folder)
+                storage.flush(self._board_folder.parent)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -38,21 +37,20 @@ from narrowgauge.optim.precision import Precision
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
 from narrowgauge.train.checkpoint.state import seed_all
+from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
-
-# What transformers raises for a folder or name that it cannot make a model of.
-UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
+from narrowgauge.train.model_files import refuse_foreign_code
 
 
 def build(
     config: TrainConfig,
     make: Callable[[], Any],
     device: torch.device,
-    rung: Precision,
+    precision: Precision,
     tokens: int,
     choices: Mapping[str, str] | None = None,
 ) -> Any:
-    """The converted model on `device`, in the dtype of its rung, in training mode. Random weights come from config.seed.
+    """The converted model on `device`, in the dtype of its precision, in training mode. Random weights come from config.seed.
 
     make     gives the float32 model: `language_model`, or `pretrained` for another task
     tokens   rows of a forward pass, by which recipe "auto" chooses
@@ -61,7 +59,7 @@ def build(
     seed_all(config.seed)
     model = make().to(device).train()
     for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
-        parameter.data = parameter.data.to(rung.weights)
+        parameter.data = parameter.data.to(precision.weights)
     patterns = _patterns(config)
     if (
         config.layers_recipe or patterns["*"] is not None
@@ -69,7 +67,7 @@ def build(
         with warnings.catch_warnings():  # the trainer says it (`emulated_on_gpu`)
             warnings.filterwarnings("ignore", message="convert: products of recipe .* are emulated")
             convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
-    if rung.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
+    if precision.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         kept = {
@@ -146,7 +144,7 @@ def language_model(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> A
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelClass:
     """A class of models of transformers.
 
     auto     its Auto class
@@ -161,11 +159,11 @@ class Kind:
     new: bool = False
 
 
-CAUSAL_LM = Kind(AutoModelForCausalLM, "causal language model")
-SEQ2SEQ = Kind(AutoModelForSeq2SeqLM, "sequence-to-sequence model")
+CAUSAL_LM = ModelClass(AutoModelForCausalLM, "causal language model")
+SEQ2SEQ = ModelClass(AutoModelForSeq2SeqLM, "sequence-to-sequence model")
 
 
-def own_configuration(config: TrainConfig, kind: Kind) -> Any:
+def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
     """The configuration in the model's folder, with the options of its kind. Raises ConfigError if there is none."""
     where = config.model
     if where.startswith((".", "/", "~")) and not Path(where).expanduser().is_dir():
@@ -173,19 +171,20 @@ def own_configuration(config: TrainConfig, kind: Kind) -> Any:
             f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub."
         )
     try:
-        return AutoConfig.from_pretrained(where, trust_remote_code=False, **kind.options)
-    except UNUSABLE as error:
-        raise _cannot_load(where, kind, error) from error
+        return AutoConfig.from_pretrained(where, trust_remote_code=False, **model_class.options)
+    except Exception as error:  # of a damaged folder transformers raises whatever it stumbles over
+        raise _cannot_load(where, model_class, error) from error
 
 
-def pretrained(config: TrainConfig, kind: Kind) -> Any:
+def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
     """The model that the configuration names, in float32. Raises ConfigError if it is none of this kind, or not whole."""
-    where, sizes = config.model, own_configuration(config, kind)
+    where, sizes = config.model, own_configuration(config, model_class)
+    refuse_foreign_code(where, sizes)
     try:
         if config.from_scratch:
-            return kind.auto.from_config(sizes, trust_remote_code=False).to(torch.float32)
+            return model_class.auto.from_config(sizes, trust_remote_code=False).to(torch.float32)
         with _quiet():
-            model, found = kind.auto.from_pretrained(
+            model, found = model_class.auto.from_pretrained(
                 where,
                 config=sizes,
                 trust_remote_code=False,
@@ -193,9 +192,9 @@ def pretrained(config: TrainConfig, kind: Kind) -> Any:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except UNUSABLE as error:
-        raise _cannot_load(where, kind, error) from error
-    fresh = sorted(name for name in found["missing_keys"] if kind.new and _is_of_the_head(model, name))
+    except Exception as error:
+        raise _cannot_load(where, model_class, error) from error
+    fresh = sorted(name for name in found["missing_keys"] if model_class.new and _is_of_the_head(model, name))
     if fresh:
         print(f"Note: not in {where}, so at random to begin with: {', '.join(fresh)}.", file=sys.stderr, flush=True)
     missing = sorted(set(found["missing_keys"]) - set(fresh))
@@ -205,6 +204,12 @@ def pretrained(config: TrainConfig, kind: Kind) -> Any:
             + f" and {len(missing) - 1} more" * (len(missing) > 1)
             + f" of {type(model).__name__}, which would start at random. Pass a whole model, or --from-scratch."
         )
+    for name, weight in model.state_dict().items():
+        if count := nonfinite(weight):
+            raise ConfigError(
+                f"model = {where!r}: weight {name!r} holds {count} values that are not finite, of {weight.numel()}. "
+                "Pass a model whose weights are whole."
+            )
     return model
 
 
@@ -227,11 +232,11 @@ def _is_of_the_head(model: Any, name: str) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
-def _cannot_load(where: str, kind: Kind, error: Exception) -> ConfigError:
+def _cannot_load(where: str, model_class: ModelClass, error: Exception) -> ConfigError:
     said = str(error).rstrip(". ")
     said = said.split("Model type should be one of", 1)[0].rstrip(". ")  # a list of two hundred classes follows
     return ConfigError(
-        f"model = {where!r}: transformers cannot load it as a {kind.words}: {said}. "
+        f"model = {where!r}: transformers cannot load it as a {model_class.words}: {said}. "
         "Pass a folder or hub name of one with safetensors whose code is part of transformers."
     )
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run: its rule and states from the configuration, its master from there or from the precision's rung."""
+"""The optimizer of a run: its rule and states from the configuration, its master from there or from the precision's precision."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from narrowgauge.train.config.settings import TrainConfig
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:
+def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
     """Weight decay on matrices only: norms and biases (one axis) are not decayed.
 
     AdamW with float32 states and no master is torch's fused one, everything else `narrowgauge.optim`.
     Raises ConfigError if this would learn less than it should without a word (see `narrowgauge.optim.checks`).
     """
-    optimizer = _build(config, model, rung)
+    optimizer = _build(config, model, precision)
     refuse_silent_failures(optimizer)
     return optimizer
 
 
-def planned_bytes(config: TrainConfig, model: nn.Module, rung: Precision) -> StateBytes:
+def planned_bytes(config: TrainConfig, model: nn.Module, precision: Precision) -> StateBytes:
     """What the optimizer of the run would keep for the parameters of `model` that train as it stands; nothing is allocated."""
     return state_bytes(
-        _narrow(config, model, rung)
+        _narrow(config, model, precision)
     )  # torch's AdamW keeps as many bytes, but only tells them after a step
 
 
@@ -45,23 +45,23 @@ def cast_in_step(config: TrainConfig, optimizer: torch.optim.Optimizer, model: n
     return ""
 
 
-def words_of_casts(optimizer: torch.optim.Optimizer, reason: str) -> list[str]:
+def cast_summary(optimizer: torch.optim.Optimizer, reason: str) -> list[str]:
     """What the step leaves of the weights' casts, and for how many layers it leaves nothing and why; reason: of `cast_in_step`."""
     casting = optimizer.casting if isinstance(optimizer, NarrowOptimizer) else None
     return [f"none: {reason}"] if casting is None else casting.summary()
 
 
-def _build(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:
-    if config.optimizer == "adamw" and config.states == "fp32" and _master(config, rung) is None:
+def _build(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
+    if config.optimizer == "adamw" and config.states == "fp32" and _master(config, precision) is None:
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
         return torch.optim.AdamW(plain, **_adam_settings(config), fused=True)
-    return _narrow(config, model, rung)
+    return _narrow(config, model, precision)
 
 
-def _narrow(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.optim.Optimizer:
+def _narrow(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
     parts = groups(model, weight_decay=config.weight_decay, embeddings=config.embedding_states)
-    shared: dict[str, Any] = {"states": config.states, "master": _master(config, rung), "seed": config.seed}
+    shared: dict[str, Any] = {"states": config.states, "master": _master(config, precision), "seed": config.seed}
     if config.optimizer == "adamw":
         return AdamW(parts, **_adam_settings(config), **shared)
     if config.optimizer == "lion":
@@ -69,8 +69,8 @@ def _narrow(config: TrainConfig, model: nn.Module, rung: Precision) -> torch.opt
     return SGD(parts, lr=config.learning_rate, momentum=config.beta1, **shared)
 
 
-def _master(config: TrainConfig, rung: Precision) -> str | None:
-    return config.master or _MASTERS[rung.update]
+def _master(config: TrainConfig, precision: Precision) -> str | None:
+    return config.master or _MASTERS[precision.update]
 
 
 def _adam_settings(config: TrainConfig) -> dict[str, Any]:

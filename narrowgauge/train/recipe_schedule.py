@@ -1,7 +1,7 @@
-"""Recipes over the steps of a run: the switches of its configuration, worked out for its model before the first step.
+"""Recipes over the steps of a run: its configured switches, resolved for its model before the first step.
 
-Which recipes step n computes with follows from n alone, so a resumed run goes on as if it had never stopped: `take_up(k)` makes
-the model that wrote the checkpoint of step k, windows of delayed scaling included, and `before(n)` goes on from there.
+The recipes of step n depend on n alone, so a resumed run computes as if it had never stopped: `fast_forward(k)` brings a new model
+to the state after step k, windows of delayed scaling included, and `apply(n)` continues from there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Schedule:
         """ConfigError for a switch that names no layer, or would change nothing."""
         now = {name: layer.recipe for name, layer in _layers(model).items() if layer.recipe is not None}
         stages = []
-        for entry in switch_syntax.in_order(switch_syntax.parse(config.switch), config.steps):
+        for entry in sorted(switch_syntax.parse(config.switch), key=lambda each: each.after_step(config.steps)):
             try:
                 changes = widened(model, now, chosen_recipe(config, entry.recipe), entry.layers, entry.products)
             except ConfigError as error:
@@ -65,8 +65,8 @@ class Schedule:
             now |= changes
         return cls(stages)
 
-    def before(self, model: nn.Module, step: int) -> list[Stage]:
-        """Switches what begins with this step, and returns it."""
+    def apply(self, model: nn.Module, step: int) -> list[Stage]:
+        """Applies the switches whose first step is `step`, and returns them."""
         begun = [stage for stage in self.stages if stage.step == step]
         layers = _layers(model) if begun else {}
         for stage in begun:
@@ -74,10 +74,10 @@ class Schedule:
                 layers[name].recipe = recipe
         return begun
 
-    def take_up(self, model: nn.Module, step: int) -> None:
-        """Makes a freshly built model the one that has finished `step` steps."""
+    def fast_forward(self, model: nn.Module, step: int) -> None:
+        """Gives a freshly built model the recipes it has after `step` steps."""
         for number in sorted({stage.step for stage in self.stages if stage.step <= step}):
-            self.before(model, number)
+            self.apply(model, number)
 
 
 def _layers(model: nn.Module) -> dict[str, QLinear]:

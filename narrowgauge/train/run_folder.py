@@ -14,15 +14,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
+from narrowgauge import storage
 from narrowgauge.diagnose.runs import encode, read_run
 from narrowgauge.errors import BusyError, ConfigError
-from narrowgauge.train import storage
 from narrowgauge.train.checkpoint.manifest import STEP
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import TrainConfig, key_of, shown
+from narrowgauge.train.config.field_checks import key_of, shown
+from narrowgauge.train.config.settings import TrainConfig
 
 # What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
 MAY_CHANGE = frozenset(
@@ -55,7 +55,7 @@ class RunFolder:
         """
         folder = cls(path)
         with storage.refusals("use the run folder", path):
-            path.mkdir(parents=True, exist_ok=True)
+            storage.make_folder(path)
             folder._lock_file = _locked(folder.lock)
         try:
             folder._prepare(resume)
@@ -74,6 +74,7 @@ class RunFolder:
         storage.probe(self.path)
         store.recover(self.checkpoints)
         store.recover(self.best)
+        storage.recover(self.path, self.final.name)
 
     def has_run(self) -> bool:
         """Whether something was trained here. A configuration alone, of a start that failed, does not count."""
@@ -106,9 +107,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

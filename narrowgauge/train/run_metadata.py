@@ -13,13 +13,13 @@ import narrowgauge
 from narrowgauge.auto import chosen
 from narrowgauge.description import describe
 from narrowgauge.fuse import fusions
-from narrowgauge.train.device import device_words
+from narrowgauge.train.device import device_name
 from narrowgauge.train.model import describe_model
-from narrowgauge.train.optimizer import words_of_casts
+from narrowgauge.train.optimizer import cast_summary
 from narrowgauge.train.trainer import Trainer
 
 
-def facts(trainer: Trainer) -> dict[str, Any]:
+def of_run(trainer: Trainer) -> dict[str, Any]:
     """At the beginning of a run. A resumed one keeps the time at which it was started, and the command."""
     config, model, folder = trainer.config, trainer.model, trainer.folder
     command = ["narrowgauge", *sys.argv[1:]]
@@ -33,7 +33,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "narrowgauge": narrowgauge.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": device_words(trainer.device),
+        "device": device_name(trainer.device),
         "threads": torch.get_num_threads(),
         "started_at": started_at,
         "command": first_command,
@@ -44,8 +44,8 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "auto": chosen(model),
         "precision": config.precision,
         "switches": [{"step": stage.step, **stage.event} for stage in trainer.schedule.stages],
-        "loss": trainer.objective.words,
-        "memory": trainer.saving,
+        "loss": trainer.objective.description,
+        "memory": trainer.memory_notes,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "model": describe_model(model) | known["model"],
         "task": trainer.task.name,
@@ -61,7 +61,7 @@ def of_layers(trainer: Trainer) -> dict[str, Any]:
     """Of the layers as they are now: what each samples, and who took the casts of fused modules, shows on the way."""
     model = trainer.model
     return {
-        "weight_casts": words_of_casts(trainer.optimizer, trainer.no_casts),
+        "weight_casts": cast_summary(trainer.optimizer, trainer.no_cast_reason),
         "fused": [str(fusion) for fusion in fusions(model)],
         "describe": [row.columns() for row in describe(model)],
     }

@@ -14,7 +14,7 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal, Self
 
 from narrowgauge.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -41,9 +41,7 @@ class StopRequest:
             self._take(signal.SIGTERM, self._terminate)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         self._old.clear()

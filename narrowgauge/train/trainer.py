@@ -23,38 +23,40 @@ from torch import Tensor
 
 from narrowgauge.auto import chosen, summary
 from narrowgauge.conversion import advance, nonfinite_amax
-from narrowgauge.cuda_graphs import GraphedStep
-from narrowgauge.diagnose import format_text
+from narrowgauge.cuda_graphs import GraphedStep, refuse_run
+from narrowgauge.diagnose import format_text, forms
 from narrowgauge.diagnose.blame import first_nonfinite
+from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.fuse import fusions
-from narrowgauge.optim import precision
+from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
-from narrowgauge.train.checkpoint import state, store
+from narrowgauge.train.checkpoint import state, state_checks, store
 from narrowgauge.train.checkpoint.best import Best
+from narrowgauge.train.checkpoint.manifest import FACTS
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.device import (
     chosen_device,
-    device_words,
+    device_name,
     emulated_on_gpu,
     peak_bytes,
     stepped_in_torch,
     unused_gpu,
 )
 from narrowgauge.train.hooks import cuda_graph
-from narrowgauge.train.hooks.gpu_idle import Launching
+from narrowgauge.train.hooks.gpu_idle import LaunchMonitor
 from narrowgauge.train.hooks.tensor_stats import watched
-from narrowgauge.train.loss import Batch, Objective, count_targets, learning_rate, summed_loss
-from narrowgauge.train.memory_options import economize
+from narrowgauge.train.loss import Batch, Objective, learning_rate, loss_of_model, targets_of_step
+from narrowgauge.train.memory_options import apply_memory_options
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build
-from narrowgauge.train.optimizer import build_optimizer, cast_in_step, words_of_casts
+from narrowgauge.train.optimizer import build_optimizer, cast_in_step, cast_summary
 from narrowgauge.train.recipe_schedule import Schedule
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import StopRequest
-from narrowgauge.train.tasks.task import Feed, Scorer, Task, describe_metrics
+from narrowgauge.train.tasks.task import Feed, Scorer, TrainTask, describe_metrics
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
 
@@ -65,17 +67,17 @@ class Trainer:
 
     config: TrainConfig
     folder: RunFolder
-    task: Task
+    task: TrainTask
     log: MetricsLog
     device: torch.device
-    rung: precision.Precision
+    precision: precisions.Precision
     model: Any
     objective: Objective
     optimizer: Any
     scaler: torch.amp.GradScaler | None
     feed: Feed
     best: Best
-    saving: list[str]
+    memory_notes: list[str]
     step: int = 0
     saved_step: int = 0
     trained_s: float = 0.0  # over all resumptions
@@ -83,35 +85,35 @@ class Trainer:
     schedule: Schedule = field(default_factory=lambda: Schedule(()))
     resumed_from: str = ""
     generators: state.Generators = field(default_factory=state.generators)
-    poisoned: dict[tuple[str, str], int] = field(default_factory=dict)
+    nonfinite_counts: dict[tuple[str, str], int] = field(default_factory=dict)
     graphs: GraphedStep | None = None
-    no_casts: str = ""  # why the optimizer's step is not asked to cast weights
+    no_cast_reason: str = ""  # why the optimizer's step is not asked to cast weights
 
     @classmethod
-    def start(cls, config: TrainConfig, folder: RunFolder, task: Task, log: MetricsLog) -> Trainer:
-        """Builds everything, and takes up the newest valid checkpoint of the folder if it has one."""
+    def start(cls, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog) -> Trainer:
+        """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one."""
         device = chosen_device(config.device)
-        rung = precision.get(config.precision)
-        model = build(config, task.model, device, rung, task.tokens_at_once(), _choices_before(folder))
+        precision = precisions.get(config.precision)
+        model = build(config, task.model, device, precision, task.tokens_at_once(), _choices_before(folder))
         feed = task.feed(model)
         if device.type == "cuda":
             use_attention_of_whole_rows(model, feed.probe())
         # before the optimizer: it holds what trains, no more
-        saving = economize(config, model, rung, device, feed.probe, task.options)
+        memory_notes = apply_memory_options(config, model, precision, device, feed.probe, task.options)
         trainer = cls(
             config=config,
             folder=folder,
             task=task,
             log=log,
             device=device,
-            rung=rung,
+            precision=precision,
             model=model,
-            objective=task.objective(model, rung.computes_in),
-            optimizer=build_optimizer(config, model, rung),
-            scaler=torch.amp.GradScaler(device.type) if rung.scales_loss else None,
+            objective=task.objective(model, precision.computes_in),
+            optimizer=build_optimizer(config, model, precision),
+            scaler=torch.amp.GradScaler(device.type) if precision.scales_loss else None,
             feed=feed,
             best=Best(folder.best, task.best),
-            saving=saving,
+            memory_notes=memory_notes,
             schedule=Schedule.of(config, model),
         )
         trainer._resume()
@@ -119,7 +121,7 @@ class Trainer:
         trainer.graphs = cuda_graph.graphed_step(
             config, model, trainer.optimizer, trainer.scaler, device, trainer._backward_of_graph
         )
-        trainer.no_casts = cast_in_step(config, trainer.optimizer, model)
+        trainer.no_cast_reason = cast_in_step(config, trainer.optimizer, model)
         return trainer
 
     def _resume(self) -> None:
@@ -135,7 +137,11 @@ class Trainer:
                 f"steps = {self.config.steps}: the run is at step {found.step} already, in {found.path}. "
                 f"Resume with --steps {found.step} or more."
             )
-        for key, own in self._numbers().items():
+        if problem := forms.refuse(found.facts, state_checks.FACTS):
+            raise CheckpointError(
+                f"{found.path / FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
+            )
+        for key, own in self._numeric_settings().items():
             if found.facts.get(key, own) != own:  # checkpoints of before have no optimizer, states and master
                 raise CheckpointError(
                     f"{found.path}: was written with {key} = {found.facts[key]!r}, this run has {own!r}. "
@@ -148,21 +154,28 @@ class Trainer:
                     f"{self.config.data!r} has now. Restore the data, or start anew in another --output."
                 )
         self._refuse_moved_switches(found)
-        self.schedule.take_up(self.model, found.step)
+        self.schedule.fast_forward(self.model, found.step)
         state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
-        self.feed.restore(found.facts.get("position", {}))
+        with state.unusable(f"{found.path / FACTS}: position"):
+            self.feed.restore(found.facts.get("position", {}))
         if lost := self.best.restore(found.facts.get("best")):
             print(f"WARNING: {lost}", file=sys.stderr, flush=True)
         self.step = self.saved_step = found.step
         self.trained_s = found.facts["trained_s"]
         self.skipped_steps = found.facts["skipped_steps"]
         self.resumed_from = str(found.path)
-        names = [path.name for path, _ in skipped]
-        self.log.write("resume", self.step, path=str(found.path.relative_to(self.folder.path)), skipped=names)
+        place = str(found.path.relative_to(self.folder.path))
+        self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped])
+        self._log_saved(place)
+
+    def _log_saved(self, path: str) -> None:
+        """Logs the checkpoint at `path` if a kill came between memory_notes and logging it."""
+        if not any(event["event"] == "checkpoint" and event["path"] == path for event in read_metrics(self.log.path)):
+            self.log.write("checkpoint", self.step, path=path)
 
     def _refuse_moved_switches(self, found: store.Checkpoint) -> None:
-        """A share of other --steps is another step: it may not change what has happened already."""
-        own, stored = self._happened(found.step), found.facts.get("switched", [])
+        """With other --steps a share is another step; it must not move a switch that is past."""
+        own, stored = self._past_switches(found.step), found.facts.get("switched", [])
         if own != stored:
             raise ConfigError(
                 f"steps = {self.config.steps}: at step {found.step} of {found.path} the switches {stored or 'none'} had "
@@ -170,48 +183,37 @@ class Trainer:
                 "or start anew in another --output."
             )
 
-    def _happened(self, step: int) -> list[str]:
+    def _past_switches(self, step: int) -> list[str]:
         return [stage.switch for stage in self.schedule.stages if stage.step <= step]
 
-    def _numbers(self) -> dict[str, Any]:
-        """What decides the arithmetic and leaves no trace in the tensors' names and shapes."""
-        config = self.config
-        optimizer = {key: getattr(config, key) for key in ("optimizer", "states", "master")}
-        return {
-            "recipe": config.recipe,
-            "recipes": dict(config.layers_recipe),
-            "auto": chosen(self.model),
-            "precision": config.precision,
-        } | optimizer
+    def _numeric_settings(self) -> dict[str, Any]:
+        """Settings that change the arithmetic but not the tensors' names and shapes."""
+        own = {key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master")}
+        return own | {"recipes": dict(self.config.layers_recipe), "auto": chosen(self.model)}
 
     def announce(self, show: Console, previews: bool = True) -> None:
-        """What the run is, before its first step. previews: and an example of its data."""
+        """Prints what the run is, before its first step. previews: also an example of its data."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         show.say(
             f"{self.config.recipe}{format_text.elsewhere(self.config.layers_recipe)} ({self.config.precision}) on "
-            f"{device_words(self.device)}: {parameters:,} parameters, {self.task.words()}"
+            f"{device_name(self.device)}: {parameters:,} parameters, {self.task.summary()}"
             + (f"; resumed from {self.resumed_from}" if self.resumed_from else "")
         )
-        for line in (
-            unused_gpu(self.device),
-            *summary(self.model),
-            *emulated_on_gpu(self.model, self.device),
-            *stepped_in_torch(self.optimizer),
-        ):
-            if line:
-                show.say(line)
+        slow = [*emulated_on_gpu(self.model, self.device), *stepped_in_torch(self.optimizer)]
+        for line in filter(None, (unused_gpu(self.device), *summary(self.model), *slow)):
+            show.say(line)
         if self.config.compile:
             show.say("Compiling during the first step and the first evaluation: minutes of silence.")
         for stage in self.schedule.stages:
             if stage.step > self.step:
                 show.say(f"To come at {stage}")
-        show.say("\n".join([f"Loss: {self.objective.words}.", *self.saving]))
+        show.say("\n".join([f"Loss: {self.objective.description}.", *self.memory_notes]))
         for part in self.task.preview() if previews else ():
             show.say(part)
         for setting, what in (("compile", "Compiled code"), ("cuda_graph", "What CUDA graphs replay")):
             if getattr(self.config, setting) and self.config.tensor_every:
                 show.say(f"{what} cannot be observed: no tensor statistics in this run.")
-        casts = words_of_casts(self.optimizer, self.no_casts)
+        casts = cast_summary(self.optimizer, self.no_cast_reason)
         if casts and self.device.type == "cuda":
             show.say(f"Weights cast by the optimizer's step: {'; '.join(casts)}.")
         for fusion in fusions(self.model):
@@ -222,23 +224,24 @@ class Trainer:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
         config = self.config
         state.set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
-        launching = Launching.of(config, self.device, self.graphs, self.model, self.optimizer, self.scaler)
+        launch_monitor = LaunchMonitor(config, self.device, self.graphs)
+        if self.graphs is None:
+            launch_monitor.refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler))
         while self.step < config.steps and not stop.requested:
             started_at_s = time.monotonic()
-            unseen = config.compile or config.cuda_graph
-            looks = config.tensor_every and (self.step + 1) % config.tensor_every == 0 and not unseen
-            for stage in self.schedule.before(self.model, self.step + 1):
+            can_observe = config.tensor_every and not (config.compile or config.cuda_graph)
+            for stage in self.schedule.apply(self.model, self.step + 1):
                 self.log.write("switch", stage.step, **stage.event)
                 show.say(str(stage))
                 if self.graphs is not None:
                     self.graphs.renew()
-            if looks:
+            if can_observe and (self.step + 1) % config.tensor_every == 0:
                 with watched(self.model) as events:
                     numbers, inputs = self._optimizer_step()
                 for event in events:
                     self.log.write("tensor", self.step, **event)
-            elif launching.measures(self.step + 1):
-                numbers, inputs = launching.measured(self.step + 1, self._optimizer_step, self.log, show)
+            elif launch_monitor.measures(self.step + 1):
+                numbers, inputs = launch_monitor.measured(self.step + 1, self._optimizer_step, self.log, show)
             else:
                 numbers, inputs = self._optimizer_step()
             spent_s = time.monotonic() - started_at_s
@@ -247,11 +250,11 @@ class Trainer:
             peak = peak_bytes(self.device)
             self.log.write(
                 "step", self.step, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s, peak_bytes=peak,
-                **launching.facts(),
+                **launch_monitor.facts(),
             )  # fmt: skip
             show.step(self.step, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=peak)
-            launching.report(self.step, show)
-            self._report_poisoned(show)
+            launch_monitor.report(self.step, show)
+            self._report_nonfinite_amax(show)
             last = self.step == config.steps
             if last or (config.eval_every and self.step % config.eval_every == 0):
                 self._evaluate(show)
@@ -267,9 +270,9 @@ class Trainer:
         Raises NumericsError before anything changes.
         """
         config, number = self.config, self.step + 1
-        drawn = self.feed.draw(self.step)
-        micro_batches = drawn.batches
-        targets = count_targets(micro_batches, number)
+        step_batch = self.feed.draw(self.step)
+        micro_batches = step_batch.batches
+        targets = targets_of_step(micro_batches, number)
         lr = learning_rate(
             number, steps=config.steps, warmup_steps=config.warmup_steps,
             peak=config.learning_rate, lowest=config.min_learning_rate,
@@ -279,13 +282,14 @@ class Trainer:
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         self._update()
         self.step = number
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets, **drawn.facts}, drawn.inputs
+        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
+        return {**numbers, **step_batch.facts}, step_batch.inputs
 
     def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
         """The gradient of a step, clipped; [2] on the device: its loss, and the norm before clipping."""
         if self.graphs is not None:
             for batch in micro_batches:
-                cuda_graph.accumulate(self.graphs, batch, targets, cuda_graph.classes_of(self.objective))
+                cuda_graph.accumulate(self.graphs, batch, targets, self.objective.head)
             return self.graphs.readings()
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
@@ -296,7 +300,7 @@ class Trainer:
         return torch.stack((loss_sum, norm.to(loss_sum.dtype)))
 
     def _update(self) -> None:
-        """Optimizer and windows take the step."""
+        """Steps the optimizer and the amax windows."""
         if self.graphs is not None:
             self.graphs.update()
             return
@@ -309,13 +313,13 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _backward_of_graph(self, batch: Batch, targets: Tensor) -> Tensor:
-        """As `_backward`, of a micro-batch on the device whose labels were looked at."""
+        """`_backward` of a micro-batch that is on the device and whose labels are checked."""
         return self._backward(partial(self.objective, checked=True), batch, targets)
 
     def _backward(
         self, objective: Callable[[Batch, torch.device], Tensor], batch: Batch, targets: int | Tensor
     ) -> Tensor:
-        with self.rung.context(self.device.type):
+        with self.precision.context(self.device.type):
             loss = objective(batch, self.device) / targets
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
@@ -333,7 +337,7 @@ class Trainer:
 
         def repeat() -> None:
             for batch in micro_batches:
-                whole = partial(summed_loss, self.model, options=self.task.options)  # and uncompiled: all hooks run
+                whole = partial(loss_of_model, self.model, options=self.task.options)  # and uncompiled: all hooks run
                 self._backward(whole, batch, targets)
 
         where = first_nonfinite(self.model, repeat, loss)
@@ -346,24 +350,24 @@ class Trainer:
             "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'."
         )
 
-    def _report_poisoned(self, show: Console) -> None:
-        """Logs amax readings that were not finite, at the steps where somebody looks (it synchronises)."""
+    def _report_nonfinite_amax(self, show: Console) -> None:
+        """Logs amax readings that were not finite, every log_every steps, since it synchronises."""
         if self.step % self.config.log_every and self.step != self.config.steps:
             return
         counts = nonfinite_amax(self.model)
         for (module, role), count in counts.items():
-            if count > self.poisoned.get((module, role), 0):
+            if count > self.nonfinite_counts.get((module, role), 0):
                 self.log.write("nonfinite_amax", self.step, module=module, role=role, count=count)
                 show.say(
                     f"step {self.step}: amax of {role} in {module} was not finite in {count} steps; kept out of its window"
                 )
-        self.poisoned = counts
+        self.nonfinite_counts = counts
 
     @torch.no_grad()
     def _evaluate(self, show: Console) -> None:
         """The task's metrics, the best weights by one of them, and a sample of text."""
         self.model.eval()
-        scorer = Scorer(self.objective, self.device, partial(self.rung.context, self.device.type))
+        scorer = Scorer(self.objective, self.device, partial(self.precision.context, self.device.type))
         found = self.task.evaluate(self.model, scorer)
         self.model.train()
         self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
@@ -371,7 +375,7 @@ class Trainer:
         is_best = self.best.take(self.step, found, weights)
         show.say(f"step {self.step}: {describe_metrics(found)}{', the best so far' if is_best else ''}")
         if self.config.sample_tokens:
-            with self.rung.context(self.device.type):
+            with self.precision.context(self.device.type):
                 written = self.task.sample(self.model)
             if written:
                 self.log.write("sample", self.step, **written)
@@ -383,12 +387,13 @@ class Trainer:
             "state": rest,
             "trained_s": self.trained_s,
             "skipped_steps": self.skipped_steps,
-            **self._numbers(),
-            "switched": self._happened(self.step),
+            **self._numeric_settings(),
+            "switched": self._past_switches(self.step),
             **self.task.identity,
             "position": self.feed.state(),
             "best": self.best.facts(),
         }
+        self.log.sync()  # a run that goes on from here has the lines of the steps before
         path = store.save(self.folder.checkpoints, self.step, tensors, facts)
         self.saved_step = self.step
         store.prune(self.folder.checkpoints, self.config.keep)
@@ -398,13 +403,12 @@ class Trainer:
 
 
 def _choices_before(folder: RunFolder) -> dict[str, str] | None:
-    """What recipe "auto" chose when the run began, so that its continuation computes the same; None for a new run."""
-    if not folder.has_run() or not folder.run.exists():
-        return None
-    return folder.read_run().get("auto") or None
+    """What recipe "auto" chose when the run began, so that a resumed run computes the same; None for a new run."""
+    is_old = folder.has_run() and folder.run.exists()
+    return (folder.read_run().get("auto") or None) if is_old else None
 
 
 def read(readings: Tensor) -> tuple[float, float]:
-    """Two numbers from the device: where a step waits for it."""
-    first, second = readings.tolist()
-    return first, second
+    """Copies loss and gradient norm to the host; synchronises."""
+    loss, norm = readings.tolist()
+    return loss, norm

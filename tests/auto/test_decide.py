@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 
@@ -21,10 +20,9 @@ WORKLOAD = measure.LinearWorkload(tokens=8192, inputs=4096, outputs=14336, dtype
 
 
 @pytest.fixture
-def on_hopper(monkeypatch):
+def on_hopper(monkeypatch, device_is):
     """The registry takes the CPU for an H200; keys need no device."""
-    hopper = Device("cuda", (9, 0), cuda=(12, 9))
-    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index: hopper)
+    device_is(Device("cuda", (9, 0), cuda=(12, 9)), of="cpu")
     monkeypatch.setattr(measure, "key", lambda workload, names, device: f"{workload} {names}")
 
 
@@ -72,9 +70,8 @@ def test_on_a_cpu_nothing_is_faster_and_nothing_is_measured(tmp_path):
     )
 
 
-def test_a_gpu_without_fp8_says_so(monkeypatch):
-    ampere = Device("cuda", (8, 0), cuda=(12, 9))
-    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index: ampere)
+def test_a_gpu_without_fp8_says_so(device_is):
+    device_is(Device("cuda", (8, 0), cuda=(12, 9)), of="cpu")
     assert "fp8-current: compute capability 8.0, FP8 needs 8.9" in str(decide(WORKLOAD, CPU))
 
 
@@ -194,11 +191,13 @@ def test_every_candidate_runs_forward_and_backward(monkeypatch):
 
 def test_the_weight_is_quantized_in_every_step(monkeypatch):
     """As after an optimizer step: a cast kept from the step before would flatter."""
-    from narrowgauge.nn import operands
+    from narrowgauge.nn import plan
 
     calls = []
-    real = operands.quantize
-    monkeypatch.setattr(operands, "quantize", lambda x, *a, **k: calls.append(tuple(x.shape)) or real(x, *a, **k))
+    real = plan.OperandPlan.quantize
+    monkeypatch.setattr(
+        plan.OperandPlan, "quantize", lambda self, x, *a: calls.append(tuple(x.shape)) or real(self, x, *a)
+    )
     workload = measure.LinearWorkload(tokens=32, inputs=48, outputs=64, dtype=torch.bfloat16)
     sets = [measure._inputs(workload, CPU)]
     run = measure.step(workload, "fp8-current", sets, CPU)
@@ -273,16 +272,16 @@ def test_choices_are_followed_without_measuring(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, r"'auto' chooses by the sizes of the products, and tokens is None\. Give tokens="),
+        ({}, r"'auto' chooses by the sizes of the products, but tokens is None\. Pass tokens="),
         ({"tokens": 0}, "tokens is 0"),
         ({"tokens": True}, "tokens is True"),
         (
             {"tokens": 8, "choices": {"0": "fp8-row"}},
-            r"the choice given for '1' is None; it must be one of .* Give the choices made for this model",
+            r"the choice for '1' is None; it must be one of .* Pass the choices made for this model",
         ),
         (
             {"tokens": 8, "choices": {"0": "int8", "1": "bf16", "2": "bf16"}},
-            r"the choice given for '0' is 'int8'; it must be one of",
+            r"the choice for '0' is 'int8'; it must be one of",
         ),
     ],
 )

@@ -1,7 +1,6 @@
 """Rows to examples, exactly: which tokens are learnt, what is refused with its file and line, what the cache keeps."""
 
 import json
-import os
 import pickle
 from types import SimpleNamespace
 
@@ -18,8 +17,8 @@ from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Limits, prepare_examples
 from narrowgauge.data.records import records
 from narrowgauge.data.sample import coloured_sample
-from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, class_names
-from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
+from narrowgauge.errors import ConfigError, DataError
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 PLAIN = (
@@ -127,7 +126,7 @@ def test_rows_without_a_target(write, llama_like, tmp_path, policy):
     if policy == "error":
         with pytest.raises(DataError, match=r"1 of 2 rows have no target.*first is .*rows.jsonl:1"):
             prepare_examples(path, Completion(), llama_like, **options)
-        assert not list(tmp_path.glob("*.bin"))
+        assert not list(tmp_path.glob("*examples*"))
     else:
         found = prepare_examples(path, Completion(), llama_like, **options)
         assert len(found) == 1
@@ -238,7 +237,6 @@ def test_classes_by_name_and_by_number(write, llama_like, tmp_path):
     found = prepare_examples(path, task, llama_like, cache=tmp_path)
     assert [item["labels"] for item in found] == [0, 1]
     assert found[0]["input_ids"].tolist() == llama_like("a tile")["input_ids"]
-    assert class_names(list(records(path, ["label"])), "label") == ("bad", "good")
     headless = write("x\t1\t\tThe sailors\nx\t0\t*\tAs you eat\n", "cola.tsv")
     found = prepare_examples(
         headless, Classification(classes=2), llama_like, cache=tmp_path, header=["source", "label", "mark", "text"]
@@ -304,7 +302,7 @@ def test_seq2seq_has_two_sides(write, llama_like, tmp_path):
 def test_malformed_rows_are_refused_with_file_and_line(write, llama_like, tmp_path, name, text, message):
     with pytest.raises(DataError, match=message):
         prepare_examples(write(text, name), Completion(), llama_like, cache=tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*.bin"))
+    assert not list((tmp_path / "cache").glob("*"))
 
 
 def test_the_same_rows_from_every_format(write, tmp_path):
@@ -332,7 +330,7 @@ def test_a_parquet_column_of_messages(chat_tokenizer, tmp_path):
 def test_the_second_time_nothing_is_tokenized(write, llama_like, tmp_path, monkeypatch):
     path = write([{"prompt": "a", "completion": "b"}])
     first = prepare_examples(path, Completion(), llama_like, cache=tmp_path)
-    monkeypatch.setattr(module._Job, "write", None)
+    monkeypatch.setattr(module._Job, "fill", None)
     second = prepare_examples(path, Completion(), llama_like, cache=tmp_path)
     assert second.summary == first.summary
     copy = pickle.loads(pickle.dumps(second))  # as a DataLoader's spawned worker gets it
@@ -359,13 +357,13 @@ def test_data_tokenizer_options_and_template_each_change_the_key(write, chat_tok
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("suffix", [".input_ids.bin", ".targets.lengths.bin", ".json"])
+@pytest.mark.parametrize("name", ["input_ids.bin", "targets.lengths.bin", "index.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_entry_is_made_again_and_told(write, llama_like, tmp_path, suffix, damage):
+def test_a_damaged_entry_is_made_again_and_told(write, llama_like, tmp_path, name, damage):
     path = write([{"prompt": "the scale", "completion": " of a tile"}])
     cache = tmp_path / "cache"
     first = prepare_examples(path, Completion(), llama_like, cache=cache)[0]["input_ids"].tolist()
-    (file,) = cache.glob(f"*{suffix}")
+    (file,) = cache.rglob(name)
     raw = bytearray(file.read_bytes())
     if damage == "remove":
         file.unlink()
@@ -374,40 +372,38 @@ def test_a_damaged_entry_is_made_again_and_told(write, llama_like, tmp_path, suf
         file.write_bytes(raw if damage == "flip" else raw[:-1])
     again = prepare_examples(path, Completion(), llama_like, cache=cache)
     assert again[0]["input_ids"].tolist() == first
-    gone = suffix == ".json" and damage == "remove"
-    assert again.notes == [] if gone else "damaged and has been made again" in again.notes[0]
-    assert not list(cache.glob("*.tmp"))
+    assert "damaged and has been made again" in again.notes[0]
+    assert not list(cache.glob(".*"))
 
 
 def test_an_entry_that_others_made_meanwhile_is_used(write, llama_like, tmp_path, monkeypatch):
     """Another process publishes the same entry at the same time, under another name of the same data."""
     rows = [{"prompt": "the scale", "completion": " of a tile"}]
     mine, theirs = write(rows, "mine.jsonl"), write(rows, "theirs.jsonl")
-    publish = module.ExampleWriter.publish
+    fill = module._Job.fill
 
-    def beside(writer, facts):
-        monkeypatch.setattr(module.ExampleWriter, "publish", publish)
+    def beside(job, append):
+        monkeypatch.setattr(module._Job, "fill", fill)
         prepare_examples(theirs, Completion(), llama_like, cache=tmp_path)
-        rename = os.rename
+        return fill(job, append)
 
-        def look(source, target):
-            rename(source, target)
-            assert module.open_examples(tmp_path, writer.key) is not None
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", look)
-            publish(writer, facts)
-
-    monkeypatch.setattr(module.ExampleWriter, "publish", beside)
+    monkeypatch.setattr(module._Job, "fill", beside)
     assert prepare_examples(mine, Completion(), llama_like, cache=tmp_path).summary["source"] == str(mine)
+    monkeypatch.setattr(module._Job, "fill", None)
     assert prepare_examples(theirs, Completion(), llama_like, cache=tmp_path).summary["source"] == str(theirs)
 
 
-def test_an_entry_that_vanishes_is_told(write, llama_like, tmp_path, monkeypatch):
-    path = write([{"prompt": "a", "completion": "b"}])
-    monkeypatch.setattr(module, "open_examples", lambda folder, key: None)
-    with pytest.raises(StorageError, match=r"missing though it was just written.*another cache folder"):
-        prepare_examples(path, Completion(), llama_like, cache=tmp_path)
+def test_selected_rows_are_those_examples_in_that_order(write, llama_like, tmp_path):
+    """Also selected from a selection, and in another process."""
+    path = write([{"source": "the scale " * size, "target": "amax " * (9 - size)} for size in range(1, 9)])
+    found = prepare_examples(path, Seq2Seq(), llama_like, cache=tmp_path)
+    part = pickle.loads(pickle.dumps(found.select(np.array([7, 1, 4])).select(np.array([2, 0]))))
+    assert len(part) == 2 and part.lengths.tolist() == found.lengths[[4, 7]].tolist()
+    for mine, theirs in zip(part, (found[4], found[7]), strict=True):
+        assert {name: ids.tolist() for name, ids in mine.items()} == {
+            name: ids.tolist() for name, ids in theirs.items()
+        }
+    assert len(found) == 8
 
 
 # Tokenizers
@@ -440,7 +436,7 @@ def test_a_slow_tokenizer_is_refused_for_many_rows_unless_asked_for(write, tmp_p
         prepare_examples(many, task, Slow(), cache=tmp_path)
     assert len(prepare_examples(many, task, Slow(), cache=tmp_path, allow_slow=True)) == 4
     chat = write([{"prompt": "a", "completion": "b"}], "completion.jsonl")
-    with pytest.raises(ConfigError, match="does not say which characters"):
+    with pytest.raises(ConfigError, match="does not know which characters"):
         prepare_examples(chat, Completion(), Slow(), cache=tmp_path)
 
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.data import fingerprint, load, train_bpe
-from narrowgauge.data.storage import locked, temporary
 from narrowgauge.data.tokenizer import END_OF_TEXT, _sample, end_of_text, plain_backend
 from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.storage import locked, temporary
 
 TEXTS = ["the scale of a tile\n" * 30, "the amax of a tile\n" * 20, "größe 数 🙂"]
 
@@ -56,6 +56,7 @@ def test_other_text_or_size_is_another_folder(tmp_path, texts, vocab_size):
     assert train_bpe(texts, vocab_size, tmp_path).folder != train_bpe(TEXTS, 270, tmp_path).folder
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_does_not_change_the_merges():
     code = (
         "import hashlib, sys; from narrowgauge.data.tokenizer import _train\n"
@@ -126,11 +127,12 @@ def test_a_changed_cache_is_made_again_and_says_so(tmp_path, damage):
 @pytest.mark.parametrize("state", ["absent", "changed"])
 def test_processes_that_train_the_same_tokenizer_at_once(texts, tmp_path, monkeypatch, state):
     """Another one finishes while this one has its draft ready: between its last look and its rename."""
-    from narrowgauge.data import tokenizer as module
+    from narrowgauge.data import cache as module
+    from narrowgauge.data.tokenizer import SEAL
 
     made = train_bpe(texts, 300, tmp_path)
     if state == "changed":
-        (made.folder / module.SEAL).write_text("{}", encoding="utf-8")
+        (made.folder / SEAL).write_text("{}", encoding="utf-8")
     else:
         shutil.rmtree(made.folder)
     publish = module.publish
@@ -151,7 +153,7 @@ def test_training_refuses_what_cannot_work(tmp_path):
     with pytest.raises(DataError, match="no text to train a tokenizer on"):
         train_bpe([], 300, tmp_path)
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(StorageError, match="cache cannot be used"):
+    with pytest.raises(StorageError, match="cannot use the cache"):
         train_bpe(TEXTS, 270, tmp_path / "file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -15,16 +14,13 @@ from narrowgauge.ops.selfcheck import Result
 
 
 @pytest.fixture
-def simulate(monkeypatch):
+def simulate(monkeypatch, device_is):
     """simulate(cpu=Device(...), cuda=(9, 0)): what the registry and torch say of the machine."""
-    mm = importlib.import_module("narrowgauge.ops.mm")  # the package's attribute of that name is the function
 
     def install(cpu=None, cuda=None):
-        def facts(kind, index):
-            return Device("cuda", cuda) if kind == "cuda" else cpu or Device("cpu")
-
-        for module in (machine, mm):
-            monkeypatch.setattr(module, "device_facts", facts)
+        device_is(cpu or Device("cpu"))
+        if cuda is not None:
+            device_is(Device("cuda", cuda))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda is not None))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cuda)

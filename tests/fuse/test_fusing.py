@@ -1,4 +1,4 @@
-"""Fused producers: found by what they are, no number changed where no kernel runs (exact), and described (in words)."""
+"""Fused norms and activations: found by what they are, no number changed where no kernel runs (exact), and described (in words)."""
 
 from __future__ import annotations
 
@@ -121,10 +121,11 @@ def test_so_they_are_in_mixed_precision_and_in_evaluation():
 def test_every_reader_takes_the_cast_and_nobody_casts_again(monkeypatch):
     """Of a block: q, k, v share one cast, gate and up one, down has one, o has its own, at the layer."""
     casts: list[tuple[int, int]] = []
-    real = precast.cast_ahead
+    real = precast.Operand
+    monkeypatch.setattr(precast, "Operand", Counting := type("Counting", (real,), {}))
     monkeypatch.setattr(
-        precast, "cast_ahead", lambda x, *rest: casts.append(tuple(x.shape)) or real(x, *rest)
-    )  # fmt: skip
+        Counting, "read", lambda self: casts.append(tuple(self.tensor.shape)) or real.read(self), raising=False
+    )
     model = built("llama", "fp8-delayed")
     trained(model, 1)
     assert casts == [(24, 64), (24, 64), (24, 96)] * 2
@@ -271,7 +272,7 @@ def test_describe_prints_it_and_none_takes_it_back():
 
 
 def test_recipes_may_change_afterwards():
-    """To one that casts otherwise, to none, suspended: the producer follows."""
+    """To one that casts otherwise, to none, suspended: the fused cast follows."""
     results = []
     for fused in (False, True):
         model = built("llama", "fp8-delayed", fused)
@@ -293,7 +294,7 @@ def test_copies_and_pickles_work_on_their_own():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         mlp = other.model.layers[0].mlp
         assert mlp.__dict__["forward"].module is mlp
-        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].producer.readers)
+        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].fused.readers)
         for a, b in zip(trained(copy.deepcopy(model), 1), trained(other, 1), strict=True):
             assert_same(a, b)
 
@@ -309,6 +310,14 @@ def test_a_reader_that_never_comes_shows():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own use of autograd.Function
 def test_compiled_code_passes_it_by_without_a_break():
+    layer = built("llama", "fp8-current").model.layers[0]
+    part, x = nn.Sequential(layer.post_attention_layernorm, layer.mlp), torch.randn(2, 12, 64)
+    assert_same(torch.compile(part, backend="eager", fullgraph=True)(x), part(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_compiled_code_of_a_whole_model_passes_it_by_without_a_break():
     model = built("llama", "fp8-current")
     compiled = torch.compile(model.model, backend="eager", fullgraph=True)
     assert_same(compiled(input_ids=IDS)[0], model.model(input_ids=IDS)[0])

@@ -234,11 +234,9 @@ def test_it_compiles_without_a_break():
         assert distance(found, reference) <= SAME
 
 
-def test_autocast_does_not_choose_the_type_of_the_products(monkeypatch):
+def test_autocast_does_not_choose_the_type_of_the_products(device_is):
     """On a CPU without bfloat16 instructions all products are in float32; autocast made them bfloat16, many times slower."""
     from torch.utils._python_dispatch import TorchDispatchMode
-
-    from narrowgauge.memory import loss
 
     class Products(TorchDispatchMode):
         dtypes: ClassVar[set[torch.dtype]] = set()
@@ -248,7 +246,7 @@ def test_autocast_does_not_choose_the_type_of_the_products(monkeypatch):
                 self.dtypes |= {each.dtype for each in arguments if isinstance(each, torch.Tensor)}
             return function(*arguments, **(options or {}))
 
-    monkeypatch.setattr(loss, "device_facts", lambda *_: Device("cpu", bf16_gemm=False))
+    device_is(Device("cpu", bf16_gemm=False))
     x, weight, _, targets = made(dtype=torch.float32, bias=False)
     with torch.autocast("cpu", dtype=torch.bfloat16), Products():
         chunked_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)[0].backward()

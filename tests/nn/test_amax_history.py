@@ -10,19 +10,20 @@ import torch
 from narrowgauge import recipes
 from narrowgauge.conversion import advance, nonfinite_amax
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.amax_history import AmaxHistory, roll_history
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxWindow, observe, roll
+from narrowgauge.ops.quantize.amax_state import IN_USE, update_amax
 from narrowgauge.recipe import Gemm, Recipe, Window
 
 
-def window(**settings: object) -> AmaxWindow:
-    return AmaxWindow(Window(**settings), torch.device("cpu"))  # type: ignore[arg-type]
+def window(**settings: object) -> AmaxHistory:
+    return AmaxHistory(Window(**settings), torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def step(state: AmaxWindow, *readings: float) -> list[float]:
+def step(state: AmaxHistory, *readings: float) -> list[float]:
     """Micro-batches of one step; returns the amax that each was scaled by, then rolls."""
-    used = [float(observe(state.live, torch.tensor([[reading]]))) for reading in readings]
-    roll([state])
+    used = [float(update_amax(state.live, torch.tensor([[reading]]))) for reading in readings]
+    roll_history([state])
     return used
 
 
@@ -132,10 +133,10 @@ def test_many_windows_roll_as_one_would() -> None:
     for reading in (2.0, 0.0, 5.0, float("inf"), 1.0, 1.0, 1.0, 1.0):
         for index, (left, right) in enumerate(zip(together, alone, strict=True)):
             amax = torch.tensor([[reading * (index + 1)]])
-            observe(left.live, amax)
-            observe(right.live, amax)
-            roll([right])
-        roll(together)
+            update_amax(left.live, amax)
+            update_amax(right.live, amax)
+            roll_history([right])
+        roll_history(together)
     for left, right in zip(together, alone, strict=True):
         assert torch.equal(left.history, right.history)
         assert torch.equal(left.live, right.live)

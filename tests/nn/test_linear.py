@@ -420,9 +420,9 @@ def test_moving_a_layer_drops_its_casts() -> None:
     layer = layer_of(recipes.FP8_CURRENT)
     layer.empty_cache(keep=True)
     layer(torch.randn(8, 64))
-    assert layer._cache is not None and layer._cache.casts
+    assert layer._cache is not None and not layer._cache.casts.is_empty
     layer.to(torch.bfloat16)
-    assert not layer._cache.casts and layer._cache.held is None
+    assert layer._cache.casts.is_empty and layer._cache.held is None
 
 
 def test_a_view_of_the_weight_at_the_same_address_is_another_weight() -> None:

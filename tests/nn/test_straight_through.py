@@ -17,6 +17,7 @@ from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import INT4, INT4X2, INT8
 from narrowgauge.nn.learned_step import LARGEST_STEP, RATE, SMALLEST_STEP, WATCHED
+from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear, linear
 from narrowgauge.nn.straight_through import _drawn_rows
 from narrowgauge.ops.registry import Device
@@ -351,12 +352,12 @@ def train_late(kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: 
         for group in optimizer.param_groups:
             group["lr"] = rate(step) * (30 if kind == "sgd" else 1)
         (model(x) - x).square().mean().backward()
-        if changes.get("updates", True):
-            optimizer.step()
-        optimizer.zero_grad()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            if changes.get("updates", True):
+                optimizer.step()
             ng.advance(model)
+        optimizer.zero_grad()
         said += [step for warning in caught if "no learned step of 2 layers, '0' the first," in str(warning.message)]
         assert len(caught) == said.count(step)
     return said
@@ -677,18 +678,17 @@ def test_a_gradient_whose_squares_overflow_is_no_reason_to_sample():
         layer.zero_grad()
         layer(x).backward(gradient)
         ng.advance(layer)
-    assert layer.sampling.active == () and layer.sampling.variance[1] == torch.inf
+    assert layer.sampling.active == () and layer.sampling.variance[1] == UNREAD
 
 
 @pytest.mark.parametrize("name", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq"])
-def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, name):
+def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, device_is, name):
     """As codes for INT8 units and as decoded values: the same format, and the same share beyond its largest number (exact)."""
     torch.manual_seed(0)
     x, weight, found = torch.randn(64, 64), torch.randn(64, 64), []
     for int8_gemm in (True, False):
         torch.manual_seed(1)
-        device = Device("cpu", bf16_gemm=False, int8_gemm=int8_gemm)
-        monkeypatch.setattr("narrowgauge.ops.mm.device_facts", lambda kind, index, device=device: device)
+        device_is(Device("cpu", bf16_gemm=False, int8_gemm=int8_gemm))
         monkeypatch.setattr("narrowgauge.ops.cpp.int4.refuse", lambda device: "not in this test")
         layer, seen = QLinear(64, 64, bias=False, recipe=name).eval(), {}
         with torch.no_grad():
@@ -697,7 +697,7 @@ def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, name
             {(gemm, role): operand_statistics(original, operand)} if isinstance(operand, QTensor) else {}
         )
         layer(x.clone().requires_grad_()).sum().backward()
-        assert layer.settings(x).plans.output.choice.kernel.name == ("native-int8" if int8_gemm else "reference")
+        assert layer.plan(x.device).output.choice.kernel.name == ("native-int8" if int8_gemm else "reference")
         found.append(seen)
     assert {found[0]["output", role]["format"] for role in ("x", "w")} == {"int4"}
     assert found[0] == found[1]
@@ -726,3 +726,22 @@ def test_buffers_can_be_averaged(kind, name):
     if layer.steps is not None:
         assert not layer.steps.is_cold and not averaged.module.steps.is_cold
     assert averaged.eval()(torch.randn(4, 32)).isfinite().all()
+
+
+def test_models_are_averaged_before_and_after_their_first_reading():
+    """No NaN, which would mean a poisoned gradient; and a state of an earlier version, with infinity, is taken over."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(QLinear(32, 32, bias=False, recipe="int4-hq-lss"))
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    for _ in range(3):
+        average.update_parameters(model)
+        model(torch.randn(64, 32).requires_grad_()).square().sum().backward()
+    average.update_parameters(model)
+    assert (model[0].sampling.variance < 1e30).all()
+    assert average.module[0].sampling.variance.isfinite().all()
+    state = {
+        name: torch.full_like(value, torch.inf) if "variance" in name else value
+        for name, value in model.state_dict().items()
+    }
+    model.load_state_dict(state)
+    assert (model[0].sampling.variance == UNREAD).all() and model[0].sampling.active == ()

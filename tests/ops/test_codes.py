@@ -1,4 +1,4 @@
-"""The compiled passes around a 4-bit product, and the product, against their definitions.
+"""The compiled casts, the passes around a 4-bit product, and the product, against their definitions.
 
 Encode, decode, masks, noise, rounding and the product bit for bit (exact) over ragged shapes and edges; the butterflies against
 the matrix (bounded) and against themselves in torch (exact); refusals.
@@ -6,24 +6,29 @@ the matrix (bounded) and against themselves in torch (exact); refusals.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from narrowgauge import formats
 from narrowgauge.errors import BackendError
-from narrowgauge.formats import INT4, INT4X2, INT8
+from narrowgauge.formats import E2M1, E3M0, E4M3, INT4, INT4X2, INT8, FloatFormat
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import build
+from narrowgauge.ops.cpp import cast as cast_kernel
 from narrowgauge.ops.cpp import int4 as cpp
+from narrowgauge.ops.cpp.cast import rounds
 from narrowgauge.ops.hadamard import draw_signs, rotate, rotated_length, unrotate
 from narrowgauge.ops.hadamard.codes import decode, encode, pack_bits, unclipped, unpack_bits
 from narrowgauge.ops.mm import mm
-from narrowgauge.ops.quantize import quantize
+from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32
 from tests.compare import assert_same, sqnr_db
 
 needs_compiler = pytest.mark.skipif(bool(cpp.unavailable()), reason="needs a C++ compiler")
@@ -124,6 +129,59 @@ def test_stochastic_rounding_is_the_reference(shape, dtype, tile, format, expand
     assert_same(found.scale, expected.scale)
 
 
+NARROW = [format for format in formats.ALL if rounds(format)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("special", ["plain", "poisoned", "edges"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+@pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (5, 7), (WHOLE, 16)], ids=str)
+def test_rounding_to_nearest_is_the_reference(tile, layout, special):
+    """Values of every format in both types, and codes of integers, to the bit; a NaN of a poisoned tile may be any NaN."""
+    x = torch.randn(37, 70) * torch.randn(37, 70).mul(3).exp()
+    if special == "poisoned":
+        x[3, 5], x[20, 40] = math.nan, -math.inf
+    if special == "edges":
+        x[::3], x[1::3], x[2::3] = 0.0, torch.tensor([1e-38, -1e-38]).repeat(35), torch.arange(70) * 0.5 - 17
+        x[0, 0], x[3, :13] = -0.0, torch.tensor([0.0 if not math.isfinite(edge) else edge for edge in EDGES])
+    x = {"rows": x, "columns": x.T, "strided": x[:, ::2]}[layout]
+    for format, scale, dtype in itertools.product(NARROW, (FP32, E8M0_FLOOR), (torch.float32, torch.bfloat16)):
+        cast = Cast(format=format, tile=tile, scale=scale)
+        for expand in (torch.float32, torch.bfloat16) if isinstance(format, FloatFormat) else (torch.float32, None):
+            found, expected = (
+                quantize(x.to(dtype), cast, expand=expand, backend=backend) for backend in ("native-cpp", "reference")
+            )
+            assert_same(found.data, expected.data, any_nan=True)
+            assert_same(found.scale, expected.scale, any_nan=True)
+
+
+@needs_compiler
+def test_rounding_by_a_given_amax_and_with_headroom_is_the_reference(monkeypatch):
+    """Elements beyond the amax saturate; on three threads."""
+    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x, amax = torch.randn(50, 90), torch.tensor([[0.7]])
+    for cast in (Cast(format=E4M3), Cast(format=E4M3, tile=(1, 32), headroom=1.25), Cast(format=INT8)):
+        found, expected = (
+            quantize(x, cast, amax=amax, expand=torch.float32, backend=backend)
+            for backend in ("native-cpp", "reference")
+        )
+        assert_same(found.data, expected.data)
+        assert_same(dequantize(found), dequantize(expected))
+
+
+def test_what_the_pass_to_nearest_leaves_to_the_reference():
+    x = torch.randn(4, 32)
+    for cast, dtype, expand, words in (
+        (Cast(format=E3M0, tile=(1, 32)), torch.float32, torch.float32, "floats with a mantissa"),
+        (Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL), torch.float32, torch.float32, "one scale per tile"),
+        (Cast(format=E4M3), torch.float32, None, "not their codes"),
+        (Cast(format=E4M3), torch.float16, torch.float32, "not float16"),
+    ):
+        with pytest.raises(BackendError, match=f"native-cpp refused: .*{words}"):
+            quantize(x.to(dtype), cast, expand=expand, backend="native-cpp")
+
+
 def test_stochastic_rounding_of_poison_is_seen_in_the_scale():
     x = torch.randn(4, 6)
     x[1, 2] = math.nan
@@ -183,3 +241,7 @@ def test_without_a_compiler_the_reference_computes_and_says_why(monkeypatch):
     assert_same(Key(1, 2).uniform((9,)), random.reference(1, 2, (9,)))
     with pytest.raises(BackendError, match="codes: native-cpp refused: cpp: no C"):
         encode(x, step, INT4, backend="native-cpp")
+    monkeypatch.setattr(cast_kernel, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
+    assert_same(quantize(x, Cast(format=E4M3), expand=torch.float32).data, E4M3.round(x / (x.abs().max() / 448)))
+    with pytest.raises(BackendError, match="quantize: native-cpp refused: cpp: no C"):
+        quantize(x, Cast(format=E4M3), expand=torch.float32, backend="native-cpp")

@@ -11,9 +11,9 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E4M3, E5M2, INT4
 from narrowgauge.fuse import fuse, precast
 from narrowgauge.ops import triton
-from narrowgauge.ops.norm_act import FORWARD, GRADIENTS, KINDS, Kind, Order, ProduceSpec, definition
+from narrowgauge.ops.norm_act import KINDS, CastRequest, Kind, NormActSpec, backward_of, forward_of, norm_cast, value
 from narrowgauge.ops.quantize import quantize, tile_amax
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import POW2
@@ -37,10 +37,11 @@ def test_gradients_are_those_of_the_function(name):
     kind = Kind(name, 1e-5)
     tensors = [each.float().requires_grad_() for each in tensors_of(name)]
     gy = torch.randn(9, 40)
-    definition.value(kind, tensors).backward(gy)
+    value(kind, tensors).backward(gy)
     detached = [each.detach() for each in tensors]
     orders = [None, None] if name == "swiglu" else [None]
-    made, of_parameters = definition.gradients(kind, detached, definition.statistics(kind, detached), gy, orders)
+    statistics = norm_cast.statistics(kind, detached) if kind.is_norm else ()
+    made, of_parameters = backward_of(kind).kernels[-1].run(kind, detached, statistics, gy, orders)
     found = [each.value for each in made] + of_parameters
     assert len(found) == len(tensors)
     for got, tensor in zip(found, tensors, strict=True):
@@ -53,19 +54,27 @@ def test_a_norm_is_that_of_its_module():
     norm = nn.LayerNorm(48)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    y = definition.value(Kind("layer-norm", norm.eps), (x, norm.weight, norm.bias))
+    y = value(Kind("layer-norm", norm.eps), (x, norm.weight, norm.bias))
     torch.testing.assert_close(y, norm(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", [Order(TENSOR, torch.tensor([3.0, 0.0, 0.0]), True, True), Order(ROW), Order(VECTOR)])
+@pytest.mark.parametrize(
+    "order", [CastRequest(TENSOR, torch.tensor([3.0, 0.0, 0.0]), True, True), CastRequest(ROW), CastRequest(VECTOR)]
+)
 def test_the_casts_are_those_of_what_is_returned(order):
-    made, _ = definition.forward(Kind("swiglu"), tensors_of("swiglu", dtype=torch.bfloat16), order)
-    amax = None if order.live is None else observe(torch.tensor([3.0, 0.0, 0.0]), tile_amax(made.value, (WHOLE, WHOLE)))
+    made, _ = (
+        forward_of(Kind("swiglu")).kernels[-1].run(Kind("swiglu"), tensors_of("swiglu", dtype=torch.bfloat16), order)
+    )
+    amax = (
+        None
+        if order.live is None
+        else update_amax(torch.tensor([3.0, 0.0, 0.0]), tile_amax(made.value, (WHOLE, WHOLE)))
+    )
     assert_same(made.plain.data, quantize(made.value, order.cast, amax=amax).data)
-    if order.turned:
-        assert_same(made.turned.data, quantize(made.value.T, order.cast, amax=amax).data)
+    if order.transposed:
+        assert_same(made.transposed.data, quantize(made.value.T, order.cast, amax=amax).data)
     else:
-        assert made.turned is None
+        assert made.transposed is None
 
 
 @pytest.fixture
@@ -75,7 +84,7 @@ def installed(monkeypatch):
 
 
 def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(64, 64), dtypes=(torch.bfloat16,)):
-    return ProduceSpec(Kind(name, 1e-5), device, dtypes, shape, casts)
+    return NormActSpec(Kind(name, 1e-5), device, dtypes, shape, casts)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +104,21 @@ def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(6
     ],
 )  # fmt: skip
 def test_refusals_say_why(installed, given, words):
-    for registry in (FORWARD, GRADIENTS):
+    for registry in (forward_of(given.kind), backward_of(given.kind)):
         with pytest.raises(BackendError, match=f"triton refused: .*{words}"):
             registry.choose(given, "triton")
+
+
+@pytest.mark.parametrize("cast", [ROW, VECTOR], ids=str)
+def test_gradients_have_one_scale_per_tensor(installed, cast):
+    with pytest.raises(BackendError, match="triton refused: casts gradients by one scale per tensor"):
+        backward_of(Kind("gelu")).choose(spec("gelu", (cast, False)), "triton")
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("cast", [TENSOR, ROW, VECTOR], ids=str)
 def test_a_gpu_takes_the_kernel(installed, name, cast):
-    assert FORWARD.choose(spec(name, (cast, cast.tile == (WHOLE, WHOLE)))).kernel.name == "triton"
+    assert forward_of(Kind(name)).choose(spec(name, (cast, cast.tile == (WHOLE, WHOLE)))).kernel.name == "triton"
 
 
 # --- through the layers -------------------------------------------------------------------------------------------------------------
@@ -137,14 +152,14 @@ def forced(model: nn.Module, monkeypatch) -> nn.Module:
     """With the function of the kernels, computed by their definition, where a CPU would take the module's own code."""
     real = precast.refuse_cast
 
-    def refuse(settings, keeps):
-        reason = real(settings, keeps)
+    def refuse(request):
+        reason = real(request)
         return None if reason and "emulated" in reason else reason
 
     monkeypatch.setattr(precast, "refuse_cast", refuse)
-    monkeypatch.setattr(precast, "_is_emulated", lambda plans: False)
+    monkeypatch.setattr(precast, "_is_emulated", lambda plan: False)
     fuse(model)
-    model.__dict__["forward"].producer.backend = "reference"
+    model.__dict__["forward"].fused.backend = "reference"
     return model
 
 
@@ -158,7 +173,7 @@ def test_gate_and_up_take_the_casts_of_their_gradients(monkeypatch, recipe):
     put, taken = [], []
     shared = fused.gate_proj.shared_inputs.gradients
     monkeypatch.setattr(shared, "put", lambda g, casts, real=shared.put: put.append(g.shape) or real(g, casts))
-    monkeypatch.setattr(shared, "take", lambda gy, real=shared.take: _noted(taken, real(gy)))
+    monkeypatch.setattr(shared, "lookup", lambda *call, real=shared.lookup: _noted(taken, real(*call)))
     for a, b in zip(step(fused, recipe), step(plain, recipe), strict=True):
         # An activation's last bit may move a code to its neighbour, one of 8 between powers of two.
         assert (a - b).abs().max() <= 2.0**-4 * b.abs().max()
@@ -181,7 +196,7 @@ def test_windows_of_gradients_are_noted_once(monkeypatch):
     model.gate_proj.register_full_backward_hook(lambda module, inputs, outputs: gradients.append(outputs[0]))
     x = torch.randn(7, 32, requires_grad=True)
     model(x).square().sum().backward()
-    seen = model.gate_proj.live("gy")[1]
+    seen = model.gate_proj.amax_state("gy")[1]
     assert_same(seen, gradients[0].abs().max())
 
 
@@ -192,7 +207,7 @@ def test_a_gradient_that_was_changed_on_the_way_is_cast_by_its_layer(monkeypatch
         model = forced(ng.convert(Mlp(), "fp8-current"), monkeypatch)
         shared = model.gate_proj.shared_inputs.gradients
         taken = []
-        monkeypatch.setattr(shared, "take", lambda gy, real=shared.take, taken=taken: _noted(taken, real(gy)))
+        monkeypatch.setattr(shared, "lookup", lambda *call, real=shared.lookup, taken=taken: _noted(taken, real(*call)))
         gate = model.gate_proj.forward
         model.gate_proj.forward = lambda x, gate=gate, change=change: _hooked(gate(x), change)
         model(torch.randn(7, 32)).square().sum().backward()
@@ -233,27 +248,35 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
         (VECTOR, False, None),
     ):
         live = None if in_use is None else torch.tensor([in_use, 0.5, 0.0])
-        order = Order(cast, None if live is None else live.to(gpu), True, turned)
-        made, statistics = FORWARD.choose(_spec(kind, there, (order,)), "triton").kernel.run(kind, there, order)
-        expected = definition.value(kind, tensors)
+        order = CastRequest(cast, None if live is None else live.to(gpu), True, turned)
+        made, statistics = (
+            forward_of(kind).choose(_spec(kind, there, (order,)), "triton").kernel.run(kind, there, order)
+        )
+        expected = value(kind, tensors)
         size = expected.double().abs().amax(-1, keepdim=True)
         bound = 2 * unit * expected.double().abs() + 2.0**-18 * size
         assert ((made.value.cpu().double() - expected.double()).abs() <= bound).all()
-        amax = None if live is None else observe(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
+        amax = None if live is None else update_amax(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
         if live is not None:
             assert_same(order.live, live)
         assert_same(made.plain.data, quantize(made.value.cpu(), cast, amax=amax, backend="reference").data)
         if turned:
-            assert_same(made.turned.data, quantize(made.value.cpu().T, cast, amax=amax, backend="reference").data)
+            assert_same(made.transposed.data, quantize(made.value.cpu().T, cast, amax=amax, backend="reference").data)
     gy = torch.randn(shape).to(dtype)
     orders = (
-        [Order(Cast(format=E5M2), None, True, True)] * (2 if name == "swiglu" else 1) if not kind.is_norm else [None]
+        [CastRequest(Cast(format=E5M2), None, True, True)] * (2 if name == "swiglu" else 1)
+        if not kind.is_norm
+        else [None]
     )
-    got, sums = GRADIENTS.choose(_spec(kind, there, orders), "triton").kernel.run(
-        kind, there, statistics, gy.to(gpu), orders
+    got, sums = (
+        backward_of(kind)
+        .choose(_spec(kind, there, orders), "triton")
+        .kernel.run(kind, there, statistics, gy.to(gpu), orders)
     )
-    wanted, wanted_sums = definition.gradients(
-        kind, tensors, tuple(each.cpu() for each in statistics), gy, [None] * len(orders)
+    wanted, wanted_sums = (
+        backward_of(kind)
+        .kernels[-1]
+        .run(kind, tensors, tuple(each.cpu() for each in statistics), gy, [None] * len(orders))
     )
     for mine, theirs in [
         *((a.value, b.value) for a, b in zip(got, wanted, strict=True)),
@@ -268,10 +291,10 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
             assert_same(each.plain.data, quantize(each.value.cpu(), order.cast, backend="reference").data)
 
 
-def _spec(kind: Kind, tensors: list[Tensor], orders) -> ProduceSpec:
+def _spec(kind: Kind, tensors: list[Tensor], orders) -> NormActSpec:
     device = Device("cuda", torch.cuda.get_device_capability())
-    casts = tuple((order.cast, order.turned) for order in orders if order is not None)
-    return ProduceSpec(kind, device, tuple(each.dtype for each in tensors), tuple(tensors[0].shape), casts)
+    casts = tuple((order.cast, order.transposed) for order in orders if order is not None)
+    return NormActSpec(kind, device, tuple(each.dtype for each in tensors), tuple(tensors[0].shape), casts)
 
 
 @pytest.mark.gpu

@@ -89,29 +89,24 @@ def test_every_recipe_trains_where_kernels_read_once(codes, monkeypatch, recipe)
 def counted(monkeypatch) -> Counter[str]:
     """How often each cast happens from now on."""
     calls: Counter[str] = Counter()
-    for name in ("quantize_both", "quantize_delayed", "quantize_both_delayed"):
-        whole = getattr(pair, name)
 
-        def counting(*call, name=name, whole=whole, **options):
-            calls[name] += 1
+    def count(owner: object, name: str) -> None:
+        whole = getattr(owner, name)
+
+        def counting(*call, **options):
+            calls[name if options.get("both", options.get("cols", True)) else f"{name}, rows"] += 1
             return whole(*call, **options)
 
-        monkeypatch.setattr(pair, name, counting)
-    for name in ("quantize", "tile_amax"):
-        whole = getattr(operands, name)
+        monkeypatch.setattr(owner, name, counting)
 
-        def alone(*call, name=name, whole=whole, **options):
-            calls[f"products.{name}"] += 1
-            return whole(*call, **options)
-
-        monkeypatch.setattr(operands, name, alone)
+    count(pair, "quantize_pair")
+    count(operands, "tile_amax")
+    count(settings.OperandPlan, "quantize")
     return calls
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kind"), [("fp8-delayed", "quantize_both_delayed"), ("fp8-current", "quantize_both")]
-)
-def test_weights_are_cast_once_per_step_and_the_rest_once_per_pass(codes, monkeypatch, recipe, kind):
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+def test_weights_are_cast_once_per_step_and_the_rest_once_per_pass(codes, monkeypatch, recipe):
     """2 layers x (1 weight + 2 micro-batches x (x and gy)): no cast and no amax besides, where caches are on."""
     trained_before = ng.convert(torch.nn.Sequential(torch.nn.Linear(IN, OUT), torch.nn.Linear(OUT, IN)), recipe)
     ng.advance(trained_before)
@@ -120,10 +115,10 @@ def test_weights_are_cast_once_per_step_and_the_rest_once_per_pass(codes, monkey
     for _ in range(2):
         x = torch.randn(TOKENS, IN, requires_grad=True)
         trained_before(x).square().sum().backward()
-    assert calls == {kind: 2 * (1 + 2 * 2)}
+    assert calls == {"quantize_pair": 2 * (1 + 2 * 2)}
     ng.advance(trained_before)
     trained_before(x)
-    assert calls[kind] == 2 * (1 + 2 * 2) + 2 * 2
+    assert calls["quantize_pair"] == 2 * (1 + 2 * 2) + 2 * 2
 
 
 def test_in_evaluation_the_amax_comes_with_the_codes(codes, monkeypatch):
@@ -134,7 +129,7 @@ def test_in_evaluation_the_amax_comes_with_the_codes(codes, monkeypatch):
     calls = counted(monkeypatch)
     with torch.no_grad():
         model(torch.randn(TOKENS, IN))
-    assert calls["quantize_delayed"] == 1 and calls["quantize_both_delayed"] == 0
+    assert calls == {"quantize_pair, rows": 2}  # x, and the weight, of which no cast is kept without gradients
     assert_same(dict(model.state_dict()), before)
 
 

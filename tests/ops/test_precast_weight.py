@@ -9,10 +9,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.nn.amax_history import AmaxHistory, roll_history
 from narrowgauge.ops.quantize import precast_weight
-from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxWindow, roll
-from narrowgauge.ops.quantize.pair import quantize_both, quantize_both_delayed
-from narrowgauge.ops.quantize.precast_weight import Stepped, quantize_stepped
+from narrowgauge.ops.quantize.amax_state import IN_USE
+from narrowgauge.ops.quantize.pair import quantize_pair
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight, quantize_precast
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Window
 from narrowgauge.scaling import POW2
@@ -30,21 +31,21 @@ CASTS = (Cast(format=E4M3), Cast(format=E5M2, scale=POW2), Cast(format=INT8))
 )
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_the_foretold_amax_is_the_one_that_ending_the_step_gives(history, live, margin, algorithm):
-    window = AmaxWindow(Window(length=len(history), margin=margin, algorithm=algorithm), torch.device("cpu"))
+    window = AmaxHistory(Window(length=len(history), margin=margin, algorithm=algorithm), torch.device("cpu"))
     window.history.copy_(torch.tensor(history))
     window.live.copy_(torch.tensor([*live, 0.0]))
-    foretold = precast_weight.foreseen(window)
-    roll([window])
+    foretold = precast_weight.next_amax(window)
+    roll_history([window])
     assert_same(foretold, window.live[:1].clone())
 
 
-def left(x: torch.Tensor, cast: Cast, expected: float) -> Stepped:
-    window = AmaxWindow(cast.calibrate, x.device) if isinstance(cast.calibrate, Window) else None
-    found = Stepped.of(x, cast, window)
+def left(x: torch.Tensor, cast: Cast, expected: float) -> PrecastWeight:
+    window = AmaxHistory(cast.calibrate, x.device) if isinstance(cast.calibrate, Window) else None
+    found = PrecastWeight.of(x, cast, window)
     if window is not None:
         window.live[IN_USE] = expected
     precast_weight.write(found, x)
-    found.leave(x)
+    found.commit(x)
     return found
 
 
@@ -70,11 +71,11 @@ def test_current_scaling_has_the_bits_of_casting_anew(cast, shape):
     for spoiled in (None, 0.0, 1e30, 1e-42, float("nan"), float("-inf")):
         x = weight(shape, spoiled)
         found = left(x, cast, 0.0)
-        assert found.serves(x, cast, None)
-        *both, amax = quantize_stepped(x, found, None)
+        assert found.matches(x, cast, None)
+        *both, amax = quantize_precast(x, found, None)
         assert amax is None
-        assert_same(parts(*both), parts(*quantize_both(x, cast)), any_nan=True)
-        assert not found.serves(x, cast, None), "each is taken once"
+        assert_same(parts(*both), parts(*quantize_pair(x, cast)[:2]), any_nan=True)
+        assert not found.matches(x, cast, None), "each is taken once"
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
@@ -88,8 +89,8 @@ def test_delayed_scaling_has_the_bits_of_casting_anew(cast, records, in_use, exp
         assert found.window is not None
         found.window.live.copy_(torch.tensor([in_use, 0.1, 0.0]))
         truth = found.window.live.clone()
-        plain, turned, amax = quantize_stepped(x, found, found.window.live, records=records)
-        expected_both = quantize_both_delayed(x, cast, truth, records=records)
+        plain, turned, amax = quantize_precast(x, found, found.window.live, records=records)
+        expected_both = quantize_pair(x, cast, amax_state=truth, records=records)
         assert_same(found.window.live, truth)
         if spoiled is not None and spoiled != spoiled:  # codes under a scale of NaN are free
             assert plain.scale.isnan().all() and turned.scale.isnan().all() and amax is not None and amax.isnan().all()
@@ -102,18 +103,18 @@ def test_it_serves_no_other_weight_cast_or_window():
     x = weight((4, 8))
     found = left(x, cast, 1.0)
     live = found.window.live
-    assert found.serves(x, cast, live)
-    assert not found.serves(x, other, live)
-    assert not found.serves(x, cast, live.clone()) and not found.serves(x, cast, None)
-    assert not found.serves(x.clone(), cast, live) and not found.serves(x.view(8, 4), cast, live)
+    assert found.matches(x, cast, live)
+    assert not found.matches(x, other, live)
+    assert not found.matches(x, cast, live.clone()) and not found.matches(x, cast, None)
+    assert not found.matches(x.clone(), cast, live) and not found.matches(x.view(8, 4), cast, live)
     x.add_(1)
-    assert not found.serves(x, cast, live)
-    found.leave(x)
-    assert not found.serves(x, cast, live), "nothing was written for this version"
+    assert not found.matches(x, cast, live)
+    found.commit(x)
+    assert not found.matches(x, cast, live), "nothing was written for this version"
     precast_weight.write(found, x)
-    found.leave(x)
-    assert found.serves(x, cast, live) and (found.left, found.taken) == (2, 0)
+    found.commit(x)
+    assert found.matches(x, cast, live) and (found.left, found.taken) == (2, 0)
     found.forget()
-    assert not found.serves(x, cast, live)
-    found.give_up("why not")
+    assert not found.matches(x, cast, live)
+    found.disable("why not")
     assert found.codes is None and found.refused == "why not"

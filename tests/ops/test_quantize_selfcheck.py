@@ -18,8 +18,8 @@ from narrowgauge.ops.hadamard import selfcheck as rotation
 from narrowgauge.ops.hadamard.codes import Codes
 from narrowgauge.ops.quantize import definition, tile_amax
 from narrowgauge.ops.quantize import selfcheck as casting
-from narrowgauge.ops.quantize.amax_state import observe
-from narrowgauge.ops.quantize.pair import _both_delayed_in_turn, _delayed_in_turn
+from narrowgauge.ops.quantize.amax_state import update_amax
+from narrowgauge.ops.quantize.pair import _in_turn
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Device, Kernel, Registry
 from narrowgauge.recipe import WHOLE, Cast
@@ -50,14 +50,14 @@ def right(x, cast, amax, key, expand):
     return definition.quantize(x, cast, amax, None if key is None else key.uniform(tuple(x.shape)), expand)
 
 
-def right_both(x, cast, key, turned_key):
-    return right(x, cast, None, key, None), right(x.T, cast, None, turned_key, None)
+def right_both(x, cast, amax_state, records, cols, keys):
+    return right(x, cast, None, keys[0], None), right(x.T, cast, None, keys[1], None), None
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 def test_the_reference_passes(cast):
     assert examine(right, spec(cast), casting.check_one).reason is None
-    assert examine(right_both, spec(cast), casting.check_both).reason is None
+    assert examine(right_both, spec(cast), casting.check_pair).reason is None
 
 
 def test_other_ways_of_calling_pass():
@@ -65,8 +65,8 @@ def test_other_ways_of_calling_pass():
     assert examine(right, spec(cast, amax=True), casting.check_one).reason is None
     assert examine(right, spec(cast, expand=torch.bfloat16), casting.check_one).reason is None
     assert examine(right, spec(cast, dtype=torch.float16), casting.check_one).reason is None
-    for run in (_delayed_in_turn, _both_delayed_in_turn):
-        assert examine(run, spec(cast), casting.check_delayed).reason is None
+    for cols in (False, True):
+        assert examine(_in_turn, spec(cast, delayed=True, cols=cols), casting.check_pair).reason is None
 
 
 def one_code_off(x, cast, amax, key, expand):
@@ -113,29 +113,29 @@ def test_wrong_kernels_are_found(run, cast, words):
         raise AssertionError(result.reason)
 
 
-def never_records(x, cast, live, records):
-    amax = observe(live, tile_amax(x, (WHOLE, WHOLE)), records=False)
-    return right(x, cast, amax, None, None), amax
+def never_records(x, cast, live, *rest):
+    amax = update_amax(live, tile_amax(x, (WHOLE, WHOLE)), records=False)
+    return right(x, cast, amax, None, None), None, amax
 
 
-def ignores_the_window(x, cast, live, records):
-    observe(live, tile_amax(x, (WHOLE, WHOLE)))
+def ignores_the_window(x, cast, live, *rest):
+    update_amax(live, tile_amax(x, (WHOLE, WHOLE)))
     amax = tile_amax(x, (WHOLE, WHOLE))
-    return right(x, cast, amax, None, None), amax
+    return right(x, cast, amax, None, None), None, amax
 
 
 @pytest.mark.parametrize(("run", "words"), [(never_records, "its window"), (ignores_the_window, "its amax")])
 def test_a_window_that_is_kept_wrongly_is_found(run, words):
-    reason = examine(run, spec(Cast(format=E4M3)), casting.check_delayed).reason
+    reason = examine(run, spec(Cast(format=E4M3), delayed=True), casting.check_pair).reason
     assert reason is not None and reason.startswith(words)
 
 
 def test_a_second_orientation_with_the_first_ones_scales_is_found():
-    def run(x, cast, key, turned_key):
-        plain, turned = right_both(x, cast, key, turned_key)
-        return plain, replace(turned, scale=turned.scale.flip(0))
+    def run(*call):
+        rows, cols, amax = right_both(*call)
+        return rows, replace(cols, scale=cols.scale.flip(0)), amax
 
-    reason = examine(run, spec(CASTS[1]), casting.check_both).reason
+    reason = examine(run, spec(CASTS[1]), casting.check_pair).reason
     assert reason is not None and "scale of x.T" in reason
 
 
@@ -149,7 +149,8 @@ def no_results(monkeypatch):
 
 def registry_of(run) -> Registry[Spec]:
     registry: Registry[Spec] = Registry("quantize")
-    registry.register(casting.checked("quantize", Kernel("fast", lambda spec: None, run), casting.check_one))
+    kernel = Kernel("fast", lambda spec: None, run)
+    registry.register(selfcheck.checked("quantize", kernel, lambda: casting.check(casting.check_one)))
     registry.register(Kernel("reference", lambda spec: None, right))
     return registry
 

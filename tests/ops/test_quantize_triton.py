@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
 from narrowgauge.ops import triton
-from narrowgauge.ops.quantize import KERNELS, dequantize, quantize, tile_amax
+from narrowgauge.ops.quantize import KERNELS, dequantize, pair, quantize, tile_amax
 from narrowgauge.ops.quantize import triton as triton_kernel
-from narrowgauge.ops.quantize.amax_state import observe
-from narrowgauge.ops.quantize.pair import quantize_both, quantize_both_delayed, quantize_delayed, refuse_delayed
+from narrowgauge.ops.quantize.amax_state import update_amax
+from narrowgauge.ops.quantize.pair import quantize_pair
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key, draw
 from narrowgauge.ops.registry import Device
@@ -82,6 +84,9 @@ def test_a_given_amax_replaces_every_calibration(installed):
 
 
 def test_one_pass_refuses_what_it_cannot_do(installed):
+    def refuse_delayed(spec):
+        return pair.refuse(replace(spec, delayed=True))
+
     assert refuse_delayed(spec(Cast(format=E4M3))) is None
     assert refuse_delayed(spec(Cast(format=INT4), shape=(4, 6))) is None
     assert "rows have 5" in str(refuse_delayed(spec(Cast(format=INT4), shape=(4, 5))))
@@ -149,12 +154,12 @@ def test_on_the_cpu_the_same_kernels_as_before_compute():
 def test_both_and_delayed_are_what_they_say_on_the_cpu():
     x = torch.randn(40, 70)
     cast = Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)
-    for got, expected in zip(quantize_both(x, cast), (quantize(x, cast), quantize(x.T, cast)), strict=True):
+    for got, expected in zip(quantize_pair(x, cast)[:2], (quantize(x, cast), quantize(x.T, cast)), strict=True):
         assert_same(got.data, expected.data)
         assert_same(got.scale, expected.scale)
     live, same_live = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([2.0, 1.0, 0.0])
-    got, amax = quantize_delayed(x, Cast(format=E4M3), live)
-    assert_same(amax, observe(same_live, tile_amax(x, (WHOLE, WHOLE))))
+    got, _, amax = quantize_pair(x, Cast(format=E4M3), amax_state=live, cols=False)
+    assert_same(amax, update_amax(same_live, tile_amax(x, (WHOLE, WHOLE))))
     assert_same(got.data, quantize(x, Cast(format=E4M3), amax=amax).data)
     assert_same(live, same_live)
 
@@ -188,7 +193,7 @@ def check(x: torch.Tensor, cast: Cast, expand: torch.dtype | None = None) -> Non
     expected = quantize(x.cpu(), cast, noise=key, expand=expand, backend="reference")
     pairs = [(quantize(x, cast, noise=key, expand=expand, backend="triton"), expected)]
     if expand is None:
-        both = quantize_both(x, cast, noise=key, turned_noise=other, backend="triton")
+        both = quantize_pair(x, cast, noise=(key, other), backend="triton")[:2]
         turned = quantize(x.cpu().T, cast, noise=other, backend="reference")
         pairs += list(zip(both, (expected, turned), strict=True))
     for got, wanted in pairs:
@@ -242,13 +247,13 @@ def test_delayed_scaling_in_one_pass(gpu, in_use, spoiled):
             x[1, 2] = spoiled
         live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
         live = live.to(gpu)
-        got, used = quantize_delayed(x.to(gpu), Cast(format=E4M3), live, backend="triton")
-        amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)))
+        got, _, used = quantize_pair(x.to(gpu), Cast(format=E4M3), amax_state=live, cols=False, backend="triton")
+        amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)))
         assert_same(live, expected_live)
         assert_same(used, amax, any_nan=True)
         assert_same(dequantize(got), dequantize(quantize(x, Cast(format=E4M3), amax=amax)), any_nan=True)
         live = torch.tensor([in_use, 0.5, 0.0], device=gpu)
-        *both, used = quantize_both_delayed(x.to(gpu), Cast(format=E4M3), live, backend="triton")
+        *both, used = quantize_pair(x.to(gpu), Cast(format=E4M3), amax_state=live, backend="triton")
         assert_same(live, expected_live)
         assert_same(used, amax, any_nan=True)
         for got, of in zip(both, (x, x.T), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from narrowgauge.ops.mm.cublas import NOT_BY_ROW, NOT_FP8, NOT_IN_BLOCKS, NOT_IN
 from narrowgauge.ops.mm.definition import compute_dtype
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.mm.triton import NOT_IN_BLOCKS as NOT_IN_TILES
-from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts
+from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, onednn_without_vnni
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
 
@@ -228,7 +227,7 @@ def test_every_recipe_is_exact_in_bfloat16():
             assert compute_dtype((gemm.lhs, gemm.rhs), AMPERE) == (torch.float32 if inside else torch.bfloat16)
 
 
-def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(monkeypatch):
+def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(device_is):
     gemm = recipes.get("fp8-current").output
     for facts, name, expand in (
         (HOPPER, "native", None),
@@ -236,9 +235,7 @@ def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(monkey
         (PLAIN_CPU, "reference", torch.float32),
         (FAST_CPU, "reference", torch.bfloat16),
     ):
-        monkeypatch.setattr(
-            importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda kind, index, facts=facts: facts
-        )
+        device_is(facts, of="cpu")
         found = plan(gemm, torch.device("cpu"))
         assert (found.choice.kernel.name, found.expand) == (name, expand)
     assert plan(gemm, torch.device("cpu"), "reference").expand == torch.bfloat16
@@ -249,6 +246,21 @@ def test_facts_about_this_machine():
     assert facts.type == "cpu" and facts.capability == (0, 0)
     assert isinstance(facts.bf16_gemm, bool) and isinstance(facts.int8_gemm, bool)
     assert device_facts("meta", None) == Device("meta")
+
+
+@pytest.mark.parametrize(
+    ("environment", "held"),
+    [
+        ({}, False),
+        ({"ONEDNN_MAX_CPU_ISA": "avx2"}, True),
+        ({"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, True),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, False),
+        ({"ONEDNN_MAX_CPU_ISA": "ALL"}, False),
+    ],
+    ids=str,
+)
+def test_onednn_may_be_held_back_from_vnni(environment, held):
+    assert onednn_without_vnni(environment) is held
 
 
 @pytest.mark.gpu

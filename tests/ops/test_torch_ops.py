@@ -12,7 +12,8 @@ import torch
 
 from tests.processes import PYTHON, run_ok
 
-importlib.import_module("narrowgauge.ops.mm")
+for name in ("triton", "cpu"):  # each registers its own
+    importlib.import_module(f"narrowgauge.ops.mm.{name}")
 
 NAMESPACE = "narrowgauge::"
 

@@ -11,7 +11,7 @@ from torch import nn
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops import selfcheck, triton
 from narrowgauge.ops.registry import Device
-from narrowgauge.optim import SGD, AdamW, backends, state_bytes
+from narrowgauge.optim import SGD, AdamW, backends, rules, state_bytes
 from narrowgauge.optim import selfcheck as proof
 from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.masters import KINDS
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def kind(states: str = "8bit", **changes) -> proof.Kind:
     pair = STATES[states]
     whole = proof.Kind(
-        "adamw", False, pair.first, pair.second, torch.float32, torch.float32, None, pair.tile, aligned=True
+        rules.ADAMW, False, pair.first, pair.second, torch.float32, torch.float32, None, pair.tile, aligned=True
     )
     return replace(whole, **changes)
 
@@ -48,7 +48,7 @@ def in_torch(tasks):
 )
 def test_a_device_gets_its_kernel(monkeypatch, device, name, words):
     monkeypatch.setattr(triton, "unavailable", lambda: "")
-    choice = backends.KERNELS.choose(backends.Spec(device))
+    choice = backends.KERNELS.choose(backends.Spec(device, rules.ADAMW))
     assert choice.kernel.name == name and backends.words(choice) == words
 
 
@@ -56,7 +56,7 @@ def test_without_triton_a_gpu_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(
         triton, "unavailable", lambda: "triton is not installed; torch's CUDA builds for Linux bring it"
     )
-    choice = backends.KERNELS.choose(backends.Spec(Device("cuda", (9, 0))))
+    choice = backends.KERNELS.choose(backends.Spec(Device("cuda", (9, 0)), rules.ADAMW))
     assert choice.kernel.name == "torch" and "triton is not installed" in backends.words(choice)
 
 
@@ -131,7 +131,7 @@ def test_the_definition_passes(states):
 def test_the_definition_passes_with_every_master(master):
     given = kind(weight=torch.bfloat16, gradient=torch.float32, master=master)
     assert proof.compare(in_torch, given, CPU) == (0.0, None)
-    assert proof.compare(in_torch, replace(given, rule="lion", second=STATES["8bit"].first), CPU)[1] is None
+    assert proof.compare(in_torch, replace(given, rule=rules.LION, second=STATES["8bit"].first), CPU)[1] is None
 
 
 def with_other_noise(tasks):
@@ -199,7 +199,7 @@ def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
         with_one_bit_off(tasks)
 
     monkeypatch.setattr(backends, "_step_by_triton", broken)
-    spec = backends.Spec(Device("cpu", index=0), kind=kind())
+    spec = backends.Spec(Device("cpu", index=0), rules.ADAMW, kind=kind())
     with pytest.warns(
         RuntimeWarning, match="optim: the triton kernel is not used, .* because its weight of tensor 1 is wrong"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import weakref
@@ -115,7 +116,7 @@ import sys, torch
 from safetensors.torch import load_file, save_file
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.train.state import flatten, unflatten
+from narrowgauge.train.checkpoint.state import flatten, unflatten
 import json
 from tests.optim.test_optimizers import RULES, matrix, run
 torch.set_num_threads(1)
@@ -143,6 +144,7 @@ for rule in RULES:
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
     """Every rule, state and master, through safetensors and JSON."""
     for stage in ("save", "load"):
@@ -382,6 +384,33 @@ def test_a_state_that_is_no_state_is_refused(damage, words):
     run(optimizer, 0, 1)
     with pytest.raises(CheckpointError, match=words):
         optimizer.load_state_dict(damage(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("states", "name", "value", "words"),
+    [
+        (
+            "fp32",
+            "exp_avg",
+            float("nan"),
+            r"parameter 0: exp_avg is not finite in 2 of 4,800 places; a step would make weights NaN",
+        ),
+        ("8bit", "exp_avg_sq_scale", float("inf"), "exp_avg_sq_scale is not finite in 2 of 32 places"),
+        ("fp8", "exp_avg", float("nan"), "exp_avg is not finite in 2 of 4,800 places"),
+        ("8bit", "step", -3.0, r"its step count is -3\. The state is damaged"),
+        ("8bit", "step", float("nan"), "step is not finite in 1 of 1 places"),
+    ],
+)
+def test_a_state_with_numbers_that_are_none_is_refused_and_nothing_changes(states, name, value, words):
+    optimizer, taker = AdamW([matrix()], states=states), AdamW([matrix()], states=states)
+    for each in (optimizer, taker):
+        run(each, 0, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0][name].view(-1)[:2] = value
+    before = copy.deepcopy(taker.state_dict())
+    with pytest.raises(CheckpointError, match=words):
+        taker.load_state_dict(saved)
+    assert_same(taker.state_dict(), before)
 
 
 def test_a_sparse_gradient_is_refused():

@@ -19,7 +19,6 @@ import narrowgauge as ng
 from narrowgauge import cuda_graphs
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import E4M3
-from narrowgauge.nn import operands
 from narrowgauge.nn import plan as settings
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.quantize import precast_weight
@@ -106,15 +105,15 @@ def both(recipe, story, frozen: bool = False) -> Run:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_losses_are_those_without_and_no_weight_is_cast_twice(codes, monkeypatch, recipe, micro_batches):
     made = []
-    whole = operands.quantize
+    whole = settings.OperandPlan.quantize
 
-    def counting(x, cast, **options):
+    def counting(self, x, *rest):
         made.append(tuple(x.shape))
-        return whole(x, cast, **options)
+        return whole(self, x, *rest)
 
     run = both(recipe, lambda run: [run.step(micro_batches) for _ in range(3)])
     assert run.taken == 4  # two layers, all steps but the first
-    monkeypatch.setattr(operands, "quantize", counting)
+    monkeypatch.setattr(settings.OperandPlan, "quantize", counting)
     run.step(micro_batches)
     weights = {(48, 32), (32, 48)}
     assert made and not weights & set(made), "the first forward pass after a step reads no weight to cast it"
@@ -395,7 +394,7 @@ def test_released_layers_cast_for_themselves(codes):
         run.step()
 
     run = both("fp8-delayed", story)
-    assert run.model[0].settings(torch.ones(1, 32)).stepped is None
+    assert run.model[0].uses_precast(None)
 
 
 def test_a_poisoned_weight_poisons_its_step_and_no_more(codes):

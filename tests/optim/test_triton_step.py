@@ -39,6 +39,9 @@ def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = 
         g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
         if g.ndim == 2 and len(g) > 1:
             g[1], g[:, 7], g[0, :5] = 0.0, 0.0, 1e-39
+            g[:, 40:80] = 1e-3  # held, see `rules.bound`
+            g[:, 80:120] *= step == 0  # only decays
+            g[:, 120:140] *= 1e-6**step
             if poison is not None:
                 g[-1, 300] = poison
         parameter.grad = g.to(parameter.dtype).to(parameter.device)

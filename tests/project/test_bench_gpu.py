@@ -16,6 +16,7 @@ from benchmarks.gpu.bench import Bench, rotating
 from narrowgauge.auto.measure import compiled_alone
 from tests.processes import PYTHON, run
 
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
 CPU = torch.device("cpu")
 
 

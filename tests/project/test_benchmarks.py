@@ -11,6 +11,8 @@ from benchmarks import harness, same_loss
 from benchmarks.bench_int4 import crossing
 from benchmarks.harness import Spread, Timing, measure, order, ratio, record, rows, table
 
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
+
 
 class Clock:
     """A machine that gets slower: each call costs its own time, times a factor that grows with every call."""

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import pretraining
 
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
+
 
 def test_sources_are_gathered_once_and_each_text_once(tmp_path, capsys):
     folder = tmp_path / "packages"

@@ -10,7 +10,7 @@ from tests.processes import PYTHON, run_ok
 
 FAULTS = """
 import json, resource, torch
-from narrowgauge.train.machine import keep_freed_memory
+from narrowgauge.train.device import keep_freed_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.zeros(2**24)

@@ -14,7 +14,7 @@ from narrowgauge.conversion import convert
 from narrowgauge.data import IGNORED
 from narrowgauge.errors import DataError
 from narrowgauge.train import loop
-from narrowgauge.train.loss import Objective, count_targets, learning_rate, summed_loss
+from narrowgauge.train.loss import Objective, learning_rate, loss_of_model, targets_of_step
 from tests.compare import assert_same
 from tests.train import tiny
 
@@ -34,8 +34,8 @@ def batch_of(rows, uneven):
 
 def gradients(model, batches, chunked=True):
     model = copy.deepcopy(model)
-    objective = Objective.of(model, torch.float32, compiled=False) if chunked else partial(summed_loss, model)
-    targets = count_targets(batches, 1)
+    objective = Objective.of(model, torch.float32, compiled=False) if chunked else partial(loss_of_model, model)
+    targets = targets_of_step(batches, 1)
     total = 0.0
     for batch in batches:
         loss = objective(batch, CPU) / targets
@@ -83,7 +83,7 @@ def test_in_chunks_as_with_the_whole_logits(model):
         assert float((found[name] - gradient).norm() / gradient.norm()) <= SAME, name
     with torch.no_grad():
         evaluated = Objective.of(model, torch.float32, compiled=False)(batch, CPU)
-        assert float(evaluated) == pytest.approx(float(summed_loss(model, batch, CPU)), rel=SAME)
+        assert float(evaluated) == pytest.approx(float(loss_of_model(model, batch, CPU)), rel=SAME)
 
 
 def test_a_head_in_the_recipe_bf16_is_ordinary(model):
@@ -94,7 +94,7 @@ def test_a_head_in_the_recipe_bf16_is_ordinary(model):
     assert objective.head is model.lm_head
     batch = batch_of(4, uneven=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = objective(batch, CPU), summed_loss(model, batch, CPU)
+        found, expected = objective(batch, CPU), loss_of_model(model, batch, CPU)
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=2**-12)
 
 
@@ -113,8 +113,8 @@ def test_other_heads_fall_back_and_say_why(model):
         assert objective.head is None and objective.forward is changed
         batch = batch_of(2, uneven=False)
         with torch.no_grad():
-            assert_same(objective(batch, CPU), summed_loss(changed, batch, CPU))
-        return objective.words
+            assert_same(objective(batch, CPU), loss_of_model(changed, batch, CPU))
+        return objective.description
 
     narrow = convert(copy.deepcopy(model), {"lm_head": "fp8-row"})
     assert words(narrow) == "whole logits: the output head follows the recipe 'fp8-row'"
@@ -141,13 +141,13 @@ def test_a_step_without_targets_is_a_data_error():
     batch = batch_of(2, uneven=False)
     batch["labels"].fill_(IGNORED)
     with pytest.raises(DataError, match="step 7: the batch has no valid target, every label is -100"):
-        count_targets([batch, batch], 7)
+        targets_of_step([batch, batch], 7)
 
 
 def test_one_micro_batch_may_be_empty_of_targets():
     empty, full = batch_of(2, uneven=False), batch_of(2, uneven=False)
     empty["labels"].fill_(IGNORED)
-    assert count_targets([empty, full], 1) == 24
+    assert targets_of_step([empty, full], 1) == 24
 
 
 def test_whole_runs_agree_however_their_batches_are_cut(make):

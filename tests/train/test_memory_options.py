@@ -69,14 +69,14 @@ def test_the_bytes_that_freezing_saves_are_those_of_the_states_chosen(make, caps
 def test_what_cannot_be_is_refused(make):
     with pytest.raises(InvalidSettings, match="checkpointing = 'some': must be one of 'none'"):
         make(checkpointing="some")
-    with pytest.raises(InvalidSettings, match="has no place in a compiled model"):
+    with pytest.raises(InvalidSettings, match="a compiled model cannot use it"):
         make(compress_activations=True, compile=True)
     with pytest.raises(ConfigError, match="freeze: pattern 'embd'"):
         loop.run(make(freeze="embd"))
 
 
 def test_a_run_that_would_fail_in_silence_is_refused_before_its_first_step(make, monkeypatch):
-    """16-bit weights under torch's own AdamW: no rung of the ladder asks for it, and a changed one shall not."""
+    """16-bit weights under torch's own AdamW: no precision of the ladder asks for it, and a changed one shall not."""
     bare = precision.Precision(name="bf16-o3", weights=torch.bfloat16)
     monkeypatch.setitem(precision.PRECISIONS, "bf16-o3", bare)
     config = make("bare", precision="bf16-o3", beta2=0.999)

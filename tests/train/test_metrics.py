@@ -83,16 +83,36 @@ def test_a_line_cut_by_a_crash_is_passed_over_and_removed(tmp_path, stump):
 def test_a_file_of_one_torn_line_becomes_empty(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"torn" * 50_000)
-    write(path, ("step", 1, {}))
+    write(path, ("step", 1, {"loss": 1.0}))
     assert len(read_metrics(path)) == 1
 
 
 @pytest.mark.parametrize(
-    "line", ["nonsense", "[1]", '{"event": "step"}', '{"step": 1}', '{"event": "step", "step": NaN}']
+    "line",
+    [
+        "nonsense",
+        "[1]",
+        "[" * 5000,
+        '{"event": "step"}',
+        '{"step": 1}',
+        '{"event": "step", "step": NaN}',
+        '{"event": "step", "step": -1, "loss": 1.0}',
+        '{"event": "step", "step": 2}',
+        '{"event": "stfp", "step": 2, "loss": 1.0}',
+        '{"event": "step", "step": 2, "loss": "1.0"}',
+        '{"event": "step", "step": 2, "loss": -3.0}',
+        '{"event": "step", "step": 1, "loss": 1.0}',
+        '{"event": "step", "step": true, "loss": 1.0}',
+        '{"event": "eval", "step": 1, "loss": 1.0, "accuracy": 1.5}',
+        '{"event": "tensor", "step": 1, "role": "x"}',
+    ],
+    ids=lambda line: line[:60],
 )
 def test_a_damaged_line_in_the_midst_is_an_error_with_its_place(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"event": "step", "step": 1}}\n{line}\n{{"event": "step", "step": 2}}\n')
+    path.write_text(
+        f'{{"event": "step", "step": 1, "loss": 2.0}}\n{line}\n{{"event": "step", "step": 2, "loss": 1.0}}\n'
+    )
     with pytest.raises(ConfigError, match=r"metrics.jsonl:2: is not an event"):
         read_metrics(path)
 
@@ -104,12 +124,12 @@ def steps(events: list[dict]) -> list[tuple]:
 def test_what_a_resumed_run_repeats_counts_once(tmp_path):
     """Killed at 5 with a checkpoint at 3; resumed, killed at 4; resumed again and so far only at 4."""
     path = tmp_path / "metrics.jsonl"
-    write(path, *(("step", step, {"run": 1}) for step in range(1, 6)))
-    write(path, ("resume", 3, {"run": 2}), ("step", 4, {"run": 2}))
+    write(path, *(("step", step, {"run": 1, "loss": 1.0}) for step in range(1, 6)))
+    write(path, ("resume", 3, {"run": 2, "loss": 1.0}), ("step", 4, {"run": 2, "loss": 1.0}))
     assert steps(read_metrics(path)) == [
         ("step", 1, 1), ("step", 2, 1), ("step", 3, 1), ("resume", 3, 2), ("step", 4, 2),
     ]  # fmt: skip
-    write(path, ("resume", 3, {"run": 3}), ("step", 4, {"run": 3}))
+    write(path, ("resume", 3, {"run": 3, "loss": 1.0}), ("step", 4, {"run": 3, "loss": 1.0}))
     assert steps(read_metrics(path)) == [
         ("step", 1, 1), ("step", 2, 1), ("step", 3, 1), ("resume", 3, 3), ("step", 4, 3),
     ]  # fmt: skip
@@ -147,12 +167,12 @@ def test_a_full_disk_is_a_storage_error_and_the_log_stays_readable(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
     try:
         with MetricsLog(path) as log, pytest.raises(StorageError, match="cannot append to"):
-            for step in range(1000):
+            for step in range(1, 1000):
                 log.write("step", step, loss=1.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert len(read_metrics(path)) > 10
-    write(path, ("step", 5000, {}))
+    write(path, ("step", 5000, {"loss": 1.0}))
     assert read_metrics(path)[-1]["step"] == 5000
 
 

@@ -25,6 +25,7 @@ from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from tests.processes import PYTHON, ROOT
+from tests.selection import quick
 from tests.train import tiny
 
 
@@ -58,7 +59,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("settings", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("settings", quick(OPTIMIZERS[1:3], OPTIMIZERS), ids=str)
 def test_every_kind_of_optimizer_resumes_exactly(make, before_step, settings):
     sizes = {
         "hidden_size": 64,
@@ -77,7 +78,7 @@ def test_every_kind_of_optimizer_resumes_exactly(make, before_step, settings):
         loop.run(replace(config, resume=True, states="fp32", steps=9))
 
 
-@pytest.mark.parametrize(("recipe", "precision", "micro_batches"), COMBINATIONS)
+@pytest.mark.parametrize(("recipe", "precision", "micro_batches"), quick(COMBINATIONS[2:4], COMBINATIONS))
 def test_stopped_twice_and_resumed(make, before_step, recipe, precision, micro_batches):
     common = {"recipe": recipe, "precision": precision, "micro_batches": micro_batches}
     reference = make("reference", **common)
@@ -159,7 +160,7 @@ def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(make):
     before = stored.read_text("utf-8")
     with pytest.raises(ConfigError, match="Resume with --steps 2 or more"):
         loop.run(replace(config, steps=1, resume=True))
-    with pytest.raises(StorageError, match="the cache cannot be used"):
+    with pytest.raises(StorageError, match="cannot use the cache"):
         loop.run(replace(config, cache="/dev/null/cache", resume=True))
     assert stored.read_text("utf-8") == before
     assert loop.run(replace(config, eval_every=1, resume=True)) == 0
@@ -311,20 +312,36 @@ def start(config, text, *more):
 
 def signal_after(process, folder, first, then, number):
     """Sends the signal as soon as the log holds `first` and, after that, `then`; returns the exit code and the output."""
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    metrics = folder / "metrics.jsonl"
 
     def seen():
         log = metrics.read_text("utf-8") if metrics.exists() else ""
         return first in log and then in log[log.index(first) :]
 
     while not seen():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
     process.send_signal(number)
-    printed = process.communicate(timeout=120)[0]
+    printed = process.communicate()[0]
     return process.returncode, printed
 
 
+def test_killed_in_another_process_and_resumed_in_this_one(make, text):
+    """Nothing but the folder passes between the two: stochastic rounding and narrow states go on with their own bits."""
+    common = {"recipe": "mxfp8", "precision": "bf16-o3", "states": "8bit", "steps": 40, "checkpoint_every": 4}
+    reference, config = make("reference", **common), make("killed", **common)
+    assert loop.run(reference) == 0
+    folder = Path(config.output)
+    code, printed = signal_after(
+        start(config, text, "--states=8bit"), folder, "", '"checkpoint", "step": 4', signal.SIGKILL
+    )
+    assert code == -signal.SIGKILL, printed
+    assert 4 <= store.newest_valid(folder / "checkpoints")[0].step < 40
+    assert loop.run(replace(config, resume=True)) == 0
+    same_run(folder, Path(reference.output))
+
+
+@pytest.mark.slow
 def test_kill_then_sigterm_then_the_rest_each_in_a_new_process(make, text):
     common = {"recipe": "fp8-delayed", "precision": "amp-bf16", "steps": 40, "checkpoint_every": 4}
     reference, config = make("reference", **common), make("killed", **common)
@@ -345,12 +362,13 @@ def test_kill_then_sigterm_then_the_rest_each_in_a_new_process(make, text):
     assert max(tiny.losses(folder)) == second.step  # saved at the step that was finished
 
     process = start(config, text, "--resume")
-    printed = process.communicate(timeout=120)[0]
+    printed = process.communicate()[0]
     assert process.returncode == 0, printed
     assert f"resumed from {second.path}" in printed
     same_run(folder, Path(reference.output))
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_in_a_new_process(make, text, before_step):
     common = {"recipe": "mxfp8", "precision": "bf16-o3"}
     reference, config = make("reference", **common), make("stopped", **common)
@@ -358,6 +376,6 @@ def test_stochastic_rounding_in_a_new_process(make, text, before_step):
     before_step(3, stop(signal.SIGINT))
     assert loop.run(config) == 130
     process = start(config, text, "--resume")
-    printed = process.communicate(timeout=120)[0]
+    printed = process.communicate()[0]
     assert process.returncode == 0, printed
     same_run(Path(config.output), Path(reference.output))

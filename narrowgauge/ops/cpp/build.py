@@ -1,7 +1,8 @@
 """C++ kernels for the CPU, built once per machine by the compiler that is there, and called with ctypes.
 
-A library is kept in $XDG_CACHE_HOME/narrowgauge (~/.cache/narrowgauge), under a name made of its sources, the flags, the compiler
-and the processor, and of its own bytes: a file that was damaged is never loaded, which could end the process, but built anew.
+A library is kept in $XDG_CACHE_HOME/narrowgauge (~/.cache/narrowgauge), which no other user may write to, under a name made
+of its sources, the flags, the compiler and the processor, and of its own bytes: a file that was damaged is never loaded, which
+could end the process, but built anew.
 Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge.errors import BackendError
+from narrowgauge.storage import refuse_shared
 
 # No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -100,6 +102,12 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
         share.result()
 
 
+def in_rows(rows: int, elements: int, call: Callable[[int, int], object]) -> None:
+    """call(first, last) over all rows, on as many threads as the elements are worth."""
+    count = max(min(parts(elements), rows), 1)
+    in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
+
+
 def _wait_for(shares: list[Future[object]]) -> None:
     interrupt: KeyboardInterrupt | None = None
     while True:
@@ -147,15 +155,18 @@ def _built(compiler: str, texts: dict[str, str], place: Path, name: str) -> tupl
 
 
 def cache_folder() -> Path:
-    """Where things are kept; a folder for this process alone if that cannot be written or belongs to someone else."""
+    """Where things are kept; a folder for this process alone where `user_cache` gives a reason."""
+    folder, reason = user_cache()
+    return Path(_private_folder().name) if reason else folder
+
+
+def user_cache() -> tuple[Path, str]:
+    """$XDG_CACHE_HOME/narrowgauge, made if need be; and why it cannot be used, a clause, or ''."""
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if root.stat().st_uid == os.getuid() and os.access(root, os.W_OK):
-            return root
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        pass
-    return Path(_private_folder().name)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
+    except RuntimeError:
+        return Path(), "the user has no home"
+    return folder, refuse_shared(folder) or ("" if os.access(folder, os.W_OK) else "it cannot be written")
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.cpp.build import in_shares, library, parts
+from narrowgauge.ops.cpp.build import in_rows, library
 from narrowgauge.ops.registry import Refusal
 
 SOURCES = ("int4.cpp", "gemm.h")
@@ -36,11 +36,16 @@ _SIGNATURES = {  # after (first, last), the rows that a call takes
 
 def refuse(device: str) -> Refusal | None:
     """Why the kernels cannot be used on a device of this type, or None."""
+    if (refusal := refuse_place(device)) is not None:
+        return refusal
+    return Refusal("toolchain", unavailable()) if unavailable() else None
+
+
+def refuse_place(device: str) -> Refusal | None:
+    """Why no compiled kernel can be called here, whether or not it can be built; or None."""
     if torch.compiler.is_compiling():
         return Refusal("compiling", "torch.compile cannot look into it")
-    if device != "cpu":
-        return Refusal("device", "for the CPU alone")
-    return Refusal("toolchain", unavailable()) if unavailable() else None
+    return None if device == "cpu" else Refusal("device", "for the CPU alone")
 
 
 @cache
@@ -146,8 +151,7 @@ def _in_rows(name: str, rows: int, elements: int, *given: Any) -> None:
     """The kernel over all rows, on as many threads as the elements are worth. Tensors are given by their addresses."""
     call = getattr(_library(), f"narrowgauge_{name}")
     given = tuple(address(each) if each is None or isinstance(each, Tensor) else each for each in given)
-    count = max(min(parts(elements), rows), 1)
-    in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count, *given))
+    in_rows(rows, elements, lambda first, last: call(first, last, *given))
 
 
 @cache

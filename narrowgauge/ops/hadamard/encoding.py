@@ -19,6 +19,7 @@ from narrowgauge.ops.registry import Kernel, Refusal, Registry, device_facts, de
 from narrowgauge.ops.selfcheck import checked
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
+from narrowgauge.ops.triton.arguments import Matrix
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.recipe import Cast, Hadamard
 
@@ -55,15 +56,14 @@ def in_triton(
     def output(per_byte: int) -> Tensor:
         return torch.empty(rows, -(-whole // per_byte), dtype=torch.uint8, device=x.device)
 
-    codes, pairs, inside = output(1), output(2) if packed else None, output(8) if bits else None
     capability = device_facts(x.device.type, x.device.index).capability
+    out = triton_kernel.Outputs(output(1), output(2) if packed else None, output(8) if bits else None)
     launch(
-        triton_kernel.rotate_and_encode, -(-rows // ROWS) * -(-whole // COLUMNS), x, signs, scale, codes, pairs, inside,
-        rows, columns, whole, x.stride(0), C=cast_constants.settings(Cast(format=format), capability),
-        ORDER=hadamard.block, PIECES=3 if x.dtype == torch.float32 else 1,
-        ROWS=ROWS, COLUMNS=COLUMNS, warps=WARPS,
+        triton_kernel.rotate_and_encode, -(-rows // ROWS) * -(-whole // COLUMNS), Matrix.of(x), signs, scale, out, whole,
+        C=cast_constants.constants_of(Cast(format=format), capability), ORDER=hadamard.block,
+        PIECES=3 if x.dtype == torch.float32 else 1, ROWS=ROWS, COLUMNS=COLUMNS, warps=WARPS,
     )  # fmt: skip
-    return Codes(codes.view(format.storage), pairs, inside)
+    return Codes(out.codes.view(format.storage), out.packed, out.bits)
 
 
 def in_turn(
@@ -73,7 +73,7 @@ def in_turn(
 
 
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
-KERNELS.register(checked("rotate_and_encode", Kernel("triton", refuse, in_triton), CHECK))
+KERNELS.register(checked("rotate_and_encode", Kernel("triton", refuse, in_triton), lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))
 
 

@@ -8,6 +8,10 @@ products (PIECES). The factor 1 / sqrt(ORDER) comes last, so that orders of 16 a
 exact; else the two differ by the order of summation.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -37,7 +41,7 @@ def _product(values, signs, total, C: tl.constexpr):
 
 
 @triton.jit
-def _turned(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr):
+def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr):
     """values [n, ORDER] times H, float32."""
     signs = _signs_of_h(ORDER)
     total = tl.zeros(values.shape, tl.float32)
@@ -54,51 +58,43 @@ def _turned(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr):
     return total * (ORDER**-0.5)
 
 
+class Outputs(NamedTuple):
+    """codes [rows, whole], packed [rows, whole / 2], bits [rows, ceil(whole / 8)], uint8; None: not written."""
+
+    codes: Any
+    packed: Any
+    bits: Any
+
+
 @triton.jit
 def rotate_and_encode(
-    x,
-    signs,
-    scale,
-    codes,
-    packed,
-    bits,
-    rows,
-    columns,
-    whole,
-    stride,
-    C: tl.constexpr,
-    ORDER: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """x [rows, columns], rows `stride` apart -> codes [rows, whole], packed [rows, whole / 2], bits [rows, ceil(whole / 8)], uint8.
-
-    signs [whole] float32 or None; scale [1] float32; of the outputs those that are None are not written. whole: columns in whole
-    blocks of ORDER.
-    """
+    x, signs, scale, out, whole,
+    C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x, a `Matrix` -> `Outputs` out. signs [whole] float32 or None; scale [1] float32; whole: columns in whole blocks of ORDER."""
     down, across = place_of_program(whole, COLUMNS)
     row = down * ROWS + tl.arange(0, ROWS)
     column = across * COLUMNS + tl.arange(0, COLUMNS)
-    in_rows = (row < rows)[:, None]
-    values = tl.load(x + row[:, None] * stride + column[None, :], mask=in_rows & (column < columns)[None, :], other=0.0)
+    in_rows = (row < x.rows)[:, None]
+    mask = in_rows & (column < x.columns)[None, :]
+    values = tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0)
     if signs is not None:
         flips = tl.load(signs + column, mask=column < whole, other=1.0)
         values = (values.to(tl.float32) * flips[None, :]).to(values.dtype)
-    turned = _turned(tl.reshape(values, (ROWS * COLUMNS // ORDER, ORDER)), C, ORDER, PIECES)
-    ratio = divided(turned, divisor(tl.load(scale), C), C)
+    rotated = _rotated(tl.reshape(values, (ROWS * COLUMNS // ORDER, ORDER)), C, ORDER, PIECES)
+    ratio = divided(rotated, divisor(tl.load(scale), C), C)
     inside = tl.reshape((tl.abs(ratio) <= C.largest).to(tl.int32), (ROWS, COLUMNS))
     found = tl.reshape(encode(ratio, ratio, C), (ROWS, COLUMNS))
     kept = in_rows & (column < whole)[None, :]
-    if codes is not None:
-        tl.store(codes + row[:, None] * whole + column[None, :], found, mask=kept)
-    if packed is not None:
+    if out.codes is not None:
+        tl.store(out.codes + row[:, None] * whole + column[None, :], found, mask=kept)
+    if out.packed is not None:
         byte = across * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         place = row[:, None] * (whole // 2) + byte[None, :]
-        tl.store(packed + place, pack(found, ROWS, COLUMNS), mask=in_rows & (byte < whole // 2)[None, :])
-    if bits is not None:
+        tl.store(out.packed + place, pack(found, ROWS, COLUMNS), mask=in_rows & (byte < whole // 2)[None, :])
+    if out.bits is not None:
         width = (whole + 7) // 8
         byte = across * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
         eight = tl.reshape(tl.where(kept, inside, 0), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
         place = row[:, None] * width + byte[None, :]
-        tl.store(bits + place, tl.sum(eight, axis=2).to(tl.uint8), mask=in_rows & (byte < width)[None, :])
+        tl.store(out.bits + place, tl.sum(eight, axis=2).to(tl.uint8), mask=in_rows & (byte < width)[None, :])

@@ -24,20 +24,33 @@ from torch import Tensor
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
 from narrowgauge.ops.mm import cpp, cublas, definition, triton
-from narrowgauge.ops.mm.selfcheck import CHECK
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
+from narrowgauge.ops.selfcheck import Check as SelfCheck
 from narrowgauge.ops.selfcheck import checked
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
 
+
+def _check_of_products() -> SelfCheck[MmSpec]:
+    from narrowgauge.ops.mm.selfcheck import CHECK  # where a kernel is checked alone
+
+    return CHECK
+
+
 KERNELS: Registry[MmSpec] = Registry("mm")
-KERNELS.register(checked("mm", Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True), CHECK))
-KERNELS.register(checked("mm", Kernel("native-block", cublas.refuse_block, cublas.run_block, by_torch=True), CHECK))
-KERNELS.register(checked("mm", Kernel("native-mx", cublas.refuse_mx, cublas.run_mx, by_torch=True), CHECK))
-KERNELS.register(checked("mm", Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True), CHECK))
-KERNELS.register(checked("mm", Kernel("native-cpp", cpp.refuse, cpp.run), CHECK))
-KERNELS.register(checked("mm", Kernel("triton", triton.refuse, triton.run), CHECK))
+KERNELS.register(
+    checked("mm", Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True), _check_of_products)
+)
+KERNELS.register(
+    checked("mm", Kernel("native-block", cublas.refuse_block, cublas.run_block, by_torch=True), _check_of_products)
+)
+KERNELS.register(checked("mm", Kernel("native-mx", cublas.refuse_mx, cublas.run_mx, by_torch=True), _check_of_products))
+KERNELS.register(
+    checked("mm", Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True), _check_of_products)
+)
+KERNELS.register(checked("mm", Kernel("native-cpp", cpp.refuse, cpp.run), _check_of_products))
+KERNELS.register(checked("mm", Kernel("triton", triton.refuse, triton.run), _check_of_products))
 KERNELS.register(Kernel("reference", lambda spec: None, definition.run, by_torch=True))
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import INT4, INT4X2
-from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.mm.spec import EXPANDED, TWO_SCALES, MmSpec
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 LONGEST_SUM = (2**31 - 1) // (14 * 98)  # of products within 32 bits
 
@@ -31,13 +30,17 @@ def refuse(spec: MmSpec) -> Refusal | None:
         return EXPANDED
     if any(cast is not None and cast.has_global_scale for cast in casts):
         return TWO_SCALES
+    from narrowgauge.ops.cpp import int4 as cpp
+
     if (refusal := cpp.refuse(spec.device.type)) is not None:
         return refusal
     return None if cpp.has_gemm() else Refusal("capability", "this CPU has no AVX2 instructions")
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Codes of INT4 may come packed, or one to a byte (see `straight_through`)."""
+    """Codes of INT4 may come packed, or one to a byte (see `nn.straight_through`)."""
+    from narrowgauge.ops.cpp import int4 as cpp
+
     m, n = lhs.shape[0], rhs.shape[0]
     if 0 in (m, n, lhs.shape[1]):
         out = torch.zeros(m, n, device="cpu")

@@ -1,4 +1,4 @@
-"""cpu_mm: lhs [M, K] @ rhs [N, K].T on a CPU that multiplies bfloat16, by oneDNN. A torch op: eager and compiled agree to the bit.
+"""cpu_mm: lhs [M, K] @ rhs [N, K].T on a CPU that multiplies bfloat16, by oneDNN. Not under torch.compile.
 
     out_dtype bfloat16   operands bfloat16; the float32 sum times `factor`, one number, rounded to bfloat16
     out_dtype float32    operands float32; factor None
@@ -24,11 +24,7 @@ from torch import Tensor
 
 
 def cpu_mm(lhs: Tensor, rhs: Tensor, factor: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See the module."""
-    return torch.ops.narrowgauge.cpu_mm(lhs, rhs, factor, out_dtype)
-
-
-def _run(lhs: Tensor, rhs: Tensor, factor: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """See the module. Not for torch.compile, which cannot read the factor."""
     if out_dtype == torch.bfloat16:
         if factor is None:
             return torch.mm(lhs, rhs.T)
@@ -37,12 +33,3 @@ def _run(lhs: Tensor, rhs: Tensor, factor: Tensor | None, out_dtype: torch.dtype
     if linear is None or 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]):
         return torch.mm(lhs, rhs.T)
     return linear(lhs, rhs, None, "none", [], "")
-
-
-torch.library.define("narrowgauge::cpu_mm", "(Tensor lhs, Tensor rhs, Tensor? factor, ScalarType out_dtype) -> Tensor")
-torch.library.impl("narrowgauge::cpu_mm", "CPU", _run)
-
-
-@torch.library.register_fake("narrowgauge::cpu_mm")
-def _shape(lhs: Tensor, rhs: Tensor, factor: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=out_dtype)

@@ -37,7 +37,7 @@ from narrowgauge.ops.mm.spec import EXPANDED, NO_E5M2_PAIR, TWO_SCALES, MmSpec
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16

@@ -30,7 +30,7 @@ from narrowgauge.ops.mm.cpu import cpu_mm
 from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import WHOLE, tile_sizes, times_scale
+from narrowgauge.scaling import WHOLE, times_scale
 
 
 def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:
@@ -59,16 +59,15 @@ def run(
     fast_accumulate: bool,
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
-    if lhs.device.type != "meta" and torch.is_autocast_enabled(
-        lhs.device.type
-    ):  # it would round the operands of torch.mm
-        with torch.autocast(lhs.device.type, enabled=False):
+    device = (lhs.data if isinstance(lhs, QTensor) else lhs).device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # it would round the operands of torch.mm
+        with torch.autocast(device, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
     narrow = left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None
     if narrow and left.device.type == "cuda" and left_scale is right_scale is None:
         return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
-    if narrow and left.device.type == "cpu" and device_facts("cpu", None).bf16_gemm:
+    if narrow and _takes_onednn(left):
         factor, rows = _one_number(left_scale, right_scale), (_per_row(left_scale), _per_row(right_scale))
         if all(scale is None or _has_powers_of_two(x) for scale, x in zip(rows, (lhs, rhs), strict=True)):
             out = cpu_mm(left, right, factor, torch.bfloat16)
@@ -90,7 +89,8 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
     if not isinstance(operand, QTensor):
         return operand, None
     if operand.scale.shape[1] <= 1:
-        return operand.values(), _row_scale(operand)
+        is_values = operand.data.dtype in (torch.float32, torch.bfloat16)
+        return operand.data if is_values else operand.values(), _row_scale(operand)
     exact = operand.is_expanded and _is_exact_in_bf16(operand.cast)
     values = operand.data if exact else operand.values().to(torch.float32)
     shared = None if operand.global_scale is None else operand.global_scale.reshape(1, 1)
@@ -123,9 +123,16 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
     if dtype in (torch.bfloat16, torch.float16) and lhs.device.type == "cuda":
         return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
     lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
-    if lhs.device.type == "cpu" and device_facts("cpu", None).bf16_gemm:
+    if _takes_onednn(lhs):
         return cpu_mm(lhs, rhs, None, torch.float32)
     return torch.mm(lhs, rhs.T)
+
+
+def _takes_onednn(operand: Tensor) -> bool:
+    """Compiled code multiplies in float32 by torch.mm: through an opaque op, Inductor (2.13) gave wrong numbers for padded tiles."""
+    is_plain = type(operand) in (Tensor, torch.nn.Parameter)  # of a fake tensor no factor can be read
+    on_cpu = operand.device.type == "cpu" and not torch.compiler.is_compiling()
+    return on_cpu and is_plain and device_facts("cpu", None).bf16_gemm
 
 
 def _one_number(*scales: Tensor | None) -> Tensor | None:
@@ -153,8 +160,9 @@ def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
 
 def _row_scale(operand: QTensor) -> Tensor:
     """[outer, 1] or [1, 1]."""
-    rows = tile_sizes(operand.shape, operand.cast.tile)[0]
-    scale = operand.full_scale()
+    scale, rows = operand.scale, operand.cast.tile[0]
+    if operand.global_scale is not None:
+        scale = operand.full_scale()
     if scale.numel() == 0:  # nothing is contracted or nothing comes out
         return scale.new_ones(1, 1)
     if rows == 1 or scale.shape[0] == 1:

@@ -9,6 +9,7 @@ cache). While torch.compile traces it is one opaque operator, `narrowgauge::bloc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import unavailable
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.mm.triton_blocks import Blocks
 
 SHORTEST, LONGEST_STEP = (
     64,
@@ -103,19 +107,19 @@ def launch(
     # Contraction of products and sums is left on: total + part * scale is then rounded once, and costs nothing.
     with torch.cuda.device(lhs.device if lhs.device.type == "cuda" else -1):  # Triton launches on the current device
         block_mm[grid](
-            lhs, rhs, lhs_scale, rhs_scale, out if bias is None else bias.contiguous(), out, m, n, k,
-            **constants(tiles, shape, bias is not None),
+            lhs, rhs, lhs_scale, rhs_scale, None if bias is None else bias.contiguous(), out, m, n, k,
+            B=constants(tiles, shape),
             num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
 
-def constants(tiles: list[int], shape: Shape, has_bias: bool) -> dict[str, int | bool]:
+def constants(tiles: list[int], shape: Shape) -> Blocks:
     """What the kernel is compiled with."""
-    return {
-        "LHS_ROWS": tiles[0], "LHS_COLUMNS": tiles[1], "RHS_ROWS": tiles[2], "RHS_COLUMNS": tiles[3], "HAS_BIAS": has_bias,
-        "BLOCK_M": shape.m, "BLOCK_N": shape.n, "BLOCK_K": min(tiles[1], tiles[3], LONGEST_STEP), "GROUP_M": shape.group_m,
-    }  # fmt: skip
+    from narrowgauge.ops.mm.triton_blocks import Blocks
+
+    step = min(tiles[1], tiles[3], LONGEST_STEP)
+    return Blocks(tiles[0], tiles[1], tiles[2], tiles[3], shape.m, shape.n, step, shape.group_m)
 
 
 torch.library.define(

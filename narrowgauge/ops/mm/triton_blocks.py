@@ -4,14 +4,30 @@ A program computes BLOCK_M x BLOCK_N of the result. It walks K in steps of BLOCK
 one block of products from zero, the scales multiply that sum, and it is added to a float32 total in registers. So the tensor core's own
 accumulator (about 14 bits on Hopper) never holds more than 128 products: the promotion of DeepSeek-V3 (arXiv 2412.19437, 3.3.2).
 
-Programs are numbered so that GROUP_M tiles of rows share the columns they read while those are in the L2 cache.
+Programs are numbered so that `group_m` tiles of rows share the columns they read while those are in the L2 cache.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The constant of the kernel. The sides of the tiles with one scale, powers of two; m, n: of a program, k: of its steps."""
+
+    lhs_rows: int
+    lhs_columns: int
+    rhs_rows: int
+    rhs_columns: int
+    m: int
+    n: int
+    k: int
+    group_m: int
 
 
 @triton.jit
@@ -29,29 +45,24 @@ def _scales(scale, index, length, first, start, K, ROWS: tl.constexpr, COLUMNS: 
 def block_mm(
     lhs,  # [M, K] e4m3 or e5m2, rows of K elements
     rhs,  # [N, K]
-    lhs_scale,  # [ceil(M / LHS_ROWS), ceil(K / LHS_COLUMNS)] float32
-    rhs_scale,  # [ceil(N / RHS_ROWS), ceil(K / RHS_COLUMNS)]
-    bias,  # [N] or anything, see HAS_BIAS
+    lhs_scale,  # [ceil(M / B.lhs_rows), ceil(K / B.lhs_columns)] float32
+    rhs_scale,  # [ceil(N / B.rhs_rows), ceil(K / B.rhs_columns)]
+    bias,  # [N] or None
     out,  # [M, N]
     M,
     N,
     K,
-    LHS_ROWS: tl.constexpr,  # sides of a tile, powers of two
-    LHS_COLUMNS: tl.constexpr,
-    RHS_ROWS: tl.constexpr,
-    RHS_COLUMNS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    B: tl.constexpr,  # Blocks
 ):
+    BLOCK_M: tl.constexpr = B.m
+    BLOCK_N: tl.constexpr = B.n
+    BLOCK_K: tl.constexpr = B.k
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
-    group = program // (GROUP_M * tiles_n)
-    rows_in_group = min(tiles_m - group * GROUP_M, GROUP_M)
-    tile_m = group * GROUP_M + (program % (GROUP_M * tiles_n)) % rows_in_group
-    tile_n = (program % (GROUP_M * tiles_n)) // rows_in_group
+    group = program // (B.group_m * tiles_n)
+    rows_in_group = min(tiles_m - group * B.group_m, B.group_m)
+    tile_m = group * B.group_m + (program % (B.group_m * tiles_n)) % rows_in_group
+    tile_n = (program % (B.group_m * tiles_n)) // rows_in_group
 
     m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # 2**31 elements are passed at 65536 x 32768
     n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -63,9 +74,9 @@ def block_mm(
         left = tl.load(lhs_rows + (start + k)[None, :], (m < M)[:, None] & inside[None, :], other=0.0)
         right = tl.load(rhs_rows + (start + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0)
         part = tl.dot(left, tl.trans(right))
-        of_rows = _scales(lhs_scale, m, M, tile_m * BLOCK_M, start, K, LHS_ROWS, LHS_COLUMNS, BLOCK_M)
-        of_columns = _scales(rhs_scale, n, N, tile_n * BLOCK_N, start, K, RHS_ROWS, RHS_COLUMNS, BLOCK_N)
+        of_rows = _scales(lhs_scale, m, M, tile_m * BLOCK_M, start, K, B.lhs_rows, B.lhs_columns, BLOCK_M)
+        of_columns = _scales(rhs_scale, n, N, tile_n * BLOCK_N, start, K, B.rhs_rows, B.rhs_columns, BLOCK_N)
         total += part * (of_rows[:, None] * of_columns[None, :])
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])

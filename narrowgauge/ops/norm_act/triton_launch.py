@@ -1,4 +1,4 @@
-"""Launches of the kernels that compute norms and activations with their casts. The op's contract: `ops.norm_act`.
+"""Launches of the kernels that compute norms and activations with their casts. The contract: `ops.norm_act`; the tensors are checked.
 
 Sizes of the pieces, none of them measured yet on a GPU:
 
@@ -16,193 +16,170 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.norm_act import triton_kernel, triton_norms
-from narrowgauge.ops.norm_act.triton_orders import Kind, Made, Name, Order
-from narrowgauge.ops.quantize import triton_launch
+from narrowgauge.ops.norm_act import triton_act_backward_cast, triton_act_cast, triton_norm_cast
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Name, Requests
+from narrowgauge.ops.norm_act.triton_store import BY_BLOCK, BY_ROW, DELAYED, NOTHING, Casting, Result
+from narrowgauge.ops.quantize import triton_launch as quantizing
+from narrowgauge.ops.quantize import triton_transpose
 from narrowgauge.ops.quantize.triton_launch import Output
-from narrowgauge.ops.triton.cast_constants import Settings
+from narrowgauge.ops.triton.arguments import Matrix
+from narrowgauge.ops.triton.cast_constants import CastConstants
 from narrowgauge.ops.triton.launch import launch
-from narrowgauge.qtensor import QTensor
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import WHOLE
 
-FORWARD: dict[Name, int] = {
-    "rms-norm": triton_kernel.RMS_NORM.value,
-    "layer-norm": triton_kernel.LAYER_NORM.value,
-    "swiglu": triton_kernel.SWIGLU.value,
-    "gelu": triton_kernel.GELU.value,
-    "gelu-tanh": triton_kernel.GELU_TANH.value,
-}
-GRADIENTS: dict[Name, int] = {
-    "swiglu": triton_kernel.SWIGLU_GRADIENTS.value,
-    "gelu": triton_kernel.GELU_GRADIENT.value,
-    "gelu-tanh": triton_kernel.GELU_TANH_GRADIENT.value,
+ACTIVATIONS: dict[Name, int] = {
+    "swiglu": triton_act_cast.SWIGLU.value,
+    "gelu": triton_act_cast.GELU.value,
+    "gelu-tanh": triton_act_cast.GELU_TANH.value,
 }
 PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
 NORM_PARTS = 528
-TURNED_ROWS, TURNED_COLUMNS, TURNED_WARPS = 32, 128, 8
-ROWS, COLUMNS, WARPS = 4, 1024, 8
+TALL, WIDE = (32, 128), (4, 1024)  # a piece, with y.T and without
+WARPS = 8
 
 
 @dataclass
 class _Target:
     """One result: y, the cast that is wanted of it, and what a kernel writes.
 
-    casts  how the scale is found, see `produced`; 0 with an order: by the largest magnitude of y, in a second launch
+    scaling  how the scale is found, see `triton_store`; NOTHING with a request: by the largest magnitude of y, in a second launch
     """
 
     y: Tensor
-    order: Order | None
-    C: Settings | None
+    request: CastRequest | None
+    C: CastConstants | None
     plain: Output | None = None
-    turned: Output | None = None
+    transposed: Output | None = None
     maxima: Tensor | None = None
+    scaling: int = NOTHING.value
 
     def __post_init__(self) -> None:
-        order, shape = self.order, (self.y.shape[0], self.y.shape[1])
-        if order is None:
+        if self.request is None:
             return
-        if order.cast.tile == (WHOLE, WHOLE):
+        cast, shape = self.request.cast, (self.y.shape[0], self.y.shape[1])
+        if cast.tile == (WHOLE, WHOLE):
             self.maxima = torch.zeros(PARTS, dtype=torch.int32, device=self.y.device)
-            if order.live is None:
+            if self.request.live is None:
                 return
-        self.plain = Output(shape, order.cast, self.y.device)
-        self.turned = Output((shape[1], shape[0]), order.cast, self.y.device) if order.turned else None
+        self.scaling = {(WHOLE, WHOLE): DELAYED, (1, WHOLE): BY_ROW}.get(cast.tile, BY_BLOCK).value
+        self.plain = Output(shape, cast, self.y.device)
+        self.transposed = Output((shape[1], shape[0]), cast, self.y.device) if self.request.transposed else None
 
     @property
-    def casts(self) -> int:
-        if self.order is None or self.plain is None:
-            return 0
-        tile = self.order.cast.tile
-        return 1 if tile == (WHOLE, WHOLE) else 2 if tile == (1, WHOLE) else 3
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """As `produce` takes them."""
+    def result(self) -> Result:
+        """As the kernels take it."""
+        live = None if self.request is None else self.request.live
         codes, scale = (None, None) if self.plain is None else (self.plain.codes, self.plain.scale)
-        turned = None if self.turned is None else self.turned.codes
-        live = None if self.order is None else self.order.live
-        return (self.y, codes, turned, scale, self.maxima, live)
+        return Result(self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live)
 
-    def finished(self) -> Made:
+    def casting(self, piece: tuple[int, int]) -> Casting:
+        block = self.request.cast.tile[1] if self.request is not None and self.scaling == BY_BLOCK.value else 1
+        return Casting(self.C, self.scaling, block, *piece, PARTS)
+
+    def finished(self) -> CastResult:
         """With what follows the kernel: the state of a window, or the cast by the maximum that was found."""
-        order, C = self.order, self.C
-        if order is None or C is None:
-            return Made(self.y)
+        request, C, y = self.request, self.C, self.y
+        if request is None or C is None:
+            return CastResult(y)
         if self.maxima is None:
             assert self.plain is not None
-            return Made(self.y, self.plain.finished())
-        if order.live is None:
-            return self._by_maximum(order, C, self.maxima.view(torch.float32))
-        assert self.plain is not None
-        used = torch.empty(1, 1, dtype=torch.float32, device=self.y.device)
+            return CastResult(y, self.plain.finished())
+        if request.live is not None:
+            return self._settled(request, C, request.live)
+        maxima = self.maxima.view(torch.float32)
+        if request.transposed:
+            return CastResult(y, *quantizing.both(y, request.cast, C, maxima, None, None))
+        return CastResult(y, quantizing.one(y, request.cast, C, maxima))
+
+    def _settled(self, request: CastRequest, C: CastConstants, live: Tensor) -> CastResult:
+        assert self.plain is not None and self.maxima is not None
+        state = quantizing.amax_state(live, self.maxima, self.plain.scale)
         launch(
-            triton_kernel.settle, PARTS, self.y, self.plain.codes, None if self.turned is None else self.turned.codes, self.maxima,
-            order.live, used, self.plain.scale, *self.y.shape, RECORDS=order.records, WANTS_TURNED=self.turned is not None, C=C,
-            PARTS=PARTS, PROGRAMS=PARTS, ROWS=TURNED_ROWS, COLUMNS=TURNED_COLUMNS, warps=TURNED_WARPS,
+            triton_transpose.settle_both, PARTS, Matrix.of(self.y), self.plain.codes,
+            self.transposed and self.transposed.codes, state, None, RECORDS=request.records, C=C, PARTS=PARTS, PROGRAMS=PARTS,
+            ROWS=TALL[0], COLUMNS=TALL[1], warps=WARPS,
         )  # fmt: skip
-        if self.turned is not None:
-            self.turned.scale = self.plain.scale
-        return Made(self.y, self.plain.finished(), self._turned(), used)
-
-    def _turned(self) -> QTensor | None:
-        return None if self.turned is None else self.turned.finished()
-
-    def _by_maximum(self, order: Order, C: Settings, maxima: Tensor) -> Made:
-        plain: QTensor
-        turned: QTensor | None = None
-        if order.turned:
-            plain, turned = triton_launch.both(self.y, order.cast, C, maxima, None, None)
-        else:
-            plain = triton_launch.one(self.y, order.cast, C, maxima)
-        return Made(self.y, plain, turned)
+        if self.transposed is None:
+            return CastResult(self.y, self.plain.finished(), None, state.amax)
+        self.transposed.scale = self.plain.scale
+        return CastResult(self.y, self.plain.finished(), self.transposed.finished(), state.amax)
 
 
-def forward(
-    kind: Kind, tensors: Sequence[Tensor], order: Order | None, C: Settings | None
-) -> tuple[Made, tuple[Tensor, ...]]:
-    """See `ops.norm_act`; the tensors are checked."""
-    found = [each.contiguous() for each in tensors]
-    x = found[0]
-    y = torch.empty_like(x, dtype=_dtype(kind, found))
-    statistics: tuple[Tensor, ...] = ()
-    if kind.is_norm:
-        count = 1 if kind.name == "rms-norm" else 2
-        statistics = tuple(torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(count))
-    target = _Target(y, order, C)
-    _produce(FORWARD[kind.name], found, kind, statistics, target, None)
+def norm_cast(
+    kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None, C: CastConstants | None
+) -> tuple[CastResult, tuple[Tensor, ...]]:
+    """y with its cast, and (r [rows]) of rms-norm, (mean [rows], r [rows]) of layer-norm."""
+    x, weight, *bias = (each.contiguous() for each in tensors)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if kind.name == "rms-norm" else x.dtype
+    target = _Target(torch.empty_like(x, dtype=dtype), request, C)
+    statistics = tuple(torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in tensors[1:])
+    piece = WIDE if target.transposed is None else TALL
+    launch(
+        triton_norm_cast.norm_cast, -(-len(x) // piece[0]), x, weight, bias[0] if bias else None, kind.eps, *_two(statistics),
+        target.result, *x.shape, H=target.casting(piece), warps=WARPS,
+    )  # fmt: skip
     return target.finished(), statistics
 
 
-def gradients(
+def act_cast(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None, C: CastConstants | None) -> CastResult:
+    """y with its cast."""
+    found = [each.contiguous() for each in tensors]
+    x = found[0]
+    dtype = torch.promote_types(x.dtype, found[1].dtype) if kind.name == "swiglu" else x.dtype
+    target = _Target(torch.empty_like(x, dtype=dtype), request, C)
+    piece = WIDE if target.transposed is None else TALL
+    across = 1 if target.scaling == BY_ROW.value else -(-x.shape[1] // piece[1])
+    launch(
+        triton_act_cast.act_cast, -(-len(x) // piece[0]) * across, x, found[1] if len(found) > 1 else None,
+        target.result, *x.shape, KIND=ACTIVATIONS[kind.name], H=target.casting(piece), warps=WARPS,
+    )  # fmt: skip
+    return target.finished()
+
+
+def act_backward_cast(
     kind: Kind,
     tensors: Sequence[Tensor],
-    statistics: tuple[Tensor, ...],
     gy: Tensor,
-    orders: Sequence[Order | None],
-    constants: Sequence[Settings | None],
-) -> tuple[list[Made], list[Tensor]]:
-    """See `ops.norm_act`; the tensors are checked."""
+    requests: Requests,
+    constants: Sequence[CastConstants | None],
+) -> list[CastResult]:
+    """The gradients of g and u, or of x, with their casts."""
     found = [each.contiguous() for each in tensors]
-    if kind.is_norm:
-        return _norm_gradients(kind, found, statistics, gy.contiguous())
-    count = 2 if kind.name == "swiglu" else 1
-    targets = [
-        _Target(torch.empty_like(x), order, C) for x, order, C in zip(found, orders, constants, strict=True)
-    ]  # fmt: skip
-    inputs = [found[0], found[1] if count == 2 else None, gy.contiguous()]
-    _produce(GRADIENTS[kind.name], inputs, kind, (), targets[0], targets[1] if count == 2 else None)
-    return [target.finished() for target in targets], []
-
-
-def _produce(
-    kind: int,
-    tensors: Sequence[Tensor | None],
-    what: Kind,
-    statistics: tuple[Tensor, ...],
-    first: _Target,
-    second: _Target | None,
-) -> None:
-    a, b, c = (*tensors, None, None)[:3]
-    rows, columns = first.y.shape
-    targets = [first] if second is None else [first, second]
-    casts = [each.casts for each in targets]
-    turned = any(each.turned is not None for each in targets)
-    block = max((each.order.cast.tile[1] for each in targets if each.order is not None and each.casts == 3), default=1)
-    height, width, warps = ROWS, COLUMNS, WARPS
-    if turned:
-        height, width, warps = TURNED_ROWS, TURNED_COLUMNS, TURNED_WARPS
-    whole_rows = what.is_norm or 2 in casts
-    span = -(-columns // width) * width if whole_rows else width
-    mean, rate = (None, None, *statistics)[-2:]
-    more: tuple[Any, ...] = second.tensors if second is not None else (None,) * 6
+    wanted = zip(found, requests, constants, strict=True)
+    targets = [_Target(torch.empty_like(x), request, C) for x, request, C in wanted]
+    piece = TALL if any(each.transposed is not None for each in targets) else WIDE
+    results, castings = [each.result for each in targets], [each.casting(piece) for each in targets]
+    rows, columns = gy.shape
     launch(
-        triton_kernel.produce, -(-rows // height) * -(-columns // span), a, b, c, what.eps, mean, rate, *first.tensors, *more,
-        rows, columns, span, KIND=kind, CASTS=casts[0], C=first.C, CASTS2=casts[-1] if second is not None else 0,
-        C2=None if second is None else second.C, BLOCK=block, WANTS_TURNED=turned, WANTS_MAXIMA=first.maxima is not None,
-        WANTS_MAXIMA2=second is not None and second.maxima is not None, PARTS=PARTS, ROWS=height, COLUMNS=width, warps=warps,
+        triton_act_backward_cast.act_backward_cast, -(-rows // piece[0]) * -(-columns // piece[1]), *_padded(found),
+        gy.contiguous(), *_padded(results), rows, columns, KIND=ACTIVATIONS[kind.name], H=castings[0], SECOND=castings[-1],
+        warps=WARPS,
     )  # fmt: skip
+    return [target.finished() for target in targets]
 
 
-def _norm_gradients(
+def norm_backward(
     kind: Kind, tensors: Sequence[Tensor], statistics: tuple[Tensor, ...], gy: Tensor
-) -> tuple[list[Made], list[Tensor]]:
-    x, weight = tensors[:2]
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradient of x, and those of w and b."""
+    x, weight, *_ = (each.contiguous() for each in tensors)
     rows, columns = x.shape
-    centers = kind.name == "layer-norm"
     parts = min(NORM_PARTS, rows)
     dx = torch.empty_like(x)
     sums = [torch.empty(parts, columns, dtype=torch.float32, device=x.device) for _ in tensors[1:]]
     width = max(1 << (columns - 1).bit_length(), 128)
     warps = 4 if width < 2048 else 8 if width < 8192 else 16
     launch(
-        triton_norms.norm_gradients, parts, x, weight, gy, *(None, *statistics)[-2:], dx, sums[0], sums[1] if centers else None,
-        rows, columns,
-        CENTERS=centers, PARTS=parts, WIDTH=width, warps=warps,
+        triton_norm_cast.norm_backward, parts, x, weight, gy.contiguous(), *_two(statistics), dx, *_padded(sums), rows, columns,
+        PARTS=parts, WIDTH=width, warps=warps,
     )  # fmt: skip
-    return [Made(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, tensors[1:], strict=True)]
+    return dx, [each.sum(0).to(w.dtype) for each, w in zip(sums, tensors[1:], strict=True)]
 
 
-def _dtype(kind: Kind, tensors: Sequence[Tensor]) -> torch.dtype:
-    """y's: of rms-norm and swiglu as torch promotes a product, of the others x's."""
-    x = tensors[0]
-    return torch.promote_types(x.dtype, tensors[1].dtype) if kind.name in ("rms-norm", "swiglu") else x.dtype
+def _two(statistics: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor]:
+    """(mean or None, r)."""
+    return (None, *statistics)[-2], statistics[-1]
+
+
+def _padded(one_or_two: Sequence[Any]) -> tuple[Any, Any]:
+    return one_or_two[0], one_or_two[1] if len(one_or_two) > 1 else None

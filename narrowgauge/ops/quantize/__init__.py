@@ -13,40 +13,58 @@ Contract of `quantize(x, cast)`
             are the same: every value of every format is exact in bfloat16, except in tables, which need float32.
     ->      QTensor. NaN or infinity in a tile makes its scale NaN, and with it the whole tile.
 
-Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them, and
-on the CPU for integers with one scale per tensor or row whose noise comes as a Key (cpp.py): the same bits.
+Cost on plain torch: one read for amax, then about eight element-wise passes; one read and one write when a compiler fuses them. On a
+CPU with a C++ compiler one read and one write as well (cpp.py), the same bits: values rounded to nearest, and integers with one
+scale per tensor or row whose noise comes as a Key.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.ops.quantize import cpp, definition, selfcheck, triton
+from narrowgauge.ops.quantize import cpp, definition, triton
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Registry
+from narrowgauge.ops.selfcheck import Check, checked
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.tiles import scale_shape
+from narrowgauge.scaling import scale_shape
 
 
-def _in_torch(
-    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
-) -> QTensor:
-    made = noise if noise is None or isinstance(noise, Tensor) else noise.uniform(tuple(x.shape))
-    return definition.quantize(x, cast, amax, made, expand)
+def check_by(casts: str) -> Callable[[], Check[Spec]]:
+    """The check of kernels that are called as this function of selfcheck.py calls them."""
+
+    def load() -> Check[Spec]:
+        from narrowgauge.ops.quantize import selfcheck  # where a kernel is checked alone
+
+        return selfcheck.check(getattr(selfcheck, casts))
+
+    return load
 
 
 KERNELS: Registry[Spec] = Registry("quantize")
-KERNELS.register(selfcheck.checked("quantize", Kernel("triton", triton.refuse, triton.run), selfcheck.check_one))
-KERNELS.register(selfcheck.checked("quantize", Kernel("native-cpp", cpp.refuse, cpp.run), selfcheck.check_one))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_torch, by_torch=True))
+KERNELS.register(checked("quantize", Kernel("triton", triton.refuse, triton.run), check_by("check_one")))
+KERNELS.register(checked("quantize", Kernel("native-cpp", cpp.refuse, cpp.run), check_by("check_one")))
+KERNELS.register(Kernel("reference", lambda spec: None, definition.quantize, by_torch=True))
 
 tile_amax = definition.tile_amax
 calibrated_amax = definition.calibrated_amax
+
+
+def plan(
+    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
+) -> Callable[..., QTensor]:
+    """What computes `quantize` for such arguments: run(x, cast, amax, noise, expand), without a check of them.
+
+    It serves other tensors of the same device and type, as empty and with as many columns modulo 2, and noise of the same kind.
+    """
+    return KERNELS.choose(Spec.of(x, cast, amax, noise, expand)).kernel.run
 
 
 @torch.no_grad()
@@ -89,7 +107,7 @@ def quantize(
     if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
         raise ConfigError(f"quantize: levels of {cast.format} are not exact in {expand}. Use expand=torch.float32.")
     if backend is None and torch.compiler.is_compiling():  # all others refuse, which need not be traced
-        return _in_torch(x, cast, amax, noise, expand)
+        return definition.quantize(x, cast, amax, noise, expand)
     return KERNELS.choose(Spec.of(x, cast, amax, noise, expand), backend).kernel.run(x, cast, amax, noise, expand)
 
 

@@ -1,150 +1,85 @@
-"""What one read of a tensor can give at once: both orientations, or codes and the amax of the next step.
+"""quantize_pair: what one read of a tensor can give at once, codes of both orientations and the amax of the next step.
 
-    quantize_both(x, cast)            quantize(x, cast) and quantize(x.T, cast), codes of each in its own row-major order
-    quantize_delayed(x, cast, live)   quantize(x, cast, amax) for the amax that delayed scaling gives x, and that amax [1, 1]
-    quantize_both_delayed             both
-    in_one_read                       the one of these that a cast asks for, where a kernel does it in one read
+    rows = quantize(x, cast, amax)    cols = quantize(x.T, cast, amax), in its own row-major order    amax [1, 1]
 
-The references say just that. The Triton kernels read x once (triton.py); of a tensor with an amax that is not finite,
-`quantize_delayed` may then leave other codes under its scale, which is NaN and makes NaN of all of them.
+with the amax that delayed scaling gives x, or none. The definition says just that. The Triton kernels read x once (triton.py); of a
+tensor with an amax that is not finite, a delayed one may leave other codes under its scale, which is NaN and makes NaN of all of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.quantize import quantize, selfcheck, tile_amax, triton
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize import check_by, definition, quantize, triton
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.random import DeviceKey, Key, draw
+from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Refusal, Registry
+from narrowgauge.ops.selfcheck import checked
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Window
-from narrowgauge.tiles import WHOLE
+from narrowgauge.recipe import Cast
+from narrowgauge.scaling import WHOLE
 
 Noise = Tensor | Key | DeviceKey | None
+Pair = tuple[QTensor, QTensor | None, Tensor | None]
 
 
-def _both_in_turn(x: Tensor, cast: Cast, noise: Noise, turned_noise: Noise) -> tuple[QTensor, QTensor]:
-    return quantize(x, cast, noise=noise), quantize(x.T, cast, noise=turned_noise)
+def _in_turn(
+    x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: tuple[Noise, Noise]
+) -> Pair:
+    amax = None
+    if amax_state is not None:
+        amax = update_amax(amax_state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
+    rows = quantize(x, cast, amax=amax, noise=noise[0])
+    return rows, quantize(x.T, cast, amax=amax, noise=noise[1]) if cols else None, amax
 
 
-def _delayed_in_turn(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, Tensor]:
-    amax = observe(live, tile_amax(x, (WHOLE, WHOLE)), records=records)
-    return quantize(x, cast, amax=amax), amax
-
-
-def _both_delayed_in_turn(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, QTensor, Tensor]:
-    q, amax = _delayed_in_turn(x, cast, live, records)
-    return q, quantize(x.T, cast, amax=amax), amax
-
-
-def _refuse_both_delayed(spec: Spec) -> Refusal | None:
-    if spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest":
+def refuse(spec: Spec) -> Refusal | None:
+    """Why the kernels that read x once do not quantize such a tensor, or None."""
+    if spec.delayed and (spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest"):
         return Refusal("tile", "rounds to nearest by one scale per tensor")
-    return triton.refuse(spec)
-
-
-def refuse_delayed(spec: Spec) -> Refusal | None:
-    """Why the kernel in one pass does not quantize such a tensor, or None."""
-    if spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest":
-        return Refusal("tile", "rounds to nearest by one scale per tensor")
-    if spec.cast.format.codes_per_byte > 1 and spec.shape[1] % 2:
+    if spec.delayed and not spec.cols and spec.cast.format.codes_per_byte > 1 and spec.shape[1] % 2:
         return Refusal("shape", f"packs two codes into a byte, and rows have {spec.shape[1]}")
+    if not spec.delayed and not spec.cols:
+        return Refusal("operands", "gives nothing beside one cast, which `quantize` makes")
     return triton.refuse(spec)
 
 
-BOTH: Registry[Spec] = Registry("quantize_both")
-BOTH.register(selfcheck.checked("quantize_both", Kernel("triton", triton.refuse, triton.both), selfcheck.check_both))
-BOTH.register(Kernel("reference", lambda spec: None, _both_in_turn, by_torch=True))
-
-DELAYED: Registry[Spec] = Registry("quantize_delayed")
-DELAYED.register(
-    selfcheck.checked("quantize_delayed", Kernel("triton", refuse_delayed, triton.delayed), selfcheck.check_delayed)
-)
-DELAYED.register(Kernel("reference", lambda spec: None, _delayed_in_turn, by_torch=True))
-
-BOTH_DELAYED: Registry[Spec] = Registry("quantize_both_delayed")
-BOTH_DELAYED.register(
-    selfcheck.checked(
-        "quantize_both_delayed",
-        Kernel("triton", _refuse_both_delayed, triton.both_delayed),
-        selfcheck.check_delayed,
-    )
-)
-BOTH_DELAYED.register(Kernel("reference", lambda spec: None, _both_delayed_in_turn, by_torch=True))
+KERNELS: Registry[Spec] = Registry("quantize_pair")
+KERNELS.register(checked("quantize_pair", Kernel("triton", refuse, triton.pair), check_by("check_pair")))
+KERNELS.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
 
 
-def reads_once(x: Tensor, cast: Cast, delayed: bool, both: bool = True) -> bool:
+def _spec(x: Tensor, cast: Cast, delayed: bool, cols: bool, noise: Noise) -> Spec:
+    return replace(Spec.of(x, cast, None, noise), delayed=delayed, cols=cols)
+
+
+def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     """Whether a kernel gives both orientations, or codes and the next step's amax, from one read of x; else it is done in turn."""
-    if torch.compiler.is_compiling():
-        return False
-    spec = Spec.of(x, cast, None, None)
-    if cast.rounding == "stochastic":
-        spec = replace(spec, noise="key")
-    registry = (BOTH_DELAYED if both else DELAYED) if delayed else BOTH
-    return registry.choose(spec).kernel.name != "reference"
+    noise = Key(0, 0) if cast.rounding == "stochastic" else None
+    return KERNELS.choose(_spec(x, cast, delayed, cols, noise)).kernel.name != "reference"
 
 
 @torch.no_grad()
-def quantize_both(
-    x: Tensor, cast: Cast, *, noise: Noise = None, turned_noise: Noise = None, backend: str | None = None
-) -> tuple[QTensor, QTensor]:
-    """x [outer, inner] -> (x, x.T) quantized by the same cast, see the module.
+def quantize_pair(
+    x: Tensor,
+    cast: Cast,
+    *,
+    amax_state: Tensor | None = None,
+    records: bool = True,
+    cols: bool = True,
+    noise: tuple[Noise, Noise] = (None, None),
+    backend: str | None = None,
+) -> Pair:
+    """x [outer, inner], not empty if delayed -> (x, x.T, amax) quantized by the same cast, see the module.
 
-    noise, turned_noise  of x and of x.T, when the cast rounds stochastically; see `quantize`
+    amax_state  [3] of the tensor's window, updated as `update_amax` does if it records; None: not delayed, and no amax
+    cols        whether x.T is wanted too; else None
+    noise       of x and of x.T, when the cast rounds stochastically; see `quantize`
     """
-    return BOTH.choose(Spec.of(x, cast, None, noise), backend).kernel.run(x, cast, noise, turned_noise)
-
-
-@torch.no_grad()
-def quantize_delayed(
-    x: Tensor, cast: Cast, live: Tensor, *, records: bool = True, backend: str | None = None
-) -> tuple[QTensor, Tensor]:
-    """x [outer, inner], not empty -> (x quantized, the amax [1, 1] by which), see the module.
-
-    live     [3] of the tensor's `delayed.AmaxWindow`; if it records, updated as `delayed.observe` does
-    """
-    return DELAYED.choose(Spec.of(x, cast), backend).kernel.run(x, cast, live, records)
-
-
-@torch.no_grad()
-def quantize_both_delayed(
-    x: Tensor, cast: Cast, live: Tensor, *, records: bool = True, backend: str | None = None
-) -> tuple[QTensor, QTensor, Tensor]:
-    """x [outer, inner], not empty -> (x and x.T quantized, the amax [1, 1] by which), see the module and `quantize_delayed`."""
-    return BOTH_DELAYED.choose(Spec.of(x, cast), backend).kernel.run(x, cast, live, records)
-
-
-@dataclass(frozen=True)
-class OneRead:
-    """A tensor cast once, perhaps with the cast of its transpose, and the amax [1, 1] of its window if it has one."""
-
-    plain: QTensor
-    turned: QTensor | None = None
-    amax: Tensor | None = None
-
-
-def in_one_read(x: Tensor, cast: Cast, live: Tensor | None, *, records: bool, both: bool = True) -> OneRead | None:
-    """Both orientations of x, or one and its window's amax, where a kernel reads x once for them; None: nothing was done.
-
-    live  of the window that gives the cast its amax, None for a cast without one
-    """
-    delayed = isinstance(cast.calibrate, Window)
-    if x.numel() == 0 or delayed != (live is not None) or not (delayed or both):
-        return None
-    if not reads_once(x, cast, delayed, both):
-        return None
-    if live is None:
-        return OneRead(*quantize_both(x, cast, noise=_drawn(x, cast), turned_noise=_drawn(x.T, cast)))
-    if both:
-        return OneRead(*quantize_both_delayed(x, cast, live, records=records))
-    q, amax = quantize_delayed(x, cast, live, records=records)
-    return OneRead(q, None, amax)
-
-
-def _drawn(x: Tensor, cast: Cast) -> Noise:
-    return draw(tuple(x.shape), x.device) if cast.rounding == "stochastic" else None
+    choice = KERNELS.choose(_spec(x, cast, amax_state is not None, cols, noise[0]), backend)
+    pair: Pair = choice.kernel.run(x, cast, amax_state, records, cols, noise)
+    return pair

@@ -13,32 +13,29 @@ Once per cast, type of x, and way of calling. What it does not find: rows longer
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops import selfcheck
+from narrowgauge.formats import FloatFormat
 from narrowgauge.ops.quantize import definition
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
-from narrowgauge.ops.registry import Device, Kernel
+from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Check, Comparison
 from narrowgauge.qtensor import QTensor
-from narrowgauge.tiles import WHOLE
+from narrowgauge.recipe import Window
+from narrowgauge.scaling import WHOLE
 
 ROWS, COLUMNS, SPREAD, SEED = 136, 272, 12, 20260612
 KEY, TURNED_KEY = Key(2**32 - 5, 77), Key(3, 2**31 + 1)
 
 # (run of the kernel, the call it is examined for, device, x on it, whether x is poisoned) -> comparisons with the reference
 Casts = Callable[[Callable[..., Any], Spec, torch.device, Tensor, bool], Iterable[Comparison]]
-
-
-def checked(op: str, kernel: Kernel[Spec], casts: Casts) -> Kernel[Spec]:
-    """The kernel, refused as well where its casts are wrong on the device at hand."""
-    return selfcheck.checked(op, kernel, check(casts))
 
 
 @cache
@@ -55,12 +52,17 @@ def check(casts: Casts) -> Check[Spec]:
                 for each in casts(run, spec, device, here, poisoned):
                     yield each._replace(name=each.name + where)
 
-    return Check(lambda spec: (spec.cast, spec.dtype, spec.noise, spec.amax, spec.expand), compare, _examples)
+    examples: dict[Casts, Callable[[], Iterable[Spec]]] = {check_one: _examples_of_one, check_pair: _examples_of_pairs}
+    return Check(_kind, compare, examples.get(casts, _examples))
+
+
+def _kind(spec: Spec) -> tuple[Hashable, ...]:
+    return spec.cast, spec.dtype, spec.noise, spec.amax, spec.expand, spec.cols, spec.delayed
 
 
 def _spec(kind: Any) -> Spec:
-    cast, dtype, noise, amax, expand = kind
-    return Spec(Device("cpu"), dtype, (ROWS, COLUMNS), cast, noise, amax, expand)
+    cast, dtype, *rest = kind
+    return Spec(Device("cpu"), dtype, (ROWS, COLUMNS), cast, *rest)
 
 
 def _examples() -> Iterator[Spec]:
@@ -69,7 +71,22 @@ def _examples() -> Iterator[Spec]:
 
     gemms = [gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()]
     for cast in dict.fromkeys(cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None):
-        yield _spec((cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None, False, None))
+        yield _spec((cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None))
+
+
+def _examples_of_one() -> Iterator[Spec]:
+    """Floats rounded to nearest as decoded values too, for products that are computed in float32."""
+    for spec in _examples():
+        yield spec
+        if spec.noise is None and isinstance(spec.cast.format, FloatFormat):
+            yield replace(spec, expand=torch.float32)
+
+
+def _examples_of_pairs() -> Iterator[Spec]:
+    for spec in _examples():
+        delayed = isinstance(spec.cast.calibrate, Window)
+        for cols in (True, False) if delayed else (True,):
+            yield replace(spec, cols=cols, delayed=delayed)
 
 
 @cache
@@ -96,13 +113,22 @@ def check_one(
     yield from compared(got, _truth(x, spec, amax, key))
 
 
-def check_both(
+def check_pair(
     run: Callable[..., Any], spec: Spec, device: torch.device, x: Tensor, poisoned: bool
 ) -> Iterator[Comparison]:
-    """`quantize_both`."""
-    keys = (KEY, TURNED_KEY) if spec.noise is not None else (None, None)
-    plain, turned = run(x, spec.cast, *keys)
-    yield from compare_both(plain, turned, spec, x, keys)
+    """`quantize_pair`; delayed with an amax of earlier steps and without one."""
+    if not spec.delayed:
+        keys = (KEY, TURNED_KEY) if spec.noise is not None else (None, None)
+        rows, cols, _ = run(x, spec.cast, None, True, True, keys)
+        yield from compare_both(rows, cols, spec, x, keys)
+        return
+    for in_use in (0.0, 3.0):
+        before = torch.tensor([in_use, 0.5, 0.0])
+        here = before.to(device, copy=True)
+        *found, used = run(x, spec.cast, here, True, spec.cols, (None, None))
+        casts = [each for each in found if each is not None]
+        for each in compare_delayed(casts, used, here, before, spec, x, poisoned):
+            yield each._replace(name=f"{each.name}, in use {in_use}")
 
 
 def compare_both(
@@ -113,24 +139,12 @@ def compare_both(
     yield from compared(turned, _truth(x.T, spec, None, keys[1]), " of x.T")
 
 
-def check_delayed(
-    run: Callable[..., Any], spec: Spec, device: torch.device, x: Tensor, poisoned: bool
-) -> Iterator[Comparison]:
-    """`quantize_delayed` and `quantize_both_delayed`, with an amax of earlier steps and without one."""
-    for in_use in (0.0, 3.0):
-        live = torch.tensor([in_use, 0.5, 0.0])
-        here = live.to(device, copy=True)
-        *found, used = run(x, spec.cast, here, True)
-        for each in compare_delayed(found, used, here, live, spec, x, poisoned):
-            yield each._replace(name=f"{each.name}, in use {in_use}")
-
-
 def compare_delayed(
     found: Sequence[QTensor], used: Tensor, here: Tensor, live: Tensor, spec: Spec, x: Tensor, poisoned: bool
 ) -> Iterator[Comparison]:
     """The casts of x and of x.T, the amax that they used, and the window `here`, which was `live` before."""
     live = live.clone()
-    amax = observe(live, definition.tile_amax(x.cpu(), (WHOLE, WHOLE)))
+    amax = update_amax(live, definition.tile_amax(x.cpu(), (WHOLE, WHOLE)))
     yield Comparison("amax", used, amax)
     yield Comparison("window", here, live)
     for got, of in zip(found, (x, x.T), strict=False):
@@ -139,7 +153,7 @@ def compare_delayed(
 
 
 def _truth(x: Tensor, spec: Spec, amax: Tensor | None, key: Key | None) -> QTensor:
-    x = x.cpu().contiguous()
+    x = x.cpu()
     return definition.quantize(x, spec.cast, amax, None if key is None else key.uniform(tuple(x.shape)), spec.expand)
 
 

@@ -20,6 +20,8 @@ class Spec:
     noise   how it is given: "key" (numbers not in memory yet), "tensor", or None
     amax    whether it is given
     expand  the dtype of decoded values to be kept instead of codes
+    cols    (quantize_pair) whether x.T is wanted too
+    delayed (quantize_pair) whether the amax comes from a window
     """
 
     device: Device
@@ -29,6 +31,8 @@ class Spec:
     noise: Literal["key", "tensor"] | None = None
     amax: bool = False
     expand: torch.dtype | None = None
+    cols: bool = False
+    delayed: bool = False
 
     @classmethod
     def of(

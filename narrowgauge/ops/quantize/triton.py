@@ -22,9 +22,10 @@ from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Refusal, device_facts
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
+from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
-from narrowgauge.tiles import WHOLE, scale_shape
+from narrowgauge.scaling import WHOLE, scale_shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_BLOCK = 128
@@ -70,24 +71,23 @@ def run(
     return _kernels().one(x.detach(), cast, constants, _spread(amax, x, cast), _words(noise, x), expand)
 
 
-def both(
+def pair(
     x: Tensor,
     cast: Cast,
-    noise: Key | DeviceKey | None,
-    turned_noise: Key | DeviceKey | None,
-) -> tuple[QTensor, QTensor]:
-    """x and x.T, see `ops.quantize.quantize_both`."""
-    return _kernels().both(x.detach(), cast, _constants(x, cast, None), None, _words(noise, x), _words(turned_noise, x))
-
-
-def delayed(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, Tensor]:
-    """See `ops.quantize.quantize_delayed`."""
-    return _kernels().delayed(x.detach().contiguous(), cast, _constants(x, cast, None), live, records, None)
-
-
-def both_delayed(x: Tensor, cast: Cast, live: Tensor, records: bool) -> tuple[QTensor, QTensor, Tensor]:
-    """See `ops.quantize.quantize_both_delayed`."""
-    return _kernels().both_delayed(x.detach(), cast, _constants(x, cast, None), live, records)
+    amax_state: Tensor | None,
+    records: bool,
+    cols: bool,
+    noise: tuple[Key | DeviceKey | None, ...],
+) -> tuple[QTensor, QTensor | None, Tensor | None]:
+    """See `ops.quantize.quantize_pair`."""
+    kernels, constants, x = _kernels(), _constants(x, cast, None), x.detach()
+    if amax_state is None:
+        return (*kernels.both(x, cast, constants, None, *(_words(each, x) for each in noise)), None)
+    if cols:
+        both: tuple[QTensor, QTensor, Tensor] = kernels.both_delayed(x, cast, constants, amax_state, records)
+        return both
+    rows, amax = kernels.delayed(x.contiguous(), cast, constants, amax_state, records, None)
+    return rows, None, amax
 
 
 def _kernels() -> Any:
@@ -97,9 +97,9 @@ def _kernels() -> Any:
     return triton_launch
 
 
-def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> cast_constants.Settings:
+def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> CastConstants:
     capability = device_facts(x.device.type, x.device.index).capability
-    return cast_constants.settings(cast, capability, expand is not None)
+    return constants_of(cast, capability, expand is not None)
 
 
 def _spread(amax: Tensor | None, x: Tensor, cast: Cast) -> Tensor | None:

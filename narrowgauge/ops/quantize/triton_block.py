@@ -13,7 +13,7 @@ A square block has the same scales in both orientations; rounded to nearest, the
 import triton
 import triton.language as tl
 
-from narrowgauge.ops.quantize.triton_transpose import place_of_program, store_codes
+from narrowgauge.ops.quantize.triton_transpose import load_piece, place_of_program, store_codes
 from narrowgauge.ops.triton.elements import encode, magnitude_bits
 from narrowgauge.ops.triton.noise import uniform
 from narrowgauge.ops.triton.scales import divided, divisor, e4m3_scale_of, reciprocal_of, scale_of, shared_scale_of
@@ -37,23 +37,13 @@ def _spread(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 
 @triton.jit
-def _cast(
-    values,
-    shared,
-    key,
-    first,
-    second,
-    length,
-    C: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """(codes [ROWS, COLUMNS], scales [ROWS / A, COLUMNS / B]); the noise is that of place (first, second).
+def cast_block(values, shared, key, first, second, length, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Of values [ROWS, COLUMNS] (codes, scales [ROWS / A, COLUMNS / B]); the noise is that of place (first, second).
 
     shared: of two levels, the float32 of the tensor; else unused
     """
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
     amax = _block_amax(magnitude_bits(values), A, B, ROWS, COLUMNS)
     if C.two_level:
         scale = e4m3_scale_of(amax, shared, C)
@@ -76,72 +66,41 @@ def _cast(
 
 @triton.jit
 def cast_blocks(
-    x,
-    codes,
-    turned,
-    scales,
-    turned_scales,
-    maxima,
-    shared_out,
-    key,
-    turned_key,
-    rows,
-    columns,
-    stride,
-    C: tl.constexpr,
-    PARTS: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    WANTS_CODES: tl.constexpr,
-    WANTS_TURNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """x [rows, columns] in blocks of A x B -> codes and scales; x.T in blocks of A x B -> turned and turned_scales.
+    x, plain, transposed, shared_out,
+    C: tl.constexpr, PARTS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x, a `Matrix`, in blocks of A x B -> `Orientation` plain; x.T in blocks of A x B -> transposed.
 
-    scales [ceil(rows / A), ceil(columns / B)], turned_scales [ceil(columns / A), ceil(rows / B)]; what is not wanted may be None
-    maxima [PARTS] int32 of the whole tensor and shared_out [1] float32: of two levels, else None
+    plain.scales [ceil(rows / A), ceil(columns / B)], transposed.scales [ceil(columns / A), ceil(rows / B)]
+    plain.maxima [PARTS] int32 of the whole tensor and shared_out [1] float32: of two levels, else None
     """
-    down, across = place_of_program(columns, COLUMNS)
-    row = down * ROWS + tl.arange(0, ROWS)
-    column = across * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
-    values = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    down, across = place_of_program(x.columns, COLUMNS)
+    values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     shared = tl.zeros((1, 1), tl.float32)
     if C.two_level:
-        shared = shared_scale_of(tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0), C)
+        shared = shared_scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
         if tl.program_id(0) == 0:
             tl.store(shared_out, shared * C.headroom)
     SAME: tl.constexpr = A == B and not C.stochastic
-    if WANTS_CODES or SAME:
-        found, scale = _cast(values, shared, key, row[:, None], column[None, :], columns, C, A, B, ROWS, COLUMNS)
-        if WANTS_CODES:
-            store_codes(found, codes, row, column, rows, columns, C, ROWS, COLUMNS)
-            _store_scales(scale, scales, rows, columns, down, across, A, B, ROWS, COLUMNS)
-        if WANTS_TURNED and SAME:
-            store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
-            _store_scales(tl.trans(scale), turned_scales, columns, rows, across, down, A, B, COLUMNS, ROWS)
-    if WANTS_TURNED and not SAME:
-        found, scale = _cast(values, shared, turned_key, column[None, :], row[:, None], rows, C, B, A, ROWS, COLUMNS)
-        store_codes(tl.trans(found), turned, column, row, columns, rows, C, COLUMNS, ROWS)
-        _store_scales(tl.trans(scale), turned_scales, columns, rows, across, down, A, B, COLUMNS, ROWS)
+    if plain.codes is not None or SAME:
+        found, scale = cast_block(values, shared, plain.key, row[:, None], column[None, :], x.columns, C, A, B)
+        if plain.codes is not None:
+            store_block(found, scale, plain, down, across, x.rows, x.columns, C, A, B)
+        if transposed.codes is not None and SAME:
+            store_block(tl.trans(found), tl.trans(scale), transposed, across, down, x.columns, x.rows, C, A, B)
+    if transposed.codes is not None and not SAME:
+        found, scale = cast_block(values, shared, transposed.key, column[None, :], row[:, None], x.rows, C, B, A)
+        store_block(tl.trans(found), tl.trans(scale), transposed, across, down, x.columns, x.rows, C, A, B)
 
 
 @triton.jit
-def _store_scales(
-    scale,
-    scales,
-    rows,
-    columns,
-    down,
-    across,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """scale [ROWS / A, COLUMNS / B] of the piece (down, across) into scales [ceil(rows / A), ceil(columns / B)]."""
+def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`."""
+    ROWS: tl.constexpr = found.shape[0]
+    COLUMNS: tl.constexpr = found.shape[1]
+    row, column = tl.arange(0, ROWS) + down * ROWS, tl.arange(0, COLUMNS) + across * COLUMNS
+    store_codes(found, out.codes, row, column, rows, columns, C, ROWS, COLUMNS)
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
-    i = down * (ROWS // A) + tl.arange(0, ROWS // A)
-    j = across * (COLUMNS // B) + tl.arange(0, COLUMNS // B)
-    tl.store(scales + i[:, None] * wide + j[None, :], scale, mask=(i < high)[:, None] & (j < wide)[None, :])
+    i = tl.arange(0, ROWS // A) + down * (ROWS // A)
+    j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)
+    tl.store(out.scales + i[:, None] * wide + j[None, :], scale, mask=(i < high)[:, None] & (j < wide)[None, :])

@@ -16,9 +16,9 @@ from narrowgauge.ops.triton.elements import encode, magnitude_bits, pack
 from narrowgauge.ops.triton.noise import uniform
 from narrowgauge.ops.triton.scales import divided, divisor, scale_of
 
-IN_USE = tl.constexpr(0)  # the places of delayed.AmaxWindow.live
+IN_USE = tl.constexpr(0)  # the places of `AmaxWindow.live`
 SEEN = tl.constexpr(1)
-POISONED = tl.constexpr(2)
+NONFINITE = tl.constexpr(2)
 
 
 @triton.jit
@@ -75,46 +75,34 @@ def cast_delayed(x, codes, maxima, live, key, n, C: tl.constexpr, PARTS: tl.cons
 
 
 @triton.jit
-def settled(maxima, live, amax_out, scale_out, is_first, RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
-    """(scale, live[IN_USE]) once maxima [PARTS] is whole: amax as `delayed.observe` chooses it; the first program writes both and live."""
+def settled(state, is_first, RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
+    """(scale, live[IN_USE]) once state.maxima is whole: amax as `update_amax` chooses it; the first program writes both and live."""
+    live = state.live
     in_use = tl.load(live + IN_USE)
-    own_bits = tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0)
+    own_bits = tl.max(tl.load(state.maxima + tl.arange(0, PARTS)), axis=0)
     own = own_bits.to(tl.float32, bitcast=True)
     finite = own_bits < 0x7F800000
     amax = tl.where(finite & (in_use > 0), in_use, own)
     scale = scale_of(amax.to(tl.int32, bitcast=True), C)
     if is_first:
-        tl.store(amax_out, amax)
-        tl.store(scale_out, scale)
+        tl.store(state.amax, amax)
+        tl.store(state.scale, scale)
         if RECORDS:  # nobody else reads these two
             seen = tl.load(live + SEEN)
             tl.store(live + SEEN, tl.where(finite, tl.maximum(seen, own), seen))
-            tl.store(live + POISONED, tl.where(finite, tl.load(live + POISONED), 1.0))
+            tl.store(live + NONFINITE, tl.where(finite, tl.load(live + NONFINITE), 1.0))
     return scale, in_use
 
 
 @triton.jit
-def settle(
-    x,
-    codes,
-    maxima,
-    live,
-    amax_out,
-    scale_out,
-    key,
-    n,
-    RECORDS: tl.constexpr,
-    C: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """After cast_delayed: scale_out and amax_out [1], as `delayed.observe` chooses amax, and live as it updates it.
+def settle(x, codes, state, key, n, RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """After cast_delayed: state.scale and state.amax, as `update_amax` chooses it, and state.live as it updates it.
 
     Casts only where no earlier step gave a scale. An amax that is not finite makes the scale NaN; the codes stay as they are,
     since that scale makes NaN of all of them.
     """
     part = tl.program_id(0)
-    scale, in_use = settled(maxima, live, amax_out, scale_out, part == 0, RECORDS, C, PARTS)
+    scale, in_use = settled(state, part == 0, RECORDS, C, PARTS)
     if in_use <= 0:
         for start in range(part.to(tl.int64) * BLOCK, n, PARTS * BLOCK):
             index = start + tl.arange(0, BLOCK)

@@ -89,18 +89,18 @@ def refuse(spec: Spec) -> Refusal | None:
 
 def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
     """See the module."""
-    from narrowgauge.ops.rotary.triton_kernel import rotary
+    from narrowgauge.ops.rotary.triton_kernel import Strided, rotary
     from narrowgauge.ops.triton.launch import launch
 
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     results = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
     batch, heads, tokens, head = q.shape
     width = max(1 << (head // 2 - 1).bit_length(), 16)
-    strides = [stride for x in (q, k, *results) for stride in x.stride()[:3]]
-    of_angles = [0 if x.shape[0] == 1 and place == 0 else x.stride(place) for x in (cos, sin) for place in (0, 1)]
+    inputs, outputs = (tuple(Strided(x, *x.stride()[:3]) for x in pair) for pair in ((q, k), results))
+    angles = tuple(Strided(x, 0 if x.shape[0] == 1 else x.stride(0), 0, x.stride(1)) for x in (cos, sin))
     launch(
-        rotary, batch * tokens, q, k, *results, cos, sin, tokens, heads, k.shape[1], *strides, *of_angles, HALF=head // 2,
-        INVERSE=inverse, HEADS=max(ELEMENTS // width, 1), WIDTH=width, warps=WARPS,
+        rotary, batch * tokens, inputs, outputs, angles, (heads, k.shape[1]), tokens, HALF=head // 2, INVERSE=inverse,
+        HEADS=max(ELEMENTS // width, 1), WIDTH=width, warps=WARPS,
     )  # fmt: skip
     return results
 
@@ -140,5 +140,5 @@ def _examples() -> Iterator[Spec]:
 
 CHECK: Check[Spec] = Check(lambda spec: (spec.dtypes, spec.head), _compare, _examples)
 KERNELS: Registry[Spec] = Registry("rotary")
-KERNELS.register(checked("rotary", Kernel("triton", refuse, in_triton), CHECK))
+KERNELS.register(checked("rotary", Kernel("triton", refuse, in_triton), lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, reference, by_torch=True))

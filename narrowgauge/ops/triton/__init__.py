@@ -1,17 +1,11 @@
-"""Triton kernels of the ops on NVIDIA GPUs, and in words why there are none.
+"""What the Triton kernels of the ops share on NVIDIA GPUs, and in words why there are none. Kernels lie in the folder of their op.
 
-    elements    rounding to a format: the conversion instruction where the GPU has one, the same in integer arithmetic elsewhere
-    scales      from the largest magnitude of a tile to its scale, on the bits
-    noise       the counter-based random numbers of `ops.random`
-    flat        one scale per tensor, codes in the order of the input
-    turning     one scale per tensor, row or column; codes in both orientations from one read
-    rows        one scale per row, in one launch
-    blocks      square and one-dimensional blocks; codes in both orientations from one read
-    produced    norms and activations with the casts of what they compute; norms: the gradients of norms
-    hadamard    block rotation, 4-bit codes, packing and mask in one pass
-    rotary      rotary embedding of queries and keys
-    settings    what they are compiled with, worked out from a Cast
-    orders      what those that produce are asked for
+    elements        rounding to a format: the conversion instruction where the GPU has one, the same in integer arithmetic elsewhere
+    scales          from the largest magnitude of a tile to its scale, on the bits
+    noise           the counter-based random numbers of `ops.random`
+    cast_constants  what they are compiled with, worked out from a Cast
+    arguments       what they take together: a matrix, one orientation of a result, the state of a window
+    launch          starting one
 
 Nothing here imports Triton until a kernel is wanted; a module that holds kernels imports it at its top and is imported last.
 

@@ -10,20 +10,19 @@ from narrowgauge.formats import E4M3, FloatFormat, IntFormat
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import LEAST_CAPABILITY, has_conversions
 from narrowgauge.recipe import Cast
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, ceil_carry, smallest_scale
-from narrowgauge.tiles import WHOLE
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, WHOLE, ceil_carry, smallest_scale
 
 TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
 
 @dataclass(frozen=True)
-class Settings:
+class CastConstants:
     """One constant of a kernel. Frozen and of plain values: it is part of the name under which a binary is kept.
 
     exponent, mantissa, bias  of a float format; exponent 0: integers
     bits, largest       of a code; the largest magnitude
     has_nan             whether a NaN has a code
-    expanded            whether the decoded values are stored, in a float type, instead of codes
+    decoded             whether the decoded values are stored, in a float type, instead of codes
     stochastic          rounding up with the probability of the fraction; else to nearest, ties to even
     hardware            with the GPU's own conversions, where Triton compiles to them
     interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
@@ -39,7 +38,7 @@ class Settings:
     bits: int
     largest: float
     has_nan: bool
-    expanded: bool
+    decoded: bool
     stochastic: bool
     hardware: bool
     interpreted: bool
@@ -54,7 +53,7 @@ class Settings:
     @property
     def packed(self) -> bool:
         """Whether two codes share a byte."""
-        return self.bits == 4 and not self.expanded
+        return self.bits == 4 and not self.decoded
 
     @property
     def multiplies(self) -> bool:
@@ -83,18 +82,18 @@ def refuse(cast: Cast) -> Refusal | None:
 
 
 @cache
-def settings(cast: Cast, capability: tuple[int, int], expanded: bool = False) -> Settings:
+def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False) -> CastConstants:
     """For a GPU of this compute capability; (0, 0): for the interpreter."""
     format = cast.format
     is_float = isinstance(format, FloatFormat)
-    return Settings(
+    return CastConstants(
         exponent=format.exponent if isinstance(format, FloatFormat) else 0,
         mantissa=format.mantissa if isinstance(format, FloatFormat) else 0,
         bias=format.bias if isinstance(format, FloatFormat) else 0,
         bits=format.bits,
         largest=float(format.max),
         has_nan=isinstance(format, FloatFormat) and format.has_nan,
-        expanded=expanded,
+        decoded=decoded,
         stochastic=cast.rounding == "stochastic",
         hardware=is_float and format.bits == 8 and has_conversions(capability),
         interpreted=capability < LEAST_CAPABILITY,

@@ -1,4 +1,4 @@
-"""Rounding to an element of a format inside a kernel, to the bit as `formats` does it. C: see `settings.Settings`.
+"""Rounding to an element of a format inside a kernel, to the bit as `formats` does it. C: see `CastConstants`.
 
 With C.hardware the GPU's own conversion to e4m3 and e5m2, which saturates and keeps NaN as ours does; else in integer
 arithmetic, for shift = 23 - mantissa and |y| no larger than the format's largest:
@@ -25,7 +25,7 @@ def negated(x):
 
 @triton.jit
 def encode(y, noise, C: tl.constexpr):
-    """y float32 -> codes as uint8 of the same shape, or their values as float32 where C.expanded.
+    """y float32 -> codes as uint8 of the same shape, or their values as float32 where C.decoded.
 
     noise  float32 in [0, 1) where C.stochastic, else unused
     """
@@ -35,7 +35,7 @@ def encode(y, noise, C: tl.constexpr):
         if C.stochastic:
             y = _round_stochastically(y, noise, C)
         codes = _encode_in_hardware(y, C) if C.hardware else _encode_float(y, C)
-    return _decode(codes, C) if C.expanded else codes
+    return _decode(codes, C) if C.decoded else codes
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int, **constants:
     """Runs `kernel` by so many programs of so many warps; nothing where there are none."""
     if programs == 0:
         return
-    refuse_wrappers(*arguments)
-    first = next(argument for argument in arguments if isinstance(argument, Tensor))
-    with torch.cuda.device_of(first):
+    tensors = list(_tensors(arguments))
+    refuse_wrappers(*tensors)
+    with torch.cuda.device_of(tensors[0]):
         kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among them, and in tuples among them."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, tuple):
+            yield from _tensors(each)

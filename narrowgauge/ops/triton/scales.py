@@ -1,4 +1,4 @@
-"""Scale rules inside a kernel, to the bit as `scaling` has them. C: see `settings.Settings`."""
+"""Scale rules inside a kernel, to the bit as `scaling` has them. C: see `CastConstants`."""
 
 import triton
 import triton.language as tl

@@ -19,24 +19,24 @@ from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 from narrowgauge.optim import masters, rules
 from narrowgauge.optim.moments import SmallFloat
-from narrowgauge.optim.step import Kept, Task
+from narrowgauge.optim.step import MomentState, ParamStep
 
-SOURCES = ("step.cpp", "floats.h", "avx2.h")
+SOURCES = ("step.cpp", "floats.h", "vectors.h")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Moment(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("expansion", ctypes.c_void_p),
-        ("kind", ctypes.c_int32), ("is_signed", ctypes.c_int32), ("lowest", ctypes.c_int32), ("highest", ctypes.c_int32),
+        ("kind", ctypes.c_int32), ("lowest", ctypes.c_int32), ("highest", ctypes.c_int32),
     )  # fmt: skip
 
 
 class _Constants(ctypes.Structure):
     _fields_ = (
-        ("decay", ctypes.c_float), ("beta1", ctypes.c_float), ("rest1", ctypes.c_float), ("beta2", ctypes.c_float),
-        ("rest2", ctypes.c_float), ("eps", ctypes.c_float), ("step_size", ctypes.c_float), ("correction", ctypes.c_float),
-        ("rule", ctypes.c_int32), ("nesterov", ctypes.c_int32),
+        ("decay", ctypes.c_float), ("beta1", ctypes.c_float), ("one_minus_beta1", ctypes.c_float), ("beta2", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float), ("eps", ctypes.c_float), ("step_size", ctypes.c_float), ("correction", ctypes.c_float),
+        ("bound", ctypes.c_float), ("rule", ctypes.c_int32), ("nesterov", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def refuse() -> str:
     return ""
 
 
-def step(tasks: Sequence[Task]) -> None:
+def step(tasks: Sequence[ParamStep]) -> None:
     """All tasks, on as many threads as torch uses. Raises BackendError if there is no compiler."""
     library = _library()
     tasks = [task for task in tasks if task.elements]
@@ -70,7 +70,7 @@ def step(tasks: Sequence[Task]) -> None:
     build.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(tasks), k, count))
 
 
-def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
+def _job(task: ParamStep, shared: dict[int, _Constants]) -> _Job:
     """The task as the library reads it. What stays the same from step to step is made once; `shared` keeps the constants."""
     if task.native is None:
         task.native = _standing(task)
@@ -78,7 +78,7 @@ def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
     assert c is not None and gradient is not None
     constants = shared.get(id(c))
     if constants is None:
-        constants = shared[id(c)] = _constants(c)
+        constants = shared[id(c)] = _constants(c, rules.number(task.rule))
     job.gradient, job.gradient_dtype = address(gradient), _DTYPES[gradient.dtype]
     job.noise, job.constants = task.noise_key, ctypes.addressof(constants)
     if task.master_kind is not None:
@@ -86,13 +86,14 @@ def _job(task: Task, shared: dict[int, _Constants]) -> _Job:
     return job
 
 
-def _constants(c: rules.Constants) -> _Constants:
+def _constants(c: rules.Constants, rule: int) -> _Constants:
     return _Constants(
-        c.decay, c.beta1, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, rules.KINDS[c.rule], c.nesterov
+        c.decay, c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.bound, rule,
+        c.nesterov,
     )  # fmt: skip
 
 
-def _standing(task: Task) -> _Job:
+def _standing(task: ParamStep) -> _Job:
     rows, columns = task.weight.shape
     return _Job(
         rows=rows, columns=columns, tile=task.tile, weight=address(task.weight), weight_dtype=_DTYPES[task.weight.dtype],
@@ -101,12 +102,11 @@ def _standing(task: Task) -> _Job:
     )  # fmt: skip
 
 
-def _moment(kept: Kept) -> _Moment:
+def _moment(kept: MomentState) -> _Moment:
     format = kept.format
-    signed = isinstance(format, SmallFloat) and format.signed
     lowest, highest = (format.expansions if isinstance(format, SmallFloat) else None) or (0, 0)
     return _Moment(
-        address(kept.codes), address(kept.scale), address(kept.expansion), format.kind, signed, lowest, highest
+        address(kept.codes), address(kept.scale), address(kept.expansion), format.kind, lowest, highest
     )  # fmt: skip
 
 

@@ -60,12 +60,13 @@ template <int MANTISSA, int BIAS> inline float round_nearest(float y) {
 }
 
 // The levels of dynamic4 and the middles between them, as in moments.py.
-alignas(32) const float DYNAMIC_LEVELS[8] = {0.0f, 0.003f, 0.012f, 0.04f, 0.11f, 0.27f, 0.55f, 1.0f};
-const float DYNAMIC_BOUNDARIES[7] = {0.001500000013038516f, 0.007499999832361937f, 0.026000000536441803f, 0.07500000298023224f, 0.1899999976158142f, 0.4099999964237213f, 0.7749999761581421f};
+const float DYNAMIC_LEVELS[8] = {0.0f, 0.003f, 0.012f, 0.04f, 0.11f, 0.27f, 0.55f, 1.0f};
+const float DYNAMIC_BOUNDARIES[7] = {0.001500000013038516f, 0.007499999832361937f, 0.026000000536441803f, 0.07500000298023224f,
+                                     0.1899999976158142f, 0.4099999964237213f, 0.7749999761581421f};
 
 // y^(1/k) for the E4M3 numbers of 2^8 y, a row for each log2 k of -2 ... 2, as in moments.py.
 struct ExpansionTables {
-  alignas(32) float fractions[5][8], subnormals[5][8], quarters[8];
+  float fractions[5][8], subnormals[5][8], quarters[8];
   ExpansionTables() {
     for (int f = 0; f < 8; f++) {
       const double share = f / 8.0;
@@ -77,11 +78,6 @@ struct ExpansionTables {
   static void fill(double y, int f, float (*rows)[8]) {
     const double values[] = {(y * y) * (y * y), y * y, y, std::sqrt(y), std::sqrt(std::sqrt(y))};
     for (int k = 0; k < 5; k++) rows[k][f] = float(values[k]);
-  }
-  float value(uint32_t magnitude, int log_k) const {
-    const int32_t octaves = (int32_t(magnitude >> 3) - 15) * (1 << (2 - log_k));  // in quarters
-    const float normal = fractions[log_k + 2][magnitude & 7] * quarters[octaves & 3] * as_float(uint32_t((octaves >> 2) + 127) << 23);
-    return magnitude < 8 ? subnormals[log_k + 2][magnitude & 7] : normal;
   }
 };
 const ExpansionTables expansion_tables;

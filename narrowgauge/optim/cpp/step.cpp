@@ -1,18 +1,16 @@
 // One optimizer step on the CPU: decode, update and encode a tile at a time, in buffers that stay in the first-level cache.
 //
-// The definition is update.py with rules.py, moments.py and masters.py; this file computes the same bits. Hence no contraction into fused multiply-adds (the flag
-// -ffp-contract=off), no reassociation, and the order of every operation as written there. Each stage is a loop without branches
-// over at most TILE elements, which the compiler vectorizes; the switches between kinds stand outside of these loops.
+// The definition is step.py, rules.py and moments.py; this file computes the same bits. Hence no contraction into fused multiply-adds
+// (the flag -ffp-contract=off), no reassociation, and the order of every operation as written there. Moments and rules compute LANES
+// elements at a time in the compiler's own vectors, which become those of the processor (vectors.h). A tile takes two passes, one
+// that decodes and updates, and one that encodes by the scale that the first has found.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
 #include "floats.h"
-#if defined(__AVX2__) && defined(__F16C__)
-#define NARROWGAUGE_AVX2
-#include "avx2.h"
-#endif
+#include "vectors.h"
 
 namespace {
 
@@ -27,11 +25,11 @@ struct Moment {
   void* codes;
   uint16_t* scale;    // bfloat16, one per tile
   int8_t* expansion;  // log2 of the exponent, one per tile
-  int32_t kind, is_signed, lowest, highest;  // lowest, highest: the expansions to choose from
+  int32_t kind, lowest, highest;  // lowest, highest: the expansions to choose from
 };
 
 struct Constants {
-  float decay, beta1, rest1, beta2, rest2, eps, step_size, correction;
+  float decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, correction, bound;
   int32_t rule, nesterov;
 };
 
@@ -79,71 +77,7 @@ float scale_from(uint32_t amax, uint32_t dropped) {  // rounded up to the kept b
   uint32_t bits = (amax + dropped) & ~dropped;
   return as_float(std::max(bits, 33U << 23));
 }
-
-uint32_t dropped_bits(int kind) { return kind == DYNAMIC4 || kind == LINEAR4 ? 0xFFFFU : 0x7FFFFFU; }
-
-// ---- moments ------------------------------------------------------------------------------------------------------------
-
-template <int MANTISSA, int BIAS, typename CODE>
-void decode_float(const Moment& q, int64_t at, int64_t tile, int n, float* out) {
-  const CODE* codes = static_cast<const CODE*>(q.codes) + at;
-  constexpr int SIGN = 8 * sizeof(CODE) - 1;
-  const float top = sizeof(CODE) == 1 ? 0x1p-8f : 0x1p-15f, scale = from_bfloat16(q.scale[tile]);
-  if (q.expansion) {
-    const int log_k = q.expansion[tile];
-    for (int i = 0; i < n; i++) out[i] = expansion_tables.value(codes[i] & ((1U << SIGN) - 1), log_k);
-  } else {
-    for (int i = 0; i < n; i++) out[i] = small_value<MANTISSA, BIAS>(codes[i] & ((1U << SIGN) - 1)) * top;
-  }
-  for (int i = 0; i < n; i++) {
-    float x = out[i] * scale;
-    out[i] = as_float(as_bits(x) | uint32_t(codes[i] >> SIGN) << 31);
-  }
-}
-
-void decode(const Moment& q, const Place& at, int n, float* out) {
-  const float scale = q.scale ? from_bfloat16(q.scale[at.tile]) : 1.f;
-  switch (q.kind) {
-    case NONE: std::fill(out, out + n, 0.f); break;
-    case FP32: break;  // worked on in place
-    case SQUARED8: {
-      const int8_t* codes = static_cast<const int8_t*>(q.codes) + at.element;
-      const float unit = scale * (1.f / 16129.f);
-      for (int i = 0; i < n; i++) { float c = codes[i]; out[i] = c * std::fabs(c) * unit; }
-      break;
-    }
-    case UE5M3: {
-      const uint8_t* codes = static_cast<const uint8_t*>(q.codes) + at.element;
-      for (int i = 0; i < n; i++) {
-        float t = as_float((uint32_t(codes[i]) + 761U) << 20);
-        out[i] = (codes[i] ? t : 0.f) * scale;
-      }
-      break;
-    }
-    case E4M3: decode_float<3, 7, uint8_t>(q, at.element, at.tile, n, out); break;
-    case FP16: decode_float<10, 15, uint16_t>(q, at.element, at.tile, n, out); break;
-    default: {
-      const uint8_t* packed = static_cast<const uint8_t*>(q.codes) + at.packed;
-      float nibble[TILE + 1];
-      for (int i = 0; i < (n + 1) / 2; i++) {
-        nibble[2 * i] = float(packed[i] & 0xF);
-        nibble[2 * i + 1] = float(packed[i] >> 4);
-      }
-      if (q.kind == DYNAMIC4) {
-        for (int i = 0; i < n; i++) {
-          const int32_t code = int32_t(nibble[i]) - 8;
-          const float level = DYNAMIC_LEVELS[std::abs(code) & 7];
-          out[i] = (code < 0 ? -level : level) * scale;
-        }
-      } else {
-        for (int i = 0; i < n; i++) out[i] = scale == 0x1p-94f ? 0.f : (nibble[i] + 1.f) * (scale * (1.f / 16.f));
-      }
-    }
-  }
-}
-
-// The expansion that spreads the tile's magnitudes, `least` the smallest but 0, over the format's 14 octaves of normal
-// numbers below 2^8.
+// The expansion that spreads the tile's magnitudes, `least` the smallest but 0, over the format's 14 octaves of normal numbers below 2^8.
 int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
   if (amax == 0 || amax >= 0x7F800000U) return 0;
   float octaves = float(int32_t(amax - least) >> 23) + 2.f;
@@ -151,102 +85,182 @@ int chosen_expansion(const Moment& q, uint32_t least, uint32_t amax) {
   while (log_k > q.lowest && std::ldexp(octaves, log_k) > 14.f) log_k--;
   return log_k;
 }
-uint32_t least_bits(const float* x, int n) {
-  uint32_t least = 0x7F800000;
-  for (int i = 0; i < n; i++) {
-    uint32_t bits = as_bits(x[i]) & 0x7FFFFFFF;
-    least = std::min(least, bits ? bits : 0x7F800000);
+
+// ---- moments: moments.py has the formats ----------------------------------------------------------------------------------
+//
+// A format is a struct made for one tile, of its scale and its expansion:
+//   decode(codes)                        LANES elements from the first byte of their codes
+//   encode(codes, x, random, decays)     writes their codes; the scale is at least the amax of the tile. random: 16 bits each
+
+struct Format {
+  static constexpr bool IS_NARROW = true, EXPANDS = false;
+  F scale, inverse;
+  int log_k;
+  Format(float scale, int log_k) : scale(all(scale)), inverse(all(scale == scale ? 1.f / scale : 0.f)), log_k(log_k) {}
+};
+
+struct None : Format {
+  static constexpr bool IS_NARROW = false;
+  static constexpr int BITS = 0;
+  using Format::Format;
+};
+
+struct Wide : Format {  // in place: there is nothing to decode
+  static constexpr bool IS_NARROW = false;
+  static constexpr int BITS = 32;
+  using Format::Format;
+  F decode(const uint8_t* codes) const { return load<F>(codes); }
+};
+
+struct Squared8 : Format {
+  static constexpr int BITS = 8;
+  static constexpr uint32_t DROPS = 0x7FFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const F c = to_float(widened(load<Signed8>(codes)));
+    return c * magnitude(c) * (scale * (1.f / 16129.f));
   }
-  return least;
-}
+  void encode(uint8_t* codes, F x, U, I decays) const {
+    const F root = square_root(magnitude(x) * (16129.f * inverse)), nearest = (root + 0x1.8p23f) - 0x1.8p23f;
+    const I code = to_integer(decays ? root : nearest);
+    store(codes, to_bytes(x < 0.f ? -code : code));
+  }
+};
 
-// t <- t ^ (2^log_k) by repeated squares or roots, each of them correctly rounded everywhere.
-void expand(float* t, int n, int log_k) {
-  for (int k = 0; k < log_k; k++) for (int i = 0; i < n; i++) t[i] = t[i] * t[i];
-  for (int k = log_k; k < 0; k++) for (int i = 0; i < n; i++) t[i] = std::sqrt(t[i]);
-}
+struct UE5M3Format : Format {
+  static constexpr int BITS = 8;
+  static constexpr uint32_t DROPS = 0x7FFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const I c = widened(load<Bytes>(codes));
+    return (c > 0 ? value((c + 761) << 20) : all(0.f)) * scale;
+  }
+  void encode(uint8_t* codes, F x, U random, I) const {
+    const I code = I((U(bits(x * inverse)) + random * 16 + 8) >> 20) - 761;
+    store(codes, to_bytes(larger(code, at_least_one(x))));
+  }
+};
 
-template <int MANTISSA, int BIAS, typename CODE>
-void encode_float(const Moment& q, const float* x, const Place& at, int n, float inverse, uint32_t noise, int log_k) {
-  CODE* codes = static_cast<CODE*>(q.codes) + at.element;
-  constexpr int SIGN = 8 * sizeof(CODE) - 1, SPARE = MANTISSA == 10 ? 3 : 0;  // random bits that float16 does not drop
-  const float top = sizeof(CODE) == 1 ? 0x1p8f : 0x1p15f;
-  float y[TILE];
-  for (int i = 0; i < n; i++) y[i] = std::fabs(x[i]) * inverse;
-  expand(y, n, log_k);
-  for (int i = 0; i < n; i++) {
-    const float t = std::fabs(x[i]) * inverse, z = y[i] * top;
-    if (q.is_signed) {
-      uint32_t magnitude = small_bits<MANTISSA, BIAS>(round_nearest<MANTISSA, BIAS>(z));
-      codes[i] = CODE(magnitude | (as_bits(x[i]) >> 31) << SIGN);
-      continue;
-    }
-    const uint32_t bits = noise16(noise, uint32_t(at.index + i));
-    uint32_t magnitude;
-    if (q.expansion) {
-      magnitude = small_bits<MANTISSA, BIAS>(z);
-      const float below = expansion_tables.value(magnitude, log_k), above = expansion_tables.value(magnitude + 1, log_k);
-      magnitude += below + uniform(bits) * (above - below) < t;
+template <bool SIGNED> struct Small : Format {  // E4M3 of 2^8 t^k
+  static constexpr bool EXPANDS = true;
+  static constexpr int BITS = 8;
+  static constexpr uint32_t DROPS = 0x7FFFFF;
+  using Format::Format;
+  F share(I code) const {  // the code without its sign
+    const ExpansionTables& tables = expansion_tables;
+    const I octaves = ((code >> 3) - 15) << (2 - log_k);  // in quarters
+    const F normal = lookup8(tables.fractions[log_k + 2], code & 7) * lookup8(tables.quarters, octaves & 3);
+    return code < 8 ? lookup8(tables.subnormals[log_k + 2], code & 7) : normal * value(((octaves >> 2) + 127) << 23);
+  }
+  F decode(const uint8_t* codes) const {
+    const I c = widened(load<Bytes>(codes));
+    const F x = share(SIGNED ? c & 0x7F : c) * scale;
+    return SIGNED ? value(bits(x) | (c & 0x80) << 24) : x;
+  }
+  static I below(F y) {
+    return y < 0x1p-6f ? to_integer(y * 0x1p9f) : (bits(y) >> 20) - (120 << 3);
+  }
+  void encode(uint8_t* codes, F x, U random, I decays) const {
+    const F t = magnitude(x) * inverse;
+    F y = t;
+    for (int k = 0; k < log_k; k++) y = y * y;
+    for (int k = log_k; k < 0; k++) y = square_root(y);
+    y = y * 0x1p8f;
+    I code;
+    if (SIGNED) {
+      const F shift = value(larger(bits(y) & 0x7F800000, integers(121 << 23))) * 0x1.8p20f;
+      code = below(decays ? y : (y + shift) - shift) | (I(U(bits(x)) >> 31) << 7);
     } else {
-      uint32_t of_normal = ((as_bits(z) + (bits >> SPARE)) >> (23 - MANTISSA)) - (uint32_t(127 - BIAS) << MANTISSA);
-      uint32_t of_subnormal = uint32_t(int32_t(z * as_float(uint32_t(126 + BIAS + MANTISSA) << 23) + uniform(bits)));
-      magnitude = z < as_float(uint32_t(128 - BIAS) << 23) ? of_subnormal : of_normal;
+      const I low = below(y);
+      const F from = share(low), to = share(low + 1);
+      code = larger(low - (from + uniform(random) * (to - from) < t), at_least_one(t));
     }
-    codes[i] = CODE(std::max(magnitude, uint32_t(t > 0.f)));
+    store(codes, to_bytes(code));
   }
-}
+};
 
-void encode_nibbles(const Moment& q, const float* x, const Place& at, int n, float inverse, uint32_t noise) {
-  uint8_t nibble[TILE + 1], *packed = static_cast<uint8_t*>(q.codes) + at.packed;
-  nibble[n] = 0;
-  if (q.kind == DYNAMIC4) {
-    for (int i = 0; i < n; i++) {
-      const float share = std::fabs(x[i]) * inverse;
-      int32_t code = 0;
-      for (float boundary : DYNAMIC_BOUNDARIES) code += share > boundary;
-      nibble[i] = uint8_t(x[i] < 0.f ? 8 - code : 8 + code);
-    }
-  } else {
-    const float unit = 16.f * inverse;
-    for (int i = 0; i < n; i++) {
-      float c = float(int32_t(x[i] * unit + uniform(noise16(noise, uint32_t(at.index + i)))));
-      nibble[i] = uint8_t(int32_t(std::min(std::max(c, 1.f), 16.f) - 1.f));
-    }
+struct Float16 : Format {  // unsigned
+  static constexpr int BITS = 16;
+  static constexpr uint32_t DROPS = 0x7FFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const I c = widened(load<Words>(codes)) & 0x7FFF;
+    return (c < 1024 ? to_float(c) * 0x1p-24f : value((c << 13) + (112 << 23))) * 0x1p-15f * scale;
   }
-  for (int i = 0; i < (n + 1) / 2; i++) packed[i] = uint8_t(nibble[2 * i] | nibble[2 * i + 1] << 4);
-}
+  void encode(uint8_t* codes, F x, U random, I) const {
+    const F t = magnitude(x) * inverse, y = t * 0x1p15f;
+    const I normal = ((bits(y) + I(random >> 3)) >> 13) - (112 << 10);
+    const I subnormal = to_integer(y * 0x1p24f + uniform(random));
+    store(codes, to_words(larger(y < 0x1p-14f ? subnormal : normal, at_least_one(t))));
+  }
+};
 
-// x itself is overwritten with zeros if the tile is poisoned: its scale is NaN then.
-void encode(const Moment& q, float* x, const Place& at, int n, uint32_t noise) {
-  if (q.kind == NONE || q.kind == FP32) return;
-  const uint32_t amax = amax_bits(x, n);
-  const float scale = scale_from(amax, dropped_bits(q.kind));
-  q.scale[at.tile] = uint16_t(as_bits(scale) >> 16);
-  int log_k = 0;
-  if (q.expansion) q.expansion[at.tile] = int8_t(log_k = chosen_expansion(q, least_bits(x, n), amax));
-  if (scale != scale) std::fill(x, x + n, 0.f);
-  const float inverse = scale == scale ? 1.f / scale : 0.f;
-  switch (q.kind) {
-    case SQUARED8: {
-      int8_t* codes = static_cast<int8_t*>(q.codes) + at.element;
-      const float unit = 16129.f * inverse;
-      for (int i = 0; i < n; i++) codes[i] = int8_t(int32_t(std::copysign(std::rint(std::sqrt(std::fabs(x[i]) * unit)), x[i])));
-      break;
-    }
-    case UE5M3: {
-      uint8_t* codes = static_cast<uint8_t*>(q.codes) + at.element;
-      for (int i = 0; i < n; i++) {
-        float t = x[i] * inverse;
-        int32_t code = int32_t((as_bits(t) + noise16(noise, uint32_t(at.index + i)) * 16 + 8) >> 20) - 761;
-        codes[i] = uint8_t(std::max(code, int32_t(x[i] > 0.f)));
-      }
-      break;
-    }
-    case E4M3: encode_float<3, 7, uint8_t>(q, x, at, n, inverse, noise, log_k); break;
-    case FP16: encode_float<10, 15, uint16_t>(q, x, at, n, inverse, noise, log_k); break;
-    default: encode_nibbles(q, x, at, n, inverse, noise);
+struct Dynamic4 : Format {
+  static constexpr int BITS = 4;
+  static constexpr uint32_t DROPS = 0xFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const I c = nibbles(codes) - 8;
+    const F level = lookup8(DYNAMIC_LEVELS, (c < 0 ? -c : c) & 7);
+    return (c < 0 ? -level : level) * scale;
   }
-}
+  void encode(uint8_t* codes, F x, U random, I decays) const {
+    const F share = magnitude(x) * inverse;
+    I code = integers(0);
+    for (int k = 0; k < 7; k++) code -= share > DYNAMIC_BOUNDARIES[k];
+    code += decays & (share < lookup8(DYNAMIC_LEVELS, code));  // the level below
+    store_nibbles(codes, x < 0.f ? 8 - code : 8 + code);
+  }
+};
+
+struct Linear4 : Format {
+  static constexpr int BITS = 4;
+  static constexpr uint32_t DROPS = 0xFFFF;
+  using Format::Format;
+  F decode(const uint8_t* codes) const {
+    const F x = (to_float(nibbles(codes)) + 1.f) * (scale * (1.f / 16.f));
+    return scale == 0x1p-94f ? all(0.f) : x;
+  }
+  void encode(uint8_t* codes, F x, U random, I) const {
+    const I code = to_integer(x * (16.f * inverse) + uniform(random));
+    store_nibbles(codes, smaller(larger(code, integers(1)), integers(16)) - 1);
+  }
+};
+
+// ---- rules: rules.py has the equations ------------------------------------------------------------------------------------
+//
+// step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: v is narrow.
+
+template <bool HOLDS> struct AdamW {
+  static void step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
+    m = m + c.one_minus_beta1 * (g - m);
+    v = v * c.beta2 + c.one_minus_beta2 * g * g;
+    const F root = square_root(v);
+    if (HOLDS) {
+      const F limit = root * c.bound;
+      const I held = magnitude(m) > limit;
+      m = held ? value(bits(limit) | (bits(m) & INT32_MIN)) : m;
+      decays |= held;
+    }
+    w = w * c.decay + c.step_size * m / (root * c.correction + c.eps);
+  }
+};
+
+struct Lion {
+  static void step(const Constants& c, F& w, F g, F& m, F&, I&) {
+    const F direction = m + c.one_minus_beta1 * (g - m);
+    w = w * c.decay + c.step_size * (direction > 0.f ? all(1.f) : (direction < 0.f ? all(-1.f) : direction));
+    m = m + c.one_minus_beta2 * (g - m);
+  }
+};
+
+struct Sgd {
+  static void step(const Constants& c, F& w, F g, F& m, F&, I&) {
+    const F d = g + c.decay * w;
+    m = m * c.beta1 + d;
+    w = w + c.step_size * (c.nesterov ? d + c.beta1 * m : m);
+  }
+};
 
 // ---- weights ------------------------------------------------------------------------------------------------------------
 
@@ -304,40 +318,6 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
   narrow(w, job.weight, job.weight_dtype, at.element, n, job.master_kind != DIRECT);
 }
 
-// ---- rules: rules.py has the equations ------------------------------------------------------------------------------
-
-void update(const Constants& job, float* __restrict w, const float* __restrict g, float* __restrict m, float* __restrict v, int n) {
-  const float decay = job.decay, beta1 = job.beta1, rest1 = job.rest1, beta2 = job.beta2, rest2 = job.rest2;
-  const float eps = job.eps, step_size = job.step_size, correction = job.correction;
-  switch (job.rule) {
-    case ADAMW:
-      for (int i = 0; i < n; i++) {
-        m[i] = m[i] + rest1 * (g[i] - m[i]);
-        v[i] = v[i] * beta2 + rest2 * g[i] * g[i];
-        float denominator = std::sqrt(v[i]) * correction + eps;
-        w[i] = w[i] * decay + step_size * m[i] / denominator;
-      }
-      break;
-    case LION:
-      for (int i = 0; i < n; i++) {
-        float c = m[i] + rest1 * (g[i] - m[i]);
-        float sign = c > 0.f ? 1.f : (c < 0.f ? -1.f : c);
-        w[i] = w[i] * decay + step_size * sign;
-        m[i] = m[i] + rest2 * (g[i] - m[i]);
-      }
-      break;
-    default: {
-      const bool nesterov = job.nesterov;
-      for (int i = 0; i < n; i++) {
-        float d = g[i] + decay * w[i];
-        m[i] = m[i] * beta1 + d;
-        float direction = nesterov ? d + beta1 * m[i] : m[i];
-        w[i] = w[i] + step_size * direction;
-      }
-    }
-  }
-}
-
 // Asks for the lines of `bytes` bytes while the tile before them is computed: the gaps between the loops over a tile's
 // streams are too long for the processor's own prefetching.
 inline void prefetch(const void* start, int64_t offset, int64_t bytes) {
@@ -358,67 +338,166 @@ void prefetch_tile(const Job& job, int64_t at, int64_t n) {
   }
 }
 
-#ifdef NARROWGAUGE_AVX2
-void* codes_at(const Moment& q, const Place& at) {
-  uint8_t* codes = static_cast<uint8_t*>(q.codes);
-  return codes + (q.kind == FP16 ? 2 * at.element : q.kind == DYNAMIC4 || q.kind == LINEAR4 ? at.packed : at.element);
-}
+// ---- a tile -------------------------------------------------------------------------------------------------------------
 
-template <class FORMAT> FORMAT format_at(const Moment& q, const Place& at) {
-  return FORMAT(codes_at(q, at), q.scale ? from_bfloat16(q.scale[at.tile]) : 1.f, q.expansion ? q.expansion[at.tile] : 0);
-}
-
-template <class FORMAT>
-void encode_avx2(const Moment& q, float* x, const Place& at, int n, uint32_t noise, const avx2::Extent<FORMAT::EXPANDS>& extent) {
-  const uint32_t amax = extent.most();
-  const float scale = scale_from(amax, dropped_bits(q.kind));
-  if (scale != scale) return encode(q, x, at, n, noise);
-  q.scale[at.tile] = uint16_t(as_bits(scale) >> 16);
-  if (FORMAT::EXPANDS) q.expansion[at.tile] = int8_t(chosen_expansion(q, extent.least(), amax));
-  avx2::encode(format_at<FORMAT>(q, at), x, n, avx2::Noise(noise, uint32_t(at.index)));
-}
-
-template <class FIRST, class SECOND, class RULE>
-void step_tile_avx2(const Job& job, const Place& at, int n, float* w, const float* g) {
-  alignas(32) float m[TILE], v[TILE];
-  avx2::Extent<FIRST::EXPANDS> of_first;
-  avx2::Extent<SECOND::EXPANDS> of_second;
-  avx2::update(RULE(*job.constants), format_at<FIRST>(job.first, at), format_at<SECOND>(job.second, at), g, w, m, v, n, of_first,
-               of_second);
-  encode_avx2<FIRST>(job.first, m, at, n, job.noise, of_first);
-  if constexpr (SECOND::IS_KEPT) encode_avx2<SECOND>(job.second, v, at, n, job.noise, of_second);
-}
-
-template <class FIRST, class SECOND> bool step_formats_avx2(const Job& job, const Place& at, int n, float* w, const float* g) {
-  switch (job.constants->rule) {
-    case ADAMW: step_tile_avx2<FIRST, SECOND, avx2::AdamW<Constants>>(job, at, n, w, g); break;
-    case LION: step_tile_avx2<FIRST, avx2::None, avx2::Lion<Constants>>(job, at, n, w, g); break;
-    default: step_tile_avx2<FIRST, avx2::None, avx2::Sgd<Constants>>(job, at, n, w, g);
+// The bits of the largest magnitude, NaN being the largest of all; and of the smallest but 0.
+template <class FORMAT> struct Extent {
+  I largest = integers(0);
+  U smallest = U(integers(-1));
+  void see(F x) {
+    const I size = bits(x) & 0x7FFFFFFF;
+    largest = larger(largest, size);
+    if constexpr (FORMAT::EXPANDS) {
+      const U less = U(size) - 1;
+      smallest = less < smallest ? less : smallest;
+    }
   }
-  return true;
+  uint32_t most() const {
+    int32_t found = 0;
+    for (int l = 0; l < LANES; l++) found = std::max(found, largest[l]);
+    return uint32_t(found);
+  }
+  uint32_t least() const {  // 0x7F800000 where all are 0
+    uint32_t found = 0x7F7FFFFF;
+    for (int l = 0; l < LANES; l++) found = std::min(found, smallest[l]);
+    return found + 1;
+  }
+};
+
+// Both moments of a tile as float32, and where the first only decays.
+struct Buffers {
+  alignas(64) float m[TILE], v[TILE];
+  alignas(64) int32_t shrinks[TILE];
+};
+
+template <class FORMAT> FORMAT format_of(const Moment& q, int64_t tile) {
+  return FORMAT(q.scale ? from_bfloat16(q.scale[tile]) : 1.f, q.expansion ? q.expansion[tile] : 0);
+}
+template <class FORMAT> uint8_t* codes_of(const Moment& q, const Place& at) {
+  return static_cast<uint8_t*>(q.codes) + (FORMAT::BITS == 4 ? at.packed : at.element * (FORMAT::BITS / 8));
 }
 
-// A tile of n elements; false, with nothing changed, if it is left to the plain stages: float32 states, a length that is no
-// multiple of 16, a scale that is no number.
-bool step_states_avx2(const Job& job, const Place& at, int n, float* w, const float* g) {
-  for (const Moment* q : {&job.first, &job.second})
-    if (q->scale && (q->scale[at.tile] & 0x7FFF) > 0x7F80) return false;
-  if (n % 16 != 0) return false;
+// A last vector that is not whole works on copies, whose end is zero. Bytes of `count` elements; the odd half byte stays 0.
+template <int BITS> void copy_codes(uint8_t* to, const uint8_t* from, int count) {
+  std::memcpy(to, from, (count * BITS + 7) / 8);
+  if (BITS == 4 && count % 2) to[count / 2] &= 0xF;
+}
+
+// The format by which x, a tile, is encoded, of the scale that its extent asks for; keeps the scale.
+template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, float* x, const Extent<FORMAT>& extent) {
+  if constexpr (FORMAT::IS_NARROW) {
+    const uint32_t amax = extent.most();
+    const float scale = scale_from(amax, FORMAT::DROPS);
+    q.scale[at.tile] = uint16_t(as_bits(scale) >> 16);
+    if (scale != scale) std::fill(x, x + TILE, 0.f);  // a poisoned tile: its scale says so
+    const int log_k = q.expansion ? chosen_expansion(q, extent.least(), amax) : 0;
+    if (q.expansion) q.expansion[at.tile] = int8_t(log_k);
+    return FORMAT(scale, log_k);
+  }
+  return FORMAT(1.f, 0);
+}
+
+// Encodes both moments of a tile, n elements and zeros up to a whole vector. Together: a root of one hides behind the bits of the other.
+template <class FIRST, class SECOND>
+void encode(const FIRST first, const SECOND second, uint8_t* firsts, uint8_t* seconds, const Buffers& buffers, int n, uint32_t key,
+            uint32_t index) {
+  const auto vector = [&](uint8_t* to_first, uint8_t* to_second, int i) __attribute__((always_inline)) {
+    const U random = noise16s(key, index + i);
+    if constexpr (FIRST::IS_NARROW) first.encode(to_first, load<F>(buffers.m + i), random, load<I>(buffers.shrinks + i));
+    if constexpr (SECOND::IS_NARROW) second.encode(to_second, load<F>(buffers.v + i), random, I{});
+  };
+  const int whole = n / BLOCK * BLOCK;
+  for (int i = 0; i < whole; i += BLOCK)  // the vectors of a block share their random bits
+    for (int j = i; j < i + BLOCK; j += LANES) vector(firsts + j * FIRST::BITS / 8, seconds + j * SECOND::BITS / 8, j);
+  for (int i = whole; i < n; i += LANES) {
+    uint8_t a[4 * LANES], b[4 * LANES];
+    vector(a, b, i);
+    const int count = std::min(LANES, n - i);
+    if (FIRST::IS_NARROW) copy_codes<FIRST::BITS>(firsts + i * FIRST::BITS / 8, a, count);
+    if (SECOND::IS_NARROW) copy_codes<SECOND::BITS>(seconds + i * SECOND::BITS / 8, b, count);
+  }
+}
+
+template <class RULE, class FIRST, class SECOND>
+void step_moments(const Job& job, const Place& at, int n, float* weights, const float* gradients) {
+  Buffers buffers;
+  const Constants c = *job.constants;  // apart from the memory that is written
+  const FIRST first = format_of<FIRST>(job.first, at.tile);
+  const SECOND second = format_of<SECOND>(job.second, at.tile);
+  uint8_t *const firsts = codes_of<FIRST>(job.first, at), *const seconds = codes_of<SECOND>(job.second, at);
+  Extent<FIRST> of_first;
+  Extent<SECOND> of_second;
+  I all_decay = integers(-1);
+  const auto vector = [&](float* w_at, const float* g_at, uint8_t* first_at, uint8_t* second_at, int i, int count)
+      __attribute__((always_inline)) {
+    F w = load<F>(w_at), x = first.decode(first_at), y = all(0.f);
+    const F g = load<F>(g_at);
+    if constexpr (SECOND::BITS > 0) y = second.decode(second_at);
+    I decays = magnitude(g) * 16.f <= magnitude(x);
+    RULE::step(c, w, g, x, y, decays);
+    store(w_at, w);
+    if (count < LANES) x = LANE < count ? x : all(0.f), y = LANE < count ? y : all(0.f);
+    if constexpr (FIRST::IS_NARROW) {
+      of_first.see(x);
+      store(buffers.m + i, x);
+      store(buffers.shrinks + i, decays);
+      all_decay &= decays;
+    } else {
+      store(first_at, x);
+    }
+    if constexpr (SECOND::BITS == 32) store(second_at, y);
+    if constexpr (SECOND::IS_NARROW) {
+      of_second.see(y);
+      store(buffers.v + i, y);
+    }
+  };
+  const int whole = n / LANES * LANES, rest = n - whole;
+  for (int i = 0; i < whole; i += LANES)
+    vector(weights + i, gradients + i, firsts + i * FIRST::BITS / 8, seconds + i * SECOND::BITS / 8, i, LANES);
+  if (rest) {
+    float w[LANES] = {}, g[LANES] = {};
+    uint8_t a[4 * LANES] = {}, b[4 * LANES] = {}, *a_at = firsts + whole * FIRST::BITS / 8, *b_at = seconds + whole * SECOND::BITS / 8;
+    std::memcpy(w, weights + whole, rest * sizeof(float));
+    std::memcpy(g, gradients + whole, rest * sizeof(float));
+    copy_codes<FIRST::BITS>(a, a_at, rest);
+    if (SECOND::BITS > 0) copy_codes<SECOND::BITS>(b, b_at, rest);
+    vector(w, g, a, b, whole, rest);
+    std::memcpy(weights + whole, w, rest * sizeof(float));
+    if (FIRST::BITS == 32) std::memcpy(a_at, a, rest * sizeof(float));
+    if (SECOND::BITS == 32) std::memcpy(b_at, b, rest * sizeof(float));
+  }
+  if constexpr (FIRST::BITS == 4) {  // the scale of a tile that decays as a whole follows
+    bool whole = true;
+    for (int l = 0; l < LANES; l++) whole &= all_decay[l] != 0;
+    if (whole) std::fill(buffers.shrinks, buffers.shrinks + TILE, 0);
+  }
+  if constexpr (FIRST::IS_NARROW)
+    encode(format_for<FIRST>(job.first, at, buffers.m, of_first), format_for<SECOND>(job.second, at, buffers.v, of_second), firsts,
+           seconds, buffers, n, job.noise, uint32_t(at.index));
+}
+
+using Step = void (*)(const Job&, const Place&, int, float*, const float*);
+
+template <class FIRST, class SECOND> Step step_of_rule(int rule) {
+  switch (rule) {
+    case ADAMW: return step_moments<AdamW<SECOND::IS_NARROW>, FIRST, SECOND>;
+    case LION: return step_moments<Lion, FIRST, None>;
+    default: return step_moments<Sgd, FIRST, None>;
+  }
+}
+
+Step step_of(const Job& job) {
+  const int rule = job.constants->rule;
   switch (job.first.kind) {
-    case SQUARED8: return step_formats_avx2<avx2::Squared8, avx2::UE5M3>(job, at, n, w, g);
-    case DYNAMIC4: return step_formats_avx2<avx2::Dynamic4, avx2::Linear4>(job, at, n, w, g);
-    case E4M3:
-      if (job.first.expansion) return step_formats_avx2<avx2::E4M3<true, true>, avx2::E4M3<false, true>>(job, at, n, w, g);
-      return step_formats_avx2<avx2::E4M3<true, false>, avx2::Float16>(job, at, n, w, g);
-    default: return false;
+    case FP32: return step_of_rule<Wide, Wide>(rule);
+    case SQUARED8: return step_of_rule<Squared8, UE5M3Format>(rule);
+    case DYNAMIC4: return step_of_rule<Dynamic4, Linear4>(rule);
+    default: return job.second.kind == FP16 ? step_of_rule<Small<true>, Float16>(rule) : step_of_rule<Small<true>, Small<false>>(rule);
   }
 }
-#else
-bool step_states_avx2(const Job&, const Place&, int, float*, const float*) { return false; }
-#endif
 
-void step_tile(const Job& job, int64_t row, int64_t tile_in_row, int64_t tiles) {
-  float buffers[4][TILE];
+void step_tile(const Job& job, Step step, int64_t row, int64_t tile_in_row, int64_t tiles) {
+  float buffers[2][TILE];
   const int64_t column = tile_in_row * job.tile, tile = row * tiles + tile_in_row;
   const Place at{tile, row * job.columns + column, row * ((job.columns + 1) / 2) + column / 2, tile * job.tile};
   const int n = int(std::min(job.tile, job.columns - column));
@@ -426,17 +505,9 @@ void step_tile(const Job& job, int64_t row, int64_t tile_in_row, int64_t tiles) 
   const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
   float* w = direct ? static_cast<float*>(job.weight) + at.element : buffers[0];
   const float* g = wide_gradient ? static_cast<const float*>(job.gradient) + at.element : buffers[1];
-  float* m = job.first.kind == FP32 ? static_cast<float*>(job.first.codes) + at.element : buffers[2];
-  float* v = job.second.kind == FP32 ? static_cast<float*>(job.second.codes) + at.element : buffers[3];
   if (!direct) load_weight(job, at, n, w);
   if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at.element, n, buffers[1]);
-  if (!step_states_avx2(job, at, n, w, g)) {
-    decode(job.first, at, n, m);
-    decode(job.second, at, n, v);
-    update(*job.constants, w, g, m, v, n);
-    encode(job.first, m, at, n, job.noise);
-    encode(job.second, v, at, n, job.noise);
-  }
+  step(job, at, n, w, g);
   if (!direct) store_weight(job, w, at, n);
 }
 
@@ -448,7 +519,8 @@ extern "C" int64_t narrowgauge_job_bytes() { return sizeof(Job); }
 extern "C" void narrowgauge_step(const Job* jobs, int64_t count, int64_t part, int64_t parts) {
   for (int64_t j = 0; j < count; j++) {
     const Job& job = jobs[j];
+    const Step step = step_of(job);
     const int64_t tiles = (job.columns + job.tile - 1) / job.tile, all = job.rows * tiles;
-    for (int64_t t = all * part / parts; t < all * (part + 1) / parts; t++) step_tile(job, t / tiles, t % tiles, tiles);
+    for (int64_t t = all * part / parts; t < all * (part + 1) / parts; t++) step_tile(job, step, t / tiles, t % tiles, tiles);
   }
 }

@@ -6,10 +6,10 @@ once and written once, and none is ever float32 in memory. Elements are counted 
 
     which   int32 [programs]         the line of a program
     table   int64 [lines, F.fields]  what stays from step to step: see `triton_step.Batch`
-    sheet   int64 [HEAD + lines]     what a step brings: key of the noise, eight float32 as bits, addresses of gradients
+    step_args   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
     tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
 
-The order of operations is that of `rules.update`, without contraction, with square roots and quotients correctly rounded.
+The order of operations is that of `rules`, without contraction, with square roots and quotients correctly rounded.
 
 Where a Linear will multiply by the weight in 8 bits (F.casts), the program that has the new weight in registers also leaves, beside it,
 its largest magnitude, and with delayed scaling its codes in both orientations; see `ops.quantize.precast_weight`. `foresee` runs before.
@@ -173,35 +173,43 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
 
 
 @triton.jit
-def _updated(w, g, m, v, sheet, F: tl.constexpr):
-    """`rules.update`: (weight, first moment, second moment)."""
-    decay, rest1, rest2 = _constant(sheet, 0), _constant(sheet, 1), _constant(sheet, 3)
-    step_size = _constant(sheet, 5)
+def _updated(w, g, m, v, step_args, F: tl.constexpr, SECOND: tl.constexpr):
+    """`rules`: (weight, first moment, second moment, where the first only decays)."""
+    decay, one_minus_beta1, one_minus_beta2 = _constant(step_args, 0), _constant(step_args, 1), _constant(step_args, 3)
+    step_size = _constant(step_args, 5)
+    decays = tl.abs(g) * 16.0 <= tl.abs(m)
     if F.rule == ADAMW:
-        m = m + (g - m) * rest1
-        v = v * _constant(sheet, 2) + g * rest2 * g
-        w = w * decay + tl.div_rn(m * step_size, tl.sqrt_rn(v) * _constant(sheet, 6) + _constant(sheet, 4))
+        m = m + (g - m) * one_minus_beta1
+        v = v * _constant(step_args, 2) + g * one_minus_beta2 * g
+        root = tl.sqrt_rn(v)
+        if SECOND.kind != WIDE:
+            limit = root * _constant(step_args, 8)
+            held = tl.abs(m) > limit
+            m = tl.where(held, number_of(bits_of(limit) | (bits_of(m) & -0x80000000)), m)
+            decays = decays | held
+        w = w * decay + tl.div_rn(m * step_size, root * _constant(step_args, 6) + _constant(step_args, 4))
     elif F.rule == LION:
-        direction = m + (g - m) * rest1
+        direction = m + (g - m) * one_minus_beta1
         sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))
         w = w * decay + sign * step_size
-        m = m + (g - m) * rest2
+        m = m + (g - m) * one_minus_beta2
     else:
-        beta1 = _constant(sheet, 7)
+        beta1 = _constant(step_args, 7)
         change = g + w * decay
         m = m * beta1 + change
         w = w + (change + m * beta1 if F.nesterov else m) * step_size
-    return w, m, v
+    return w, m, v, decays
 
 
 @triton.jit
-def _constant(sheet, PLACE: tl.constexpr):
-    return number_of(tl.load(sheet + 1 + PLACE).to(tl.int32))
+def _constant(step_args, PLACE: tl.constexpr):
+    return number_of(tl.load(step_args + 1 + PLACE).to(tl.int32))
 
 
 @triton.jit
-def _read_codes(address, row, begin, inside, offset, mask, columns, F: tl.constexpr, M: tl.constexpr):
-    """The codes of a moment [T, TILE], as its kind stores them; zeros where mask does not hold."""
+def _read_codes(address, place, F: tl.constexpr, M: tl.constexpr):
+    """The codes of a moment [T, TILE], as its kind stores them; zeros where there is no element. place: see `step`."""
+    offset, mask = place[3], place[4]
     if M.kind == WIDE:
         codes = _read(address, offset, mask, FLOAT32, F.aligned)
     elif M.bits == 16:
@@ -211,14 +219,15 @@ def _read_codes(address, row, begin, inside, offset, mask, columns, F: tl.conste
     elif M.bits == 8:
         codes = tl.load(_pointer(address, tl.uint8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
     else:
-        place, there = _bytes(row, begin, inside, columns, F)
-        pairs = tl.load(_pointer(address, tl.uint8, F.aligned) + place, mask=there, other=0).to(tl.int32)
+        at, there = _bytes(place, F)
+        pairs = tl.load(_pointer(address, tl.uint8, F.aligned) + at, mask=there, other=0).to(tl.int32)
         codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (F.tiles, F.tile))
     return codes
 
 
 @triton.jit
-def _write_codes(codes, address, row, begin, inside, offset, mask, columns, F: tl.constexpr, M: tl.constexpr):
+def _write_codes(codes, address, place, F: tl.constexpr, M: tl.constexpr):
+    offset, mask = place[3], place[4]
     if M.kind == WIDE:
         _write(codes, address, offset, mask, FLOAT32, F.aligned)
     elif M.bits == 16:
@@ -228,13 +237,14 @@ def _write_codes(codes, address, row, begin, inside, offset, mask, columns, F: t
     else:
         codes = tl.where(mask, codes, 0)  # an odd row ends in a nibble of zero
         first, second = tl.split(tl.reshape(codes, (F.tiles, F.tile // 2, 2)))
-        place, there = _bytes(row, begin, inside, columns, F)
-        tl.store(_pointer(address, tl.uint8, F.aligned) + place, (first | (second << 4)).to(tl.uint8), mask=there)
+        at, there = _bytes(place, F)
+        tl.store(_pointer(address, tl.uint8, F.aligned) + at, (first | (second << 4)).to(tl.uint8), mask=there)
 
 
 @triton.jit
-def _bytes(row, begin, inside, columns, F: tl.constexpr):
-    """Where the bytes of 4-bit codes lie, [T, TILE / 2] int64, and which there are; row, begin int64 and inside [T]."""
+def _bytes(place, F: tl.constexpr):
+    """Where the bytes of 4-bit codes lie, [T, TILE / 2] int64, and which there are."""
+    row, begin, inside, columns = place[0], place[1], place[2], place[5]
     width = (columns + 1) // 2
     HALF: tl.constexpr = F.width // 2
     if F.aligned:
@@ -244,15 +254,14 @@ def _bytes(row, begin, inside, columns, F: tl.constexpr):
 
 
 @triton.jit
-def _read_moment(
-    line, FIELD: tl.constexpr, row, begin, inside, offset, mask, columns, tile, tables, F: tl.constexpr, M: tl.constexpr
-):
+def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr):
     TILES: tl.constexpr = F.tiles  # within a shape too
     TILE: tl.constexpr = F.tile
+    inside, mask, tile = place[2], place[4], place[6]
     if M.kind == NONE:
         x = tl.zeros((TILES, TILE), tl.float32)
     else:
-        codes = _read_codes(tl.load(line + FIELD), row, begin, inside, offset, mask, columns, F, M)
+        codes = _read_codes(tl.load(line + FIELD), place, F, M)
         scale, log_k = tl.zeros((TILES,), tl.int16), tl.zeros((TILES,), tl.int32)
         if M.kind != WIDE:
             scale = tl.load(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, mask=inside, other=0)
@@ -265,25 +274,11 @@ def _read_moment(
 
 
 @triton.jit
-def _write_moment(
-    x,
-    noise,
-    line,
-    FIELD: tl.constexpr,
-    row,
-    begin,
-    inside,
-    offset,
-    mask,
-    columns,
-    tile,
-    tables,
-    F: tl.constexpr,
-    M: tl.constexpr,
-):
+def _write_moment(x, noise, decays, line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr):
     if M.kind != NONE:
-        codes, scale, log_k = encode_moment(tl.where(mask, x, 0.0), noise, tables, M)
-        _write_codes(codes, tl.load(line + FIELD), row, begin, inside, offset, mask, columns, F, M)
+        inside, mask, tile = place[2], place[4], place[6]
+        codes, scale, log_k = encode_moment(tl.where(mask, x, 0.0), noise, decays, tables, M)
+        _write_codes(codes, tl.load(line + FIELD), place, F, M)
         if M.kind != WIDE:
             tl.store(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, scale, mask=inside)
         if M.expands:
@@ -313,7 +308,7 @@ def _own_tiles(first, per_row, total, F: tl.constexpr):
 
 
 @triton.jit
-def step(which, table, sheet, tables, F: tl.constexpr):
+def step(which, table, step_args, tables, F: tl.constexpr):
     """See the module; F: a `triton_step.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
     line = table + number * F.fields
@@ -330,22 +325,26 @@ def step(which, table, sheet, tables, F: tl.constexpr):
     mask = inside[:, None] & (column < columns)
     offset = row[:, None] * columns + column
 
-    # Keys of noise, by `noise.key` and `Task.weight_noise_key`.
-    key = mix(tl.load(sheet).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
-    first = tile.to(tl.uint32) * F.tile
-    place = tl.arange(0, F.tile)
+    # Where the elements lie: row, first column, presence of each tile [T]; place and presence of each element [T, TILE]; its row's
+    # length, and the tiles' numbers [T].
+    place = (row, begin, inside, offset, mask, columns, tile)
 
-    g = _read(tl.load(sheet + HEAD + number), offset, mask, F.gradient, F.aligned)
+    # Keys of noise, by `noise.key` and `ParamStep.weight_noise_key`.
+    key = mix(tl.load(step_args).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
+    first = tile.to(tl.uint32) * F.tile
+    within = tl.arange(0, F.tile)
+
+    g = _read(tl.load(step_args + HEAD + number), offset, mask, F.gradient, F.aligned)
     w = _read_weight(line, offset, mask, tile, inside, F)
-    m = _read_moment(line, 7, row, begin, inside, offset, mask, columns, tile, tables, F, FIRST)
-    v = _read_moment(line, 10, row, begin, inside, offset, mask, columns, tile, tables, F, SECOND)
-    w, m, v = _updated(w, g, m, v, sheet, F)
+    m = _read_moment(line, 7, place, tables, F, FIRST)
+    v = _read_moment(line, 10, place, tables, F, SECOND)
+    w, m, v, decays = _updated(w, g, m, v, step_args, F, SECOND)
     w = tl.where(mask, w, 0.0)
-    noise = noise_bits(key, first, place)
-    _write_moment(m, noise, line, 7, row, begin, inside, offset, mask, columns, tile, tables, F, FIRST)
-    _write_moment(v, noise, line, 10, row, begin, inside, offset, mask, columns, tile, tables, F, SECOND)
+    noise = noise_bits(key, first, within)
+    _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)
+    _write_moment(v, noise, decays, line, 10, place, tables, F, SECOND)
     if F.master == STOCHASTIC or F.master == MASTER_FP16:
-        noise = noise_bits(mix(key ^ WEIGHTS), first, place)
+        noise = noise_bits(mix(key ^ WEIGHTS), first, within)
     seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)
     if F.casts != 0:
         _write_amax(seen, line, mask)
@@ -360,7 +359,7 @@ def foresee(table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """Ahead of `step`, a program for each line: what `step` adds to, and counts on.
 
     The largest magnitude of the last step is forgotten. With delayed scaling (the expected amax has an address) it is worked out which
-    amax the window will give once `delayed.roll` has ended this step.
+    amax the window will give once `roll_history` has ended this step.
     """
     line = table + tl.program_id(0).to(tl.int64) * FIELDS
     place = tl.arange(0, PARTS)

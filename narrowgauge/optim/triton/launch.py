@@ -3,7 +3,7 @@
 Tensors of one Form (states, master, types, rule) whose group and step count are the same are a Batch and take one launch; a model with
 decayed matrices, undecayed vectors and float32 embeddings takes three. A launch for each tensor would cost more than the work on a tensor
 of a million elements, and a list of arguments ends at a few kilobytes; so addresses and sizes stand in a table on the GPU, written
-when a tensor is new, and what changes at every step (addresses of gradients, constants, the key of the noise) in a sheet: a few
+when a tensor is new, and what changes at every step (addresses of gradients, constants, the key of the noise) in a step_args: a few
 kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
 
 Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded
@@ -26,19 +26,19 @@ from torch import Tensor
 
 from narrowgauge.addresses import address, identity
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.triton.cast_constants import Settings, settings
+from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.moments import Moment, SmallFloat, Squared
 from narrowgauge.optim.selfcheck import Kind
-from narrowgauge.optim.step import Kept, Task
+from narrowgauge.optim.step import MomentState, ParamStep
 from narrowgauge.recipe import Window
 
 ELEMENTS, WARPS = 2048, 4
 EXPANDING_ELEMENTS = 1024
-HEAD = 16  # whole numbers of a sheet before the addresses
+HEAD = 16  # whole numbers of step arguments before the addresses
 ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FIELDS, CAST_FIELDS = 14, 22  # of a line of a Batch's table
@@ -109,7 +109,7 @@ class Form:
     aligned: bool
     width: int
     casts: int = NOTHING
-    cast: Settings | None = None
+    cast: CastConstants | None = None
     turns_aligned: bool = False
 
     @property
@@ -128,17 +128,17 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     crowded = casts == CODES and not kind.aligned
     elements = EXPANDING_ELEMENTS if first.expands or second.expands or crowded else ELEMENTS
     return Form(
-        rule=rules.KINDS[kind.rule], nesterov=kind.nesterov, first=first, second=second,
+        rule=rules.number(kind.rule), nesterov=kind.nesterov, first=first, second=second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
         tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned,
         width=4 if wide or kind.master == "fp32" else 8, casts=casts,
-        cast=settings(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
+        cast=constants_of(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
         turns_aligned=kind.turns_aligned and casts == CODES,
     )  # fmt: skip
 
 
-def form_of_task(task: Task) -> Form:
-    """Kept with the task: working it out takes longer than all else that is done for a tensor at a step."""
+def form_of_task(task: ParamStep) -> Form:
+    """MomentState with the task: working it out takes longer than all else that is done for a tensor at a step."""
     c, gradient = task.constants, task.gradient
     assert c is not None and gradient is not None
     if task.native is None:
@@ -151,7 +151,7 @@ def form_of_task(task: Task) -> Form:
     return form
 
 
-def kind_of(task: Task) -> Kind:
+def kind_of(task: ParamStep) -> Kind:
     """What the kernel is compiled for, and proves itself with."""
     tensors = (task.weight, task.gradient, task.master, task.first.codes, task.second.codes)
     addresses_fit = all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
@@ -176,7 +176,7 @@ class Batch:
     history of its window   20 entries of it that count   21 what is multiplied by, float32 as bits
     """
 
-    def __init__(self, form: Form, tasks: Sequence[Task]) -> None:
+    def __init__(self, form: Form, tasks: Sequence[ParamStep]) -> None:
         self.form, self.tasks = form, tuple(tasks)
         lines: list[list[int]] = []
         counts: list[int] = []
@@ -194,44 +194,46 @@ class Batch:
         which = torch.arange(len(tasks), dtype=torch.int32, device="cpu")
         self.which = _sent(which.repeat_interleave(torch.tensor(counts, device="cpu")), device)
 
-    def sheet(self) -> list[int]:
-        """What this step brings, an even number of whole numbers: the next sheet is aligned too."""
+    def step_args(self) -> list[int]:
+        """What this step brings, an even number of whole numbers: the next ones are aligned too."""
         c = self.tasks[0].constants
         assert c is not None
-        numbers = (c.decay, c.rest1, c.beta2, c.rest2, c.eps, c.step_size, c.correction, c.beta1)
-        head = [self.tasks[0].step_key, *struct.unpack("<8i", struct.pack("<8f", *numbers))]
+        numbers = (
+            c.decay, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.beta1, c.bound
+        )  # fmt: skip
+        head = [self.tasks[0].step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
         gradients = [address(task.gradient) for task in self.tasks]
         return head + [0] * (HEAD - len(head)) + gradients + [0] * (len(gradients) % 2)
 
-    def launch(self, sheet: Tensor) -> None:
-        """The step itself; sheet int64 on the device, the numbers of `sheet()`."""
+    def launch(self, step_args: Tensor) -> None:
+        """The step itself; step_args int64 on the device, the numbers of `step_args()`."""
         from narrowgauge.optim.triton import kernel
 
-        form, tables = self.form, _tables(sheet.device)
+        form, tables = self.form, _tables(step_args.device)
         if form.casts:
             launch(
                 kernel.foresee, len(self.tasks), self.table, FIELDS=form.fields, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS
             )  # fmt: skip
-        launch(kernel.step, self.programs, self.which, self.table, sheet, tables, F=form, warps=WARPS)
+        launch(kernel.step, self.programs, self.which, self.table, step_args, tables, F=form, warps=WARPS)
         for task in self.tasks:
             if task.stepped is not None:
-                task.stepped.wrote()
+                task.stepped.mark_written()
 
 
-def step(tasks: Sequence[Task], kept: dict[Any, Batch]) -> None:
+def step(tasks: Sequence[ParamStep], kept: dict[Any, Batch]) -> None:
     """All tasks. kept: the batches of earlier steps, by what they are made of; the caller empties it when tasks change."""
     for device in dict.fromkeys(task.weight.device for task in tasks):
         batches = batches_of([task for task in tasks if task.weight.device == device and task.elements], kept)
         if batches:
-            run(batches, _sent(torch.tensor(sheet_of(batches), dtype=torch.int64, device="cpu"), device))
+            run(batches, _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device))
 
 
-def batches_of(tasks: Sequence[Task], kept: dict[Any, Batch], makes: bool = True) -> list[Batch]:
+def batches_of(tasks: Sequence[ParamStep], kept: dict[Any, Batch], makes: bool = True) -> list[Batch]:
     """The tasks, of one device, as few launches.
 
     makes  whether batches that are not kept are made, which writes to the device; else ConfigError
     """
-    groups: dict[tuple[int, int], list[Task]] = {}
+    groups: dict[tuple[int, int], list[ParamStep]] = {}
     for task in tasks:
         groups.setdefault((id(form_of_task(task)), id(task.constants)), []).append(task)
     found = []
@@ -248,17 +250,17 @@ def batches_of(tasks: Sequence[Task], kept: dict[Any, Batch], makes: bool = True
     return found
 
 
-def sheet_of(batches: Sequence[Batch]) -> list[int]:
-    """The sheets of all batches, one after the other."""
-    return [number for batch in batches for number in batch.sheet()]
+def step_args_of(batches: Sequence[Batch]) -> list[int]:
+    """The step arguments of all batches, one after the other."""
+    return [number for batch in batches for number in batch.step_args()]
 
 
-def run(batches: Sequence[Batch], sheet: Tensor) -> None:
-    """Launches all batches; sheet: `sheet_of` them, on the device."""
+def run(batches: Sequence[Batch], step_args: Tensor) -> None:
+    """Launches all batches; step_args: `step_args_of` them, on the device."""
     start = 0
     for batch in batches:
         length = HEAD + len(batch.tasks) + len(batch.tasks) % 2
-        batch.launch(sheet[start : start + length])
+        batch.launch(step_args[start : start + length])
         start += length
 
 
@@ -269,7 +271,7 @@ def _programs(rows: int, per_row: int, form: Form) -> int:
     return -(-rows * per_row // form.tiles)
 
 
-def _of_cast(stepped: Stepped | None) -> list[int]:
+def _of_cast(stepped: PrecastWeight | None) -> list[int]:
     """The rest of a tensor's line."""
     if stepped is None:
         return []
@@ -293,5 +295,5 @@ def _tables(device: torch.device) -> Tensor:
     return _sent(torch.cat([table.flatten() for table in moments.expansion_tables()]), device)
 
 
-def _addresses(kept: Kept) -> tuple[int, int, int]:
+def _addresses(kept: MomentState) -> tuple[int, int, int]:
     return address(kept.codes), address(kept.scale), address(kept.expansion)

@@ -137,8 +137,8 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
 
 
 @triton.jit
-def encode_moment(x, noise, tables, M: tl.constexpr):
-    """x float32 [T, TILE], noise int32 -> (codes as int32 or x itself, scale int16 [T], log_k int8 [T])."""
+def encode_moment(x, noise, decays, tables, M: tl.constexpr):
+    """x float32 [T, TILE], noise int32, decays bool -> (codes as int32 or x itself, scale int16 [T], log_k int8 [T])."""
     DROPS: tl.constexpr = BF16_DROPS if M.bits == 4 else POW2_DROPS
     sizes = bits_of(x) & 0x7FFFFFFF
     amax = tl.max(sizes, axis=1)
@@ -152,12 +152,14 @@ def encode_moment(x, noise, tables, M: tl.constexpr):
         if M.kind == DYNAMIC4:
             share = tl.abs(x) * inverse
             size = tl.zeros(x.shape, tl.int32)
+            decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]  # the scale of such a tile follows
             for each in tl.static_range(7):
-                size = tl.where(share > BOUNDARIES[each], each + 1, size)
+                reached = tl.where(decays, share >= LEVELS[each], share > BOUNDARIES[each])
+                size = tl.where(reached, each + 1, size)
             codes = tl.where(x < 0, -size, size) + 8
         elif M.kind == SQUARED8:
             root = tl.sqrt_rn(tl.abs(x) * (inverse * M.most))
-            size = bits_of(root + WHOLE_NUMBER) - 0x4B400000
+            size = tl.where(decays, root.to(tl.int32), bits_of(root + WHOLE_NUMBER) - 0x4B400000)
             codes = tl.where(x < 0, -size, size)
         elif M.kind == UE5M3:
             codes = ((bits_of(x * inverse) + noise * 16 + 8) >> 20) - 761
@@ -166,7 +168,7 @@ def encode_moment(x, noise, tables, M: tl.constexpr):
             codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
             codes = tl.minimum(tl.maximum(codes, 1), 16) - 1
         else:
-            codes = _encode_float(x, inverse, log_k, noise, tables, M)
+            codes = _encode_float(x, inverse, log_k, noise, decays, tables, M)
     return codes, _stored_scale(scale_bits), log_k.to(tl.int8)
 
 
@@ -186,13 +188,13 @@ def _expansion(sizes, amax, M: tl.constexpr):
 
 
 @triton.jit
-def _encode_float(x, inverse, log_k, noise, tables, M: tl.constexpr):
+def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr):
     """E4M3 or float16 as int32: the sign in the highest of M.bits."""
     share = tl.abs(x) * inverse
     y = _expanded(share, log_k, M) * M.top
     if M.signed:
         shift = _power_below(y, M.bias) * (1.5 * 2 ** (23 - M.mantissa))
-        codes = _code_below((y + shift) - shift, M.mantissa, M.bias)
+        codes = _code_below(tl.where(decays, y, (y + shift) - shift), M.mantissa, M.bias)
         codes |= ((bits_of(x) >> 31) & 1) << (M.bits - 1)
     else:
         if M.expands:

@@ -2,8 +2,8 @@
 
     RUN/best/step-00000120/      the group `weights` of a checkpoint, alone (see `checkpoint`)
 
-Which step is best is a fact of the run's checkpoints. Weights that are no longer the best are removed once a checkpoint says
-so, not before: a run that is killed in between goes on from the older checkpoint, and finds what that one calls best.
+The checkpoints of the run record which step is best. Older best weights are removed only after the next checkpoint is saved: a run
+that is killed in between resumes from the older checkpoint, which still needs them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Best:
         self.step, self.value, self.loss = 0, math.nan, math.nan
 
     def take(self, step: int, found: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
-        """Keeps the weights if this evaluation is better than all before; of equal ones that with the least loss, the first of them."""
+        """Saves the weights if this evaluation is the best so far. Ties go to the lower loss, then to the earlier step."""
         if not self.metric:
             return False
         if self.metric not in found:
@@ -47,11 +47,12 @@ class Best:
         return True
 
     def facts(self) -> dict[str, Any] | None:
-        """For a checkpoint; None before the first evaluation."""
-        return {"step": self.step, "value": self.value, "loss": self.loss} if self.step else None
+        """For a checkpoint, as JSON: a loss that is not finite is None. None before the first evaluation."""
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {"step": self.step, "value": self.value, "loss": loss} if self.step else None
 
     def restore(self, facts: Mapping[str, Any] | None) -> str:
-        """Takes up what a checkpoint says. Returns why its best weights are lost, or ''."""
+        """Restores the best step from a checkpoint's facts. Returns why its weights are lost, or ''."""
         if not facts or not self.metric:
             return ""
         try:
@@ -60,7 +61,8 @@ class Best:
             return (
                 f"the best weights, of step {facts['step']}, are lost: {error} The best of the steps to come is kept."
             )
-        self.step, self.value, self.loss = facts["step"], facts["value"], facts.get("loss", math.nan)
+        self.step, self.value = facts["step"], facts["value"]
+        self.loss = math.nan if facts.get("loss") is None else facts["loss"]
         return ""
 
     def clear(self) -> None:
@@ -70,7 +72,7 @@ class Best:
 
     def weights(self) -> dict[str, Tensor] | None:
         """The best ones, from the disk; None if there are none."""
-        return store.load(self.path(self.step)).tensors["weights"] if self.step else None
+        return store.load(self.path(self.step)).tensors.get("weights", {}) if self.step else None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"

@@ -21,7 +21,7 @@ from narrowgauge.errors import CheckpointError
 FORMAT = 1
 KIND = "narrowgauge checkpoint"
 NAME, FACTS = "manifest.json", "facts.json"
-STEP = re.compile(r"step-(\d{8})")
+STEP = re.compile(r"step-\d{8}")
 GROUP = re.compile(r"[a-z][a-z0-9_]{0,40}")
 FILE = re.compile(r"([a-z][a-z0-9_]{0,40})-\d+\.safetensors|facts\.json")
 
@@ -45,8 +45,8 @@ class Manifest:
 
     def refuse(self) -> str:
         """What does not make sense in it, or ''."""
-        if not isinstance(self.step, int) or isinstance(self.step, bool):
-            return f"has a step {self.step!r}"
+        if not isinstance(self.step, int) or isinstance(self.step, bool) or not 0 <= self.step < 10**8:
+            return f"has step = {self.step!r}, not a whole number from 0 to 99999999"
         if FACTS not in self.files:
             return f"lists no {FACTS}"
         for group in [*self.groups, *self.ties]:

@@ -13,13 +13,22 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import CheckpointError
+from narrowgauge.errors import CheckpointError, NarrowgaugeError
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.train.checkpoint.state_checks import (
+    impossible_generators,
+    impossible_optimizer,
+    impossible_scaler,
+    impossible_tensors,
+)
 
 Tensors = dict[str, dict[str, Tensor]]
 Generators = tuple[dict[str, Tensor], Any]
@@ -44,14 +53,41 @@ def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dic
 
 
 def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, rest: dict[str, Any], where: str) -> None:
-    """Puts `collect`'s result back. Raises CheckpointError if it belongs to another model, before anything is changed."""
+    """Puts `collect`'s result back. Before anything changes: CheckpointError if it belongs to another model or cannot be a run's."""
     saved = tensors.get("weights", {}) | tensors.get("scaling", {})
     _refuse_other_model(model.state_dict(), saved, where)
-    model.load_state_dict(saved)
-    optimizer.load_state_dict(unflatten(rest["optimizer"], tensors["optimizer"]))
-    if scaler:
-        scaler.load_state_dict(rest["scaler"])
-    set_generators((tensors["rng"], rest["rng"]))
+    with unusable(where):
+        moments, rng = (unflatten_all(rest[name], tensors[name]) for name in ("optimizer", "rng"))
+        problems = [
+            *impossible_tensors(tensors.get("scaling", {})),
+            *impossible_tensors(tensors["optimizer"]),
+            *impossible_optimizer(optimizer.state_dict(), moments),
+            *(impossible_scaler(scaler.state_dict(), rest["scaler"]) if scaler else ()),
+            *impossible_generators(rng),
+        ]
+        if problems:
+            raise ValueError(_few(problems))
+        _refuse_other_shapes(optimizer, moments)
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(moments)
+        if scaler:
+            scaler.load_state_dict(rest["scaler"])
+        set_generators((tensors["rng"], rest["rng"]))
+
+
+@contextmanager
+def unusable(where: str) -> Iterator[None]:
+    """Turns what reading a damaged state raises into a CheckpointError that names it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # a RuntimeError, and not the checkpoint's fault
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, NarrowgaugeError) as error:
+        words = f"{type(error).__name__} {error}" if isinstance(error, KeyError | AttributeError) else str(error)
+        raise CheckpointError(
+            f"{where}: holds a state that no run writes: {words.rstrip('.')}. "
+            "Restore the checkpoint, or remove it to go on from an older one."
+        ) from error
 
 
 def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -75,7 +111,7 @@ def flatten(tree: Any, path: str = "") -> tuple[dict[str, Tensor], Any]:
     return {}, {"value": tree}
 
 
-def unflatten(rest: Any, tensors: dict[str, Tensor]) -> Any:
+def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of `flatten`."""
     [(kind, content)] = rest.items()
     if kind == "tensor":
@@ -85,7 +121,19 @@ def unflatten(rest: Any, tensors: dict[str, Tensor]) -> Any:
     if kind in ("tuple", "list"):
         parts = [unflatten(value, tensors) for value in content]
         return tuple(parts) if kind == "tuple" else parts
+    if kind != "value":
+        raise ValueError(f"{kind!r} is not one of 'tensor', 'items', 'tuple', 'list' and 'value'")
     return content
+
+
+def unflatten_all(rest: Any, tensors: dict[str, Tensor]) -> Any:
+    """As `unflatten`; ValueError unless every tensor is where `flatten` took it from."""
+    tree = unflatten(rest, tensors)
+    found, _ = flatten(tree)
+    astray = [name for name in tensors.keys() | found.keys() if found.get(name) is not tensors.get(name)]
+    if astray:
+        raise ValueError(f"tensor {min(astray)!r} is not in its place")
+    return tree
 
 
 def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
@@ -97,10 +145,26 @@ def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where:
         if name in saved and _form(saved[name]) != _form(own[name])
     ]
     if differences:
-        shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise CheckpointError(
-            f"{where}: a checkpoint of another model or recipe: {shown}. Resume with the settings that wrote it."
+            f"{where}: a checkpoint of another model or recipe: {_few(differences)}. Resume with the settings that wrote it."
         )
+
+
+def _refuse_other_shapes(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """torch's optimizers take up moments of any shape; narrowgauge's own look for themselves."""
+    if isinstance(optimizer, NarrowOptimizer):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, state in saved["state"].items():
+        for name, value in state.items():
+            if value.ndim and value.shape != parameters[place].shape:
+                raise ValueError(
+                    f"{name} of parameter {place} is {list(value.shape)}, here {list(parameters[place].shape)}"
+                )
+
+
+def _few(clauses: list[str]) -> str:
+    return "; ".join(clauses[:3]) + (f"; and {len(clauses) - 3} more" if len(clauses) > 3 else "")
 
 
 def _form(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and in which one changed bit is noticed.
+"""Checkpoints: whole or absent, and every changed bit is detected.
 
     step-00000100/
       weights-0.safetensors    the tensors of group `weights`, in shards of at most SHARD_BYTES
@@ -9,7 +9,8 @@
 Writing: everything into `.tmp-step-...` in the same parent, each file synced, the manifest last, the folder synced,
 renamed, the parent synced. A kill or a power cut at any point leaves the older checkpoints whole, and the new one
 whole or absent. Reading: a file's bytes are read once, hashed, and parsed from memory, so nothing can change between
-the check and the use. No pickle anywhere. Measured peak beside the tensors: one shard when reading, two when writing.
+the check and the use. No pickle anywhere. Weights that are not finite are neither saved nor loaded.
+Measured peak beside the tensors: one shard when reading, two when writing.
 
 Two names of one tensor (tied weights) are stored once and come back as one tensor. Tensors that merely overlap are
 stored apart. Left out: several writers of one folder (the run folder's lock sees to that), and asynchronous saves.
@@ -18,7 +19,6 @@ stored apart. Left out: several writers of one folder (the run folder's lock see
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, NumericsError
-from narrowgauge.train import storage
 from narrowgauge.train.checkpoint.manifest import (
     FACTS,
     GROUP,
@@ -44,7 +44,6 @@ from narrowgauge.train.checkpoint.manifest import (
 )
 
 SHARD_BYTES = 2**29
-LEFTOVER = re.compile(r"\.tmp-step-\d{8}(-\d+)?|\.old-step-\d{8}")
 # What safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
 DTYPES = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
@@ -80,24 +79,21 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     ties = _check(tensors)
     facts_json = _facts_json(facts)
     with storage.refusals("save a checkpoint in", folder):
-        _create(folder)
-        total_bytes = sum(_bytes(group, ties.get(name, {})) for name, group in tensors.items())
+        storage.make_folder(folder)
+        total_bytes = sum(
+            tensor.nbytes for group, each in tensors.items() for name, tensor in each.items() if name not in ties[group]
+        )
         storage.require_space(folder, 1.2 * (total_bytes + len(facts_json)), f"checkpoint {step}")
-        temporary = folder / f".tmp-step-{step:08d}-{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
+        draft, final = folder / f".tmp-step-{step:08d}-{os.getpid()}", folder / f"step-{step:08d}"
+        storage.remove(draft)
         try:
-            temporary.mkdir()
-            _write(temporary, step, tensors, ties, facts_json)
-            return _publish(temporary, folder / f"step-{step:08d}")
+            draft.mkdir()
+            _write(draft, step, tensors, ties, facts_json)
+            storage.replace_folder(draft, final)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            storage.remove(draft)
             raise
-
-
-def _create(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        storage.sync_folder(folder.parent)
+    return final
 
 
 def _check(tensors: Tensors) -> dict[str, dict[str, str]]:
@@ -110,8 +106,11 @@ def _check(tensors: Tensors) -> dict[str, dict[str, str]]:
             )
         for name, tensor in members.items():
             _check_storable(f"{group}: {name}", name, tensor)
-            if group == "weights":
-                _check_finite(name, tensor)
+            if group == "weights" and (count := nonfinite(tensor)):
+                raise NumericsError(
+                    f"refuse to save: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
+                    "Resume from the last checkpoint with a lower learning rate or a wider recipe."
+                )
         ties[group] = _ties(members)
     return ties
 
@@ -122,28 +121,21 @@ def _check_storable(place: str, name: str, tensor: Tensor) -> None:
         reason = f"is a {type(tensor).__name__}, not a plain tensor"
     elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         reason = f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
-    elif name == "__metadata__" or not _is_text(name):
+    elif not isinstance(name, str) or name == "__metadata__" or re.search("[\ud800-\udfff]", name):
         reason = "is a name that safetensors reserves or cannot hold"
     if reason:
         raise CheckpointError(f"save: {place!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
 
 
-def _is_text(name: Any) -> bool:
-    return isinstance(name, str) and not any("\ud800" <= character <= "\udfff" for character in name)
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    """One pass, no copy: minimum and maximum pass on NaN, and show infinities."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
-    values = tensor.detach()
-    extremes = torch.aminmax(values.float() if values.element_size() == 1 else values)
-    if not all(bool(extreme.isfinite()) for extreme in extremes):
-        count = int((~values.float().isfinite()).sum())
-        raise NumericsError(
-            f"refuse to save: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
-            "Resume from the last checkpoint with a lower learning rate or a wider recipe."
-        )
+def nonfinite(tensor: Tensor) -> int:
+    """How many values are NaN or infinite. One pass without a copy where none is: minimum and maximum pass on NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return 0
+    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    values = values.float() if values.element_size() == 1 else values  # torch has no isfinite of 8 bits
+    if all(bool(extreme.isfinite()) for extreme in torch.aminmax(values)):
+        return 0
+    return int((~values.isfinite()).sum())
 
 
 def _ties(members: Mapping[str, Tensor]) -> dict[str, str]:
@@ -155,10 +147,6 @@ def _ties(members: Mapping[str, Tensor]) -> dict[str, str]:
             if first.setdefault(identity, name) != name:
                 ties[name] = first[identity]
     return ties
-
-
-def _bytes(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for name, tensor in members.items() if name not in ties)
 
 
 def _facts_json(facts: dict[str, Any]) -> bytes:
@@ -184,7 +172,7 @@ def _write(folder: Path, step: int, tensors: Tensors, ties: dict[str, dict[str, 
             storage.write_synced(folder / name, data)
             files[name] = listed(data)
     storage.write_synced(folder / NAME, Manifest(step, list(tensors), ties, files).signed())
-    storage.sync_folder(folder)
+    storage.flush(folder)
 
 
 def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
@@ -195,13 +183,12 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
     for name, tensor in members.items():
         if name in ties:
             continue
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if shard and size + tensor_bytes > SHARD_BYTES:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, taken, size = {}, set(), 0
         shard[name] = _own(tensor, taken)
         taken.add(shard[name].untyped_storage().data_ptr())
-        size += tensor_bytes
+        size += tensor.nbytes
     if shard:
         yield shard
 
@@ -214,32 +201,6 @@ def _own(tensor: Tensor, taken: set[int]) -> Tensor:
     return dense if is_alone else dense.clone()
 
 
-def _publish(temporary: Path, final: Path) -> Path:
-    """Renames the new folder into place. What stood there is moved aside first and put back by `recover` after a crash."""
-    old = final.with_name(f".old-{final.name}")
-    replaces = os.path.lexists(final)
-    if replaces:
-        _remove(old)
-        os.rename(final, old)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        if replaces:
-            os.rename(old, final)
-        raise
-    storage.sync_folder(final.parent)
-    if replaces:
-        _remove(old)
-    return final
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 # Loading
 
 
@@ -247,16 +208,32 @@ def load(path: Path) -> Checkpoint:
     """The checkpoint at `path`. CheckpointError says what is wrong with it, if anything is."""
     manifest = read(path)
     tensors: Tensors = {group: {} for group in manifest.groups}
+    place = FACTS
     try:
-        facts = json.loads(read_file(path, FACTS, manifest))
-        for name in manifest.files:
-            if name != FACTS:
-                tensors[name.rpartition("-")[0]].update(safetensors.torch.load(read_file(path, name, manifest)))
+        facts = json.loads(read_file(path, FACTS, manifest), parse_constant=_refuse_constant)
+        if not isinstance(facts, dict):
+            raise TypeError(f"it holds a {type(facts).__name__}, not a table")
+        for place in manifest.files:
+            if place != FACTS:
+                tensors[place.rpartition("-")[0]].update(safetensors.torch.load(read_file(path, place, manifest)))
+        place = NAME
         for group, ties in manifest.ties.items():
             tensors[group].update({name: tensors[group][first] for name, first in ties.items()})
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: has right hashes, but no right contents: {error}. Restore it.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path / place}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
+        ) from error
+    for name, tensor in tensors.get("weights", {}).items():
+        if count := nonfinite(tensor):
+            raise CheckpointError(
+                f"{path}: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
+                "Restore the checkpoint, or remove it to go on from an older one."
+            )
     return Checkpoint(manifest.step, tensors, facts, path)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def verify(path: Path) -> None:
@@ -308,25 +285,19 @@ def prune(folder: Path, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
-    ours = sorted((path for path in _step_paths(folder) if _looks_whole(path)), reverse=True)
-    _remove_all(folder, ours[keep:])
-    return ours[keep:]
+    return _discard(folder, sorted(filter(_looks_whole, _step_paths(folder)), reverse=True)[keep:])
 
 
 def remove(folder: Path, keep: Path) -> list[Path]:
-    """Removes all checkpoints in `folder` but `keep`, and returns them; what `prune` would not touch stays."""
-    others = [path for path in _step_paths(folder) if path != keep and _looks_whole(path)]
-    _remove_all(folder, others)
-    return others
+    """Removes all checkpoints in `folder` but `keep`, and returns them. Keeps damaged and foreign folders, as `prune` does."""
+    return _discard(folder, [path for path in _step_paths(folder) if path != keep and _looks_whole(path)])
 
 
-def _remove_all(folder: Path, paths: list[Path]) -> None:
+def _discard(folder: Path, paths: list[Path]) -> list[Path]:
     with storage.refusals("remove old checkpoints from", folder):
         for path in paths:
-            doomed = path.with_name(f".tmp-{path.name}")
-            _remove(doomed)
-            os.rename(path, doomed)  # a kill in the midst of deletion leaves no half checkpoint
-            shutil.rmtree(doomed)
+            storage.discard(path)
+    return paths
 
 
 def _looks_whole(path: Path) -> bool:
@@ -338,18 +309,5 @@ def _looks_whole(path: Path) -> bool:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Clears what a crash left in `folder`, and returns it. Call it while holding the run folder's lock.
-
-    Half-written checkpoints are removed; one that was moved aside by a save that did not finish is put back.
-    """
-    if not folder.is_dir():
-        return []
-    leftovers = [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name) and path.is_dir()]
-    with storage.refusals("clear leftovers from", folder):
-        for path in leftovers:
-            final = path.with_name(path.name.split("-", 1)[1])
-            if path.name.startswith(".old-") and not os.path.lexists(final):
-                os.rename(path, final)
-            else:
-                _remove(path)
-    return leftovers
+    """Clears what a crash left in `folder`, and returns it. Call it while holding the run folder's lock."""
+    return storage.recover(folder, STEP.pattern)

@@ -1,7 +1,8 @@
-"""What one setting may be: its type, its rule, and the words that refuse a value; without torch, for a quick --help."""
+"""Checks of one setting: its type, its rule, and the message for a bad value. Without torch, for a quick --help."""
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field
 from typing import Any
@@ -22,9 +23,8 @@ class Range:
 
     def refuse(self, value: float) -> str:
         """The rule in words if `value` breaks it, else ''."""
-        above = value > self.low if self.open_low else value >= self.low
-        below = value < self.high if self.open_high else value <= self.high
-        return "" if above and below else str(self)
+        is_end = (self.open_low and value == self.low) or (self.open_high and value == self.high)
+        return "" if self.low <= value <= self.high and not is_end else str(self)
 
     def __str__(self) -> str:
         if not (self.open_low or self.open_high):
@@ -51,16 +51,16 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Matching:
-    """Text of a form that `words` describe."""
+    """Text that matches a regular expression; `description` says which, for messages."""
 
     pattern: str
-    words: str
+    description: str
 
     def refuse(self, value: str) -> str:
-        return "" if re.fullmatch(self.pattern, value) else str(self)
+        return "" if re.fullmatch(self.pattern, value) else self.description
 
     def __str__(self) -> str:
-        return self.words
+        return self.description
 
 
 NOT_EMPTY = Matching(r"(?s).+", "not empty")
@@ -81,7 +81,7 @@ class Problem:
     """A broken rule, and the keys whose values break it."""
 
     keys: tuple[str, ...]
-    words: str
+    message: str
 
 
 def key_of(each: Field[Any]) -> str:
@@ -91,33 +91,24 @@ def key_of(each: Field[Any]) -> str:
 
 def refuse(each: Field[Any], value: Any) -> Problem | None:
     key, rule = key_of(each), each.metadata["rule"]
-    words = _refuse_type(each.type, value)
-    if not words and rule:
-        broken = rule.refuse(value)
-        words = f"must be {broken}" if broken else ""
-    return Problem((key,), f"{key} = {shown(value)}: {words}.") if words else None
+    reason = _refuse_type(each.type, value)
+    if not reason and rule and (broken := rule.refuse(value)):
+        reason = f"must be {broken}"
+    return Problem((key,), f"{key} = {shown(value)}: {reason}.") if reason else None
 
 
 def _refuse_type(kind: Any, value: Any) -> str:
     """Why `value` is not of type `kind`, or ''. A bool is no number, and a float is no whole number."""
+    if kind is str:
+        return _refuse_text(value)
+    if kind is TABLE:
+        return _refuse_table(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool:
         return "" if isinstance(value, bool) else "must be true or false"
     if kind is int:
-        return "" if isinstance(value, int) and not isinstance(value, bool) else "must be a whole number"
-    if kind is float:
-        return "" if _is_finite_number(value) else "must be a finite number"
-    if kind is str:
-        return _refuse_text(value)
-    return _refuse_table(value)
-
-
-def _is_finite_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int that no float holds
-        return False
+        return "" if is_number and isinstance(value, int) else "must be a whole number"
+    return "" if is_number and abs(value) <= sys.float_info.max else "must be a finite number"
 
 
 def _refuse_text(value: Any) -> str:
@@ -125,18 +116,17 @@ def _refuse_text(value: Any) -> str:
         return "must be text"
     if "\0" in value:
         return "must not contain a zero byte"
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        return "must be valid Unicode"  # a flag whose bytes were not UTF-8
-    return ""
+    # A flag whose bytes were not UTF-8 has surrogates.
+    return "must be valid Unicode" if re.search("[\ud800-\udfff]", value) else ""
 
 
 def _refuse_table(value: Any) -> str:
     if not isinstance(value, Mapping):
         return "must be a table of pattern = recipe"
     for pattern, recipe in value.items():
-        words = _refuse_text(pattern) or _refuse_text(recipe)
         if isinstance(recipe, Mapping):
-            words = f'must hold recipes as text; write a pattern with dots in quotes: "{pattern}..." = "bf16"'
+            return f'must hold recipes as text; write a pattern with dots in quotes: "{pattern}..." = "bf16"'
+        words = _refuse_text(pattern) or _refuse_text(recipe)
         if words or not pattern or not recipe:
             return words or "must have no empty pattern or recipe"
     return ""

@@ -1,4 +1,4 @@
-"""The setting `switch`: when in a run which layers get a wider recipe, in words that a person can type.
+"""The setting `switch`: which layers get a wider recipe, and when.
 
     [LAYERS=]RECIPE@START[:PRODUCTS], several with commas between
 
@@ -7,11 +7,11 @@
     layers.[0-3].*=bf16@240                blocks 0 to 3, after 240 steps
     fp8-row@50%, bf16@90%:grad_weight      one after another; of those at one step, as they stand
 
-This file does without torch, so that the command line can refuse at once what cannot be meant.
+Imports no torch, so the command line can refuse a bad value at once.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -46,13 +46,9 @@ class Switch:
     after: Fraction
     products: tuple[str, ...]
 
-    @property
-    def is_share(self) -> bool:
-        return self.after < 1
-
     def after_step(self, steps: int) -> int:
         """Finished steps before the switch, in a run of `steps`; a share is rounded down."""
-        return int(self.after * steps) if self.is_share else int(self.after)
+        return int(self.after * steps) if self.after < 1 else int(self.after)
 
 
 def parse(text: str) -> list[Switch]:
@@ -69,13 +65,8 @@ def _entry(text: str) -> Switch:
         raise ConfigError(
             f"{text!r} names products {products!r}: choose from {', '.join(PRODUCTS)}, or leave them out for all"
         )
-    return Switch(
-        text=text,
-        layers=layers or "*",
-        recipe=recipe,
-        after=_start(start, text),
-        products=PRODUCTS[products] if products else ALL,
-    )
+    chosen = PRODUCTS[products] if products else ALL
+    return Switch(text=text, layers=layers or "*", recipe=recipe, after=_start(start, text), products=chosen)
 
 
 def _start(start: str, text: str) -> Fraction:
@@ -93,7 +84,7 @@ def _start(start: str, text: str) -> Fraction:
 
 
 def problems(text: str, steps: int) -> Iterator[str]:
-    """What is wrong with the setting in a run of `steps`, in words."""
+    """Sentences on what is wrong with the setting in a run of `steps`."""
     try:
         entries = parse(text)
     except ConfigError as error:
@@ -102,15 +93,9 @@ def problems(text: str, steps: int) -> Iterator[str]:
     for entry in entries:
         after = entry.after_step(steps)
         if after < 1:
-            yield (
-                f"{entry.text!r} would be there from the first of {steps} steps on: give the recipe itself, or a later start."
-            )
+            yield f"{entry.text!r} starts before the first of {steps} steps. Give the recipe itself, or a later start."
         if after >= steps:
-            yield f"{entry.text!r} starts after step {after}, and the run has {steps}: it would never happen. Start earlier."
+            yield f"{entry.text!r} starts after step {after}, but the run has {steps} steps, so it would never happen. Start earlier."
     places = [(entry.layers, entry.after_step(steps), product) for entry in entries for product in entry.products]
     if len(set(places)) < len(places):
         yield f"{text!r} switches the same layers and product twice at one step. Leave one out."
-
-
-def in_order(entries: Sequence[Switch], steps: int) -> list[Switch]:
-    return sorted(entries, key=lambda entry: entry.after_step(steps))

@@ -8,34 +8,34 @@ A file holds the keys of `TrainConfig` at its top level, and one table, `[recipe
     [recipes]
     "lm_head" = "bf16"
 
-`tomllib` tells the line of a syntax error and of nothing else, so `_statements` finds the lines of the keys.
+`tomllib` gives the line of a syntax error only, so `_lines` finds the lines of the keys.
 """
 
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config.field_checks import Problem
-from narrowgauge.train.config.settings import TABLE, InvalidSettings, TrainConfig, by_key, key_of
+from narrowgauge.train.config.field_checks import TABLE, Problem, key_of
+from narrowgauge.train.config.settings import InvalidSettings, TrainConfig, by_key
 
 MAX_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Values by key as somebody gave them, not yet checked, and where each came from, as 'tiny.toml:3' or '--steps'."""
+class SettingsLayer:
+    """Unchecked values by key, and the origin of each, such as 'tiny.toml:3' or '--steps'."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
-def build(*layers: Settings) -> TrainConfig:
-    """The configuration of several layers of settings, of which the later win, key by key."""
+def build(*layers: SettingsLayer) -> TrainConfig:
+    """The configuration of several layers of settings; later layers override earlier ones, key by key."""
     values = {key: value for layer in layers for key, value in layer.values.items()}
     origins = {key: layer.origins.get(key, "") for layer in layers for key in layer.values}
     names = {key: each.name for key, each in by_key().items()}
@@ -49,7 +49,7 @@ def load(path: Path) -> TrainConfig:
     return build(read(path))
 
 
-def read(path: Path) -> Settings:
+def read(path: Path) -> SettingsLayer:
     """The settings of a file. ConfigError if it cannot be read, is no TOML, or has a key that is not a setting."""
     try:
         with open(path, "rb") as file:
@@ -73,15 +73,15 @@ def parse(text: str, name: str = "config") -> TrainConfig:
     return build(settings(text, name))
 
 
-def settings(text: str, name: str) -> Settings:
+def settings(text: str, name: str) -> SettingsLayer:
     text = text.replace("\r\n", "\n")
     values = _tomllib(text, name)
     origins = {key: f"{name}:{line}" for key, line in _lines(text).items()}
     known = by_key()
-    problems = [Problem((key,), words) for key, value in values.items() if (words := _misplaced(key, value, known))]
+    problems = [Problem((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
-    return Settings(values, origins)
+    return SettingsLayer(values, origins)
 
 
 def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:
@@ -98,35 +98,22 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        words, line = _where(str(error), text)
-        raise ConfigError(f"{name}:{line}: {words}. Correct the line; strings stand in quotes.") from None
+        match = re.fullmatch(r"(?s)(.*?) \(at (?:line (\d+), column \d+|end of document)\)", str(error))
+        words, line = match.groups() if match else (str(error), None)
+        if words == "Cannot overwrite a value":
+            words = "this key was given before; a key is given once"
+        raise ConfigError(
+            f"{name}:{line or text.count(chr(10)) + 1}: {words}. Correct the line; strings stand in quotes."
+        ) from None
     except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, brackets 1,000 deep
         raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.") from None
 
 
-def _where(message: str, text: str) -> tuple[str, int]:
-    """tomllib's words and line number, out of "Words (at line 3, column 7)"."""
-    match = re.fullmatch(r"(?s)(.*?) \(at (?:line (\d+), column \d+|end of document)\)", message)
-    words, line = match.groups() if match else (message, None)
-    if words == "Cannot overwrite a value":
-        words = "this key was given before; a key is given once"
-    return words, int(line) if line else text.count("\n") + 1
-
-
 def _lines(text: str) -> dict[str, int]:
-    """The line on which each top-level key or table begins, 1-based."""
+    """The line on which each top-level key or table begins, 1-based. A statement is the fewest lines that are TOML by themselves."""
     found: dict[str, int] = {}
-    in_table = False
-    for line, source, key in _statements(text):
-        in_table = in_table or source.lstrip().startswith("[")
-        if not in_table or source.lstrip().startswith("["):
-            found.setdefault(key, line)
-    return found
-
-
-def _statements(text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, source and first key of each statement of valid TOML: the fewest lines that are TOML by themselves."""
     pending: list[str] = []
+    in_table = False
     for number, line in enumerate(text.split("\n"), start=1):
         pending.append(line)
         if len(pending) > 1 and not re.search(r"\"\"\"|'''|[]}]", line):
@@ -135,32 +122,27 @@ def _statements(text: str) -> Iterator[tuple[int, str, str]]:
             statement = tomllib.loads("\n".join(pending))
         except tomllib.TOMLDecodeError:
             continue
-        if statement:
-            yield number - len(pending) + 1, pending[0], next(iter(statement))
+        is_table = pending[0].lstrip().startswith("[")
+        in_table = in_table or is_table
+        if statement and (is_table or not in_table):
+            found.setdefault(next(iter(statement)), number - len(pending) + 1)
         pending = []
+    return found
 
 
 def dump(config: TrainConfig) -> str:
     """TOML with every key, under its group; `parse(dump(config)) == config`."""
-    lines: list[str] = []
-    group = ""
+    groups: dict[str, list[str]] = {}
     for each in fields(TrainConfig):
         if each.type is not TABLE:
-            if each.metadata["group"] != group:
-                group = each.metadata["group"]
-                lines += ["", f"# {group}"]
+            lines = groups.setdefault(f"# {each.metadata['group']}", [])
             lines.append(f"{key_of(each)} = {_literal(each.type, getattr(config, each.name))}")
-    lines += ["", "# precision, by layer", "[recipes]"]
-    lines += [f"{_text(pattern)} = {_text(recipe)}" for pattern, recipe in config.layers_recipe.items()]
-    return "\n".join(lines[1:]) + "\n"
+    groups["# precision, by layer\n[recipes]"] = [f"{_text(a)} = {_text(b)}" for a, b in config.layers_recipe.items()]
+    return "\n\n".join("\n".join([head, *lines]) for head, lines in groups.items()) + "\n"
 
 
 def _literal(kind: Any, value: Any) -> str:
-    if kind is bool:
-        return "true" if value else "false"
-    if kind is str:
-        return _text(value)
-    return repr(kind(value))
+    return _text(value) if kind is str else str(value).lower() if kind is bool else repr(kind(value))
 
 
 def _text(value: str) -> str:

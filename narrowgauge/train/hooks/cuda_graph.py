@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,13 @@ def graphed_step(
     backward: Callable[[Batch, Tensor], Tensor],
     recorder: Recorder | None = None,
 ) -> GraphedStep | None:
-    """What takes the steps of a run with cuda_graph = true; None for another, whose optimizer is told so.
+    """The GraphedStep of a run with cuda_graph = true; else None, and the optimizer's capturable is switched off.
 
     backward  of a micro-batch on the device and the number of targets in its step, a scalar
     Raises ConfigError with every reason.
     """
     if not config.cuda_graph:
-        for group in optimizer.param_groups:  # a checkpoint of a run with graphs brings it
+        for group in optimizer.param_groups:  # a checkpoint of a run with graphs sets it
             if group.get("capturable"):
                 group["capturable"], group["lr"] = False, float(group["lr"])
         return None
@@ -48,23 +47,17 @@ def graphed_step(
     return GraphedStep(model, optimizer, call, clip=config.clip or None, recorder=recorder)
 
 
-def accumulate(step: GraphedStep, batch: Batch, targets: int, classes: int | None) -> None:
-    """One micro-batch. Its labels are looked at here: on the device they would be out of reach without waiting."""
-    if classes is not None:
-        check_labels(batch["labels"], classes)
+def accumulate(step: GraphedStep, batch: Batch, targets: int, head: nn.Linear | None) -> None:
+    """One micro-batch. head: that of the chunked loss; its labels are checked here, on the host, without a synchronisation."""
+    if head is not None:
+        check_labels(batch["labels"], head.weight.shape[0])
     step.accumulate({**batch, TARGETS: torch.tensor(float(targets))})
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Of every group, where it lies: a graph reads it from the device."""
+    """Sets the learning rate of every group in place: a graph reads it from the device."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-
-
-def classes_of(objective: Any) -> int | None:
-    """Rows of the head that the loss is taken in chunks with, whose labels are to be checked on the host."""
-    head = objective.head
-    return None if head is None else int(head.weight.shape[0])

@@ -1,11 +1,11 @@
-"""What a run says of how its steps are launched: graphs that were captured, code compiled anew, a GPU that waits."""
+"""Reports how the steps of a run are launched: captured CUDA graphs, recompilations, idle time of the GPU."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -19,24 +19,16 @@ Taken = TypeVar("Taken")
 
 
 @dataclass
-class Launching:
-    """Of one run. `step`: the graphs of its steps, or None; refused: why it could not have them, '' if it could."""
+class LaunchMonitor:
+    """step: the graphs of the run's steps, or None. refused: why the run cannot have them, or ''."""
 
     config: TrainConfig
     device: torch.device
     step: cuda_graphs.GraphedStep | None
-    refused: str
+    refused: str = ""
     _captured: dict[str, int] = field(default_factory=dict)
     _noted: int = 0
     _compiled: int = 0
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, device: torch.device, step: cuda_graphs.GraphedStep | None, model: Any, optimizer: Any,
-        scaler: object | None,
-    ) -> Launching:  # fmt: skip
-        reasons = [] if step is not None else cuda_graphs.refuse_run(model, optimizer, scaler)
-        return cls(config, device, step, "; ".join(reasons))
 
     def facts(self) -> dict[str, int]:
         """For the log of a step: how many graphs torch.compile has made so far, in a run that compiles."""
@@ -47,7 +39,7 @@ class Launching:
         return self.device.type == "cuda" and number == self.config.launches_at
 
     def measured(self, number: int, take: Callable[[], Taken], log: MetricsLog, show: Console) -> Taken:
-        """Takes a step and says what its kernels waited for."""
+        """Takes a step, measures the idle time between its kernels, and reports it."""
         with gpu_idle.watched() as intervals:
             taken = take()
         found = gpu_idle.measure(intervals)
@@ -69,7 +61,7 @@ class Launching:
         return taken
 
     def report(self, number: int, show: Console) -> None:
-        """What is new after a step: graphs captured, shapes that stay eager, code that was compiled again."""
+        """Prints what is new after a step: captured graphs, shapes that stay eager, recompiled code."""
         if self.step is not None:
             now = self.step.graphs.captured
             new = [f"{count} of {name}" for name, count in now.items() if count != self._captured.get(name, 0)]

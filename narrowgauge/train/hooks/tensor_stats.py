@@ -17,7 +17,7 @@ from narrowgauge.diagnose.statistics import tensor_statistics
 from narrowgauge.nn.linear import Observer, QLinear
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
-from narrowgauge.tiles import times_scale
+from narrowgauge.scaling import times_scale
 
 WHERE = {("output", "x"), ("output", "w"), ("grad_input", "gy")}
 

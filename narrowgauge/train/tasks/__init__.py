@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.tasks.causal_lm import CausalTask
 from narrowgauge.train.tasks.classification import ClassificationTask
 from narrowgauge.train.tasks.seq2seq import Seq2SeqTask
-from narrowgauge.train.tasks.task import Drawn, Feed, Scorer, Task
+from narrowgauge.train.tasks.task import Feed, Scorer, StepBatch, TrainTask
 from narrowgauge.train.tasks.text import TextTask
 
-__all__ = ["Drawn", "Feed", "Scorer", "Task", "prepare"]
+__all__ = ["Feed", "Scorer", "StepBatch", "TrainTask", "prepare"]
 
-TASKS: dict[str, Callable[[TrainConfig], Task]] = {
-    "text": TextTask.prepare,
-    "causal-lm": CausalTask.prepare,
-    "classification": ClassificationTask.prepare,
-    "seq2seq": Seq2SeqTask.prepare,
+TASKS: dict[str, type[TrainTask]] = {
+    task.name: task for task in (TextTask, CausalTask, ClassificationTask, Seq2SeqTask)
 }
 
 
-def prepare(config: TrainConfig) -> Task:
+def prepare(config: TrainConfig) -> TrainTask:
     """Reads the data and encodes them, or finds them in the cache. Raises DataError and ConfigError for what is wrong."""
-    return TASKS[config.task](config)
+    return TASKS[config.task].prepare(config)

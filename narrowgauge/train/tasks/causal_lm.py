@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from narrowgauge.train.generate import continued, sample
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM
 from narrowgauge.train.tasks import tables
-from narrowgauge.train.tasks.table_task import TableTask
+from narrowgauge.train.tasks.table_task import TableTask, tokenizer_of
 from narrowgauge.train.tasks.task import Feed
 
 
@@ -25,10 +25,10 @@ class CausalTask(TableTask):
     name: ClassVar[str] = "causal-lm"
 
     @classmethod
-    def prepare(cls, config: TrainConfig) -> CausalTask:
-        tokenizer = data.load(config.tokenizer or config.model)
-        longest = tables.longest_example(config, CAUSAL_LM, tokenizer)
-        return cls(config, tokenizer, CAUSAL_LM, tables.read(config, _columns(config), tokenizer, longest))
+    def prepare(cls, config: TrainConfig) -> Self:
+        tokenizer = tokenizer_of(config)
+        table, notes = tables.read(config, _columns(config), tokenizer, CAUSAL_LM)
+        return cls(config, tokenizer, notes, CAUSAL_LM, table)
 
     def align(self, batch: Batch, model: Any) -> Batch:
         return batch | {"labels": shifted_labels(batch["labels"], "causal-lm")}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -13,31 +13,31 @@ from transformers import AutoModelForSequenceClassification
 from narrowgauge import data
 from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch, Objective
-from narrowgauge.train.model import Kind, own_configuration
+from narrowgauge.train.loss import Objective
+from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.scores import Confusion
-from narrowgauge.train.tasks.table_task import TableTask
+from narrowgauge.train.tasks.table_task import TableTask, tokenizer_of
 from narrowgauge.train.tasks.task import Scorer
 
 SHOWN_CLASSES = 10
 MOST_CLASSES = 1000  # more distinct labels than that are hardly classes, but texts or numbers
-CLASSIFIER = Kind(AutoModelForSequenceClassification, "model that classifies texts", new=True)
+CLASSIFIER = ModelClass(AutoModelForSequenceClassification, "model that classifies texts", new=True)
 
 
 @dataclass
 class ClassificationTask(TableTask):
     """classes: their names, in the order of the logits."""
 
-    classes: tuple[str, ...] = field(default=())
+    classes: tuple[str, ...]
 
     name: ClassVar[str] = "classification"
     options: ClassVar[Mapping[str, Any]] = {}
     default_metric: ClassVar[str] = "mcc"
 
     @classmethod
-    def prepare(cls, config: TrainConfig) -> ClassificationTask:
-        tokenizer = data.load(config.tokenizer or config.model)
+    def prepare(cls, config: TrainConfig) -> Self:
+        tokenizer = tokenizer_of(config)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         if pad_id is None:
             raise DataError(
@@ -45,19 +45,14 @@ class ClassificationTask(TableTask):
                 "finds the end of a text by it. Set pad_token in its tokenizer_config.json."
             )
         classes = chosen_classes(config)
-        names = classes if isinstance(classes, tuple) else tuple(map(str, range(classes)))
+        names = tuple(map(str, classes if isinstance(classes, tuple) else range(classes)))
         columns = data.Classification(
             classes=classes, text=config.text_column, pair=config.pair_column or None, label=config.label_column
         )
-        kind = with_classes(names, pad_id)
-        longest = tables.longest_example(config, kind, tokenizer)
-        found = tables.read(config, columns, tokenizer, longest)
-        found.notes.extend(_class_notes(found, list(map(str, names))))
-        found.summary["classes"] = [str(name) for name in names]
-        return cls(config, tokenizer, kind, found, tuple(map(str, names)))
-
-    def align(self, batch: Batch, model: Any) -> Batch:
-        return batch
+        model_class = with_classes(names, pad_id)
+        table, notes = tables.read(config, columns, tokenizer, model_class)
+        table.summary["classes"] = list(names)
+        return cls(config, tokenizer, [*notes, *_class_notes(table, names)], model_class, table, names)
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
         return Objective.of_classes(model, compiled=self.config.compile)
@@ -81,11 +76,9 @@ class ClassificationTask(TableTask):
         return None
 
 
-def _class_notes(table: tables.Tables, names: list[str]) -> list[str]:
+def _class_notes(table: tables.Tables, names: tuple[str, ...]) -> list[str]:
     """How many examples of each class there are, and what that makes of the metrics."""
-    sides = [
-        Counter(int(part[place]["labels"]) for place in range(len(part))) for part in (table.train, table.validation)
-    ]
+    sides = [Counter(example["labels"] for example in part) for part in (table.train, table.validation)]
     shown = ", ".join(
         f"{name} {sides[0][place]} and {sides[1][place]}" for place, name in enumerate(names[:SHOWN_CLASSES])
     )
@@ -100,16 +93,14 @@ def _class_notes(table: tables.Tables, names: list[str]) -> list[str]:
     return notes
 
 
-def with_classes(names: tuple[Any, ...], pad_id: int) -> Kind:
+def with_classes(names: tuple[str, ...], pad_id: int) -> ModelClass:
     """The kind of model that has these classes, and pads with this token."""
+    ids = {name: place for place, name in enumerate(names)}
     options = {
-        "num_labels": len(names),
-        "id2label": {place: str(name) for place, name in enumerate(names)},
-        "label2id": {str(name): place for place, name in enumerate(names)},
-        "pad_token_id": pad_id,
+        "num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": ids, "pad_token_id": pad_id,
         "problem_type": "single_label_classification",
-    }
-    return Kind(CLASSIFIER.auto, CLASSIFIER.words, options, new=True)
+    }  # fmt: skip
+    return ModelClass(CLASSIFIER.auto, CLASSIFIER.words, options, new=True)
 
 
 def chosen_classes(config: TrainConfig) -> tuple[str, ...] | int:

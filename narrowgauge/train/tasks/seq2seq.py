@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -14,7 +14,7 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import SEQ2SEQ
 from narrowgauge.train.tasks import tables
-from narrowgauge.train.tasks.table_task import TableTask
+from narrowgauge.train.tasks.table_task import TableTask, tokenizer_of
 
 
 @dataclass
@@ -22,11 +22,11 @@ class Seq2SeqTask(TableTask):
     name: ClassVar[str] = "seq2seq"
 
     @classmethod
-    def prepare(cls, config: TrainConfig) -> Seq2SeqTask:
-        tokenizer = data.load(config.tokenizer or config.model)
+    def prepare(cls, config: TrainConfig) -> Self:
+        tokenizer = tokenizer_of(config)
         columns = data.Seq2Seq(source=config.source_column, target=config.target_column)
-        longest = tables.longest_example(config, SEQ2SEQ, tokenizer)
-        return cls(config, tokenizer, SEQ2SEQ, tables.read(config, columns, tokenizer, longest))
+        table, notes = tables.read(config, columns, tokenizer, SEQ2SEQ)
+        return cls(config, tokenizer, notes, SEQ2SEQ, table)
 
     def model(self) -> Any:
         model = super().model()

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
-
 from narrowgauge import data
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import NO_CACHE, Batch, Objective
-from narrowgauge.train.model import Kind, check_sizes, pretrained
+from narrowgauge.train.loss import Batch
+from narrowgauge.train.model import ModelClass, check_sizes, pretrained
 from narrowgauge.train.tasks import tables
 from narrowgauge.train.tasks.scores import perplexity
-from narrowgauge.train.tasks.task import Feed, Scorer
+from narrowgauge.train.tasks.task import Feed, Scorer, TrainTask
 
 ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "auto" measured
 
 
-@dataclass
-class TableTask:
-    """See `task.Task`. kind: the class of models that it trains."""
+def tokenizer_of(config: TrainConfig) -> Any:
+    """The one that is named, else the model's."""
+    return data.load(config.tokenizer or config.model)
 
-    config: TrainConfig
-    tokenizer: Any
-    kind: Kind
+
+@dataclass
+class TableTask(TrainTask):
+    """model_class: the class of models that it trains."""
+
+    model_class: ModelClass
     table: tables.Tables
 
-    name: ClassVar[str] = ""
-    options: ClassVar[Mapping[str, Any]] = NO_CACHE
     default_metric: ClassVar[str] = "loss"
-
-    @property
-    def best(self) -> str:
-        return {"": self.default_metric, "none": ""}.get(self.config.best, self.config.best)
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return self.table.notes
-
-    @property
-    def identity(self) -> dict[str, str]:
-        return {
-            "tokenizer": data.fingerprint(self.tokenizer),
-            "content_hash": self.table.summary["content_hash"],
-        }
 
     @cached_property
     def _sampler(self) -> data.LengthBatchSampler:
@@ -54,22 +38,26 @@ class TableTask:
         return data.LengthBatchSampler(self.table.train.lengths, tables.batching(self.config))
 
     @cached_property
-    def _evaluated(self) -> tables.Part:
+    def _evaluated(self) -> data.Examples:
         return tables.evaluated(self.table.validation, self.config.eval_tokens)
 
     def steps(self, epochs: int) -> int:
-        return tables.epoch_steps(self.table.train.lengths, tables.batching(self.config), epochs)
+        """Under a token budget epochs differ a little."""
+        lengths, batching = self.table.train.lengths, tables.batching(self.config)
+        return sum(len(data.plan(lengths, batching, epoch)) for epoch in range(epochs))
 
     def tokens_at_once(self) -> int:
         plan = self._sampler.plan
         batches = max(1, len(plan)) * self.config.micro_batches
         return max(ALIGNED, round(plan.padding.planned.positions / batches / ALIGNED) * ALIGNED)
 
-    def words(self) -> str:
-        summary, looked_at = self.table.summary, len(self._evaluated)
-        held_out = summary["validation_examples"]
+    def summary(self) -> str:
+        known, looked_at = self.table.summary, len(self._evaluated)
+        held_out = known["validation_examples"]
         part = "" if looked_at == held_out else f", of which evaluations see {looked_at:,} (eval_tokens)"
-        return f"{summary['train_examples']:,} examples with {summary['train_tokens']:,} tokens, {held_out:,} held out{part}"
+        return (
+            f"{known['train_examples']:,} examples with {known['train_tokens']:,} tokens, {held_out:,} held out{part}"
+        )
 
     def preview(self) -> list[Any]:
         plan = self._sampler.plan
@@ -80,16 +68,13 @@ class TableTask:
         return [data.coloured_sample(self.tokenizer, example["input_ids"], example["labels"])]
 
     def model(self) -> Any:
-        model = pretrained(self.config, self.kind)
+        model = pretrained(self.config, self.model_class)
         check_sizes(model, self.tokenizer, "max_length", self.config.max_length)
         return model
 
-    def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective.of(model, computes_in, compiled=self.config.compile)
-
     def align(self, batch: Batch, model: Any) -> Batch:
         """The collator's batch with labels where the logits are that they are compared with."""
-        raise NotImplementedError
+        return batch
 
     def feed(self, model: Any) -> Feed:
         train, config = self.table.train, self.config
@@ -97,24 +82,18 @@ class TableTask:
         collate = data.Collator(pad_id=data.pad_id_of(self.tokenizer), widths=sampler.widths)
         return tables.TableFeed(train, sampler, collate, config.micro_batches, lambda batch: self.align(batch, model))
 
-    def evaluation(self, model: Any) -> Any:
+    def evaluation(self, model: Any) -> Iterator[Batch]:
         pad_id = data.pad_id_of(self.tokenizer)
-        return tables.evaluation_batches(self._evaluated, self.config, pad_id, lambda batch: self.align(batch, model))
+        return (self.align(each, model) for each in tables.evaluation_batches(self._evaluated, self.config, pad_id))
 
     def evaluate(self, model: Any, scorer: Scorer) -> dict[str, Any]:
-        total, tokens = 0.0, 0
-        for batch in self.evaluation(model):
-            with scorer.context():
-                total += float(scorer.objective(batch, scorer.device))
-            tokens += data.valid_targets(batch)
-        loss = total / tokens
-        return {"loss": loss, "tokens": tokens, "perplexity": perplexity(loss)}
+        found = super().evaluate(model, scorer)
+        return found | {"perplexity": perplexity(found["loss"])}
 
     def facts(self) -> dict[str, Any]:
         plan = self._sampler.plan
-        positions = plan.padding.planned.positions
         return {
             "model": {"max_length": self.table.longest},
             "data": self.table.summary | {"padding": plan.padding.as_dict(), "evaluated": len(self._evaluated)},
-            "tokens_per_step": round(plan.padding.planned.tokens / max(1, len(plan))) if positions else 0,
+            "tokens_per_step": round(plan.padding.planned.tokens / max(1, len(plan))),
         }

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from narrowgauge import data
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import Kind, own_configuration
-from narrowgauge.train.tasks.task import Drawn
+from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.tasks.task import StepBatch
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out rows
 EVAL_ORDER = b"evaluation"
@@ -32,41 +31,18 @@ Align = Callable[[Batch], Batch]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some of the examples, as a data set."""
-
-    examples: data.Examples
-    places: np.ndarray[Any, np.dtype[np.int64]]
-
-    @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return self.examples.lengths[self.places]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: int | Sequence[int]) -> Any:
-        """An example, or the list of several for a packed row."""
-        if isinstance(index, Sequence):
-            return [self.examples[int(self.places[one])] for one in index]
-        return self.examples[int(self.places[index])]
-
-
-@dataclass(frozen=True)
 class Tables:
-    """Encoded examples of both sides, and how the sides came about."""
+    """Encoded examples of both sides; what is known of them; the most tokens that an example may have."""
 
-    train: Part
-    validation: Part
+    train: data.Examples
+    validation: data.Examples
     longest: int | None
-    split: str
     summary: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
 
 
-def longest_example(config: TrainConfig, kind: Kind, tokenizer: Any) -> int | None:
+def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any) -> int | None:
     """max_length of the configuration, or the tokens that model and tokenizer know positions for; None: no limit is known."""
-    sizes = own_configuration(config, kind)
+    sizes = own_configuration(config, model_class)
     positions = getattr(sizes, "max_position_embeddings", None)
     if positions is not None and sizes.model_type in OFFSET_POSITIONS:
         positions -= (sizes.pad_token_id or 0) + 1
@@ -81,20 +57,25 @@ def longest_example(config: TrainConfig, kind: Kind, tokenizer: Any) -> int | No
     return config.max_length
 
 
-def read(config: TrainConfig, task: data.Task, tokenizer: Any, longest: int | None) -> Tables:
-    """The examples of both sides, encoded or from the cache."""
+def read(config: TrainConfig, task: data.Task, tokenizer: Any, model_class: ModelClass) -> tuple[Tables, list[str]]:
+    """(the examples of both sides, encoded or from the cache; notes)."""
+    longest = longest_example(config, model_class, tokenizer)
     limits = data.Limits(max_length=longest, too_long=config.too_long, no_target=config.no_target)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"cache": Path(resolved(config).cache), "limits": limits, "header": header(config)}
-    examples = _prepared(config.data, task, tokenizer, options)
+
+    def prepared(source: str) -> data.Examples:
+        cache = resolved(config).cache
+        return data.prepare_examples(source, task, tokenizer, cache=cache, limits=limits, header=header(config))
+
+    examples = held_out = prepared(config.data)
+    notes = list(examples.notes)
     if config.validation_data:
-        held_out = _prepared(config.validation_data, task, tokenizer, options)
-        train, validation = _whole(examples), _whole(held_out)
+        held_out = prepared(config.validation_data)
+        train, validation = examples, held_out
         split = f"all of {config.validation_data}"
-        notes = [*examples.notes, *(f"Validation: {note}" for note in held_out.notes)]
+        notes += [f"Validation: {note}" for note in held_out.notes]
     else:
-        held_out = examples
         train, validation = split_rows(examples, config.validation_fraction)
-        split, notes = f"{config.validation_fraction:.4g} of the rows, by their hash", examples.notes
+        split = f"{config.validation_fraction:.4g} of the rows, by their hash"
     content = [examples.summary["content_hash"], held_out.summary["content_hash"], repr(task), asdict(limits)]
     summary = {
         "source": examples.summary["source"],
@@ -109,11 +90,7 @@ def read(config: TrainConfig, task: data.Task, tokenizer: Any, longest: int | No
         "split": split,
         "notes": notes,
     }
-    return Tables(train, validation, longest, split, summary, [*notes, *padding_notes(tokenizer)])
-
-
-def _prepared(source: str, task: data.Task, tokenizer: Any, options: dict[str, Any]) -> data.Examples:
-    return data.prepare_examples(source, task, tokenizer, **options)
+    return Tables(train, validation, longest, summary), [*notes, *padding_notes(tokenizer)]
 
 
 def header(config: TrainConfig) -> list[str] | None:
@@ -130,16 +107,12 @@ def padding_notes(tokenizer: Any) -> list[str]:
     return []
 
 
-def _whole(examples: data.Examples) -> Part:
-    return Part(examples, np.arange(len(examples)))
-
-
-def split_rows(examples: data.Examples, fraction: float) -> tuple[Part, Part]:
+def split_rows(examples: data.Examples, fraction: float) -> tuple[data.Examples, data.Examples]:
     """(training, validation): a row validates if the hash of its ids, as a share of all hashes, is below `fraction`.
 
     Of few rows, where that leaves a side empty, the rows with the smallest hashes validate. Raises DataError for one row.
     """
-    draws = np.array([_draw(examples[place]["input_ids"]) for place in range(len(examples))])
+    draws = np.array([_draw(example["input_ids"]) for example in examples])
     held_out = draws < fraction
     if held_out.all() or not held_out.any():
         held_out = draws <= np.sort(draws)[max(0, round(fraction * len(draws)) - 1)]
@@ -147,7 +120,7 @@ def split_rows(examples: data.Examples, fraction: float) -> tuple[Part, Part]:
         raise DataError(
             f"{examples.summary['source']}: {len(examples)} rows with one text cannot be split. Pass validation_data, or more rows."
         )
-    return Part(examples, np.flatnonzero(~held_out)), Part(examples, np.flatnonzero(held_out))
+    return examples.select(np.flatnonzero(~held_out)), examples.select(np.flatnonzero(held_out))
 
 
 def _draw(ids: np.ndarray[Any, Any]) -> float:
@@ -171,7 +144,9 @@ def batching(config: TrainConfig) -> data.Batching:
 class TableFeed:
     """Batches by length, epoch after epoch. The place is the sampler's: (epoch, step)."""
 
-    def __init__(self, part: Part, sampler: data.LengthBatchSampler, collate: data.Collator, parts: int, align: Align):
+    def __init__(
+        self, part: data.Examples, sampler: data.LengthBatchSampler, collate: data.Collator, parts: int, align: Align
+    ):
         self.part, self.sampler, self.collate, self.parts, self.align = part, sampler, collate, parts, align
         self._iterator: Iterator[list[Any]] | None = None
         if not len(sampler.plan):
@@ -179,7 +154,7 @@ class TableFeed:
                 "no example is left to train on: all are above the token budget. Raise token_budget or packing."
             )
 
-    def draw(self, step: int) -> Drawn:
+    def draw(self, step: int) -> StepBatch:
         items = self._next()
         batches = [self._batch(items[start:stop]) for start, stop in pieces(len(items), self.parts)]
         examples = [index for item in items for index in (item if isinstance(item, tuple) else (item,))]
@@ -190,7 +165,7 @@ class TableFeed:
             "inputs": inputs,
             "positions": sum(max(batch["input_ids"].numel(), batch["labels"].numel()) for batch in batches),
         }
-        return Drawn(batches, inputs, facts)
+        return StepBatch(batches, inputs, facts)
 
     def _next(self) -> list[Any]:
         while True:
@@ -223,12 +198,7 @@ def pieces(count: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def epoch_steps(lengths: np.ndarray[Any, Any], chosen: data.Batching, epochs: int) -> int:
-    """Optimizer steps of so many epochs; under a token budget their numbers differ a little."""
-    return sum(len(data.plan(lengths, chosen, epoch)) for epoch in range(epochs))
-
-
-def evaluated(part: Part, most_tokens: int) -> Part:
+def evaluated(part: data.Examples, most_tokens: int) -> data.Examples:
     """The examples that an evaluation looks at, always the same: all, or in a hashed order as many as `most_tokens` hold."""
     lengths = part.lengths
     if int(lengths.sum()) <= most_tokens:
@@ -236,13 +206,13 @@ def evaluated(part: Part, most_tokens: int) -> Part:
     keys = [hashlib.sha256(EVAL_ORDER + b":%d" % place).digest() for place in range(len(part))]
     order = np.array(sorted(range(len(part)), key=keys.__getitem__))
     count = max(1, int(np.searchsorted(np.cumsum(lengths[order]), most_tokens, side="right")))
-    return Part(part.examples, part.places[np.sort(order[:count])])
+    return part.select(np.sort(order[:count]))
 
 
-def evaluation_batches(part: Part, config: TrainConfig, pad_id: int, align: Align) -> Iterator[Batch]:
+def evaluation_batches(part: data.Examples, config: TrainConfig, pad_id: int) -> Iterator[Batch]:
     """Purely sorted by length: the least padding. Batches hold what a micro-batch of training holds."""
     rows = None if config.token_budget else max(1, config.batch_size // config.micro_batches)
     budget = max(1, config.token_budget // config.micro_batches) if config.token_budget else None
     collate = data.Collator(pad_id=pad_id, multiple=config.pad_multiple)
     for places in data.sorted_batches(part.lengths, batch_size=rows, token_budget=budget, multiple=config.pad_multiple):
-        yield align(collate([part[place] for place in places]))
+        yield collate([part[place] for place in places])

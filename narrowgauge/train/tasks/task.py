@@ -1,26 +1,29 @@
-"""What a run needs of the thing that it learns: a model, batches with a place in them, a loss, an evaluation.
+"""The interface of a task: model, batches, loss and evaluation.
 
-A `Task` is the data and what is known of them, shared by a run and its reference; nothing in it changes. A `Feed` is the batches
-of one run, and where it stands. The trainer knows these two and no kind of task.
+A `TrainTask` holds the data and their metadata; a run and its reference share it, so nothing in it changes. A `Feed` yields the
+batches of one run and keeps the position. The trainer uses these two and does not depend on the task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 
-from narrowgauge.train.loss import Batch, Objective
+from narrowgauge import data
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import NO_CACHE, Batch, Objective
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepBatch:
     """The micro-batches of one optimizer step.
 
     batches  labels are aligned with the logits, as `objective` has them
@@ -36,14 +39,14 @@ class Drawn:
 class Feed(Protocol):
     """Batches in the order of training. Deterministic: a restored feed goes on as if it had never stopped."""
 
-    def draw(self, step: int) -> Drawn:
-        """What follows `step` finished steps; asked for once, in order."""
+    def draw(self, step: int) -> StepBatch:
+        """The batch of the next step, after `step` finished ones; called once for each step, in order."""
 
     def probe(self) -> Batch:
-        """A micro-batch of the first step, whose shape is the largest. The place stays what it is."""
+        """A micro-batch of the first step, which has the largest shape. Does not move the position."""
 
     def state(self) -> dict[str, Any]:
-        """The place, as JSON."""
+        """The position, as JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -57,59 +60,85 @@ class Scorer:
     context: Callable[[], AbstractContextManager[Any]]
 
 
-class Task(Protocol):
-    """Examples to learn from, and how."""
+@dataclass
+class TrainTask(ABC):
+    """Examples to learn from, and how.
 
-    @property
-    def name(self) -> str:
-        """As the configuration has it."""
+    name            as the configuration has it
+    options         what the model is called with besides a batch
+    default_metric  chooses the best weights unless the configuration names one; '' keeps none
+    tokenizer       the export saves it beside the model
+    notes           what a user should know about the data, in sentences
+    """
 
-    @property
-    def tokenizer(self) -> Any:
-        """That the export saves beside the model."""
+    config: TrainConfig
+    tokenizer: Any
+    notes: list[str]
 
-    @property
-    def notes(self) -> Sequence[str]:
-        """What a user should know about the data, in sentences."""
+    name: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = NO_CACHE
+    default_metric: ClassVar[str] = ""
 
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """What must be the same for a checkpoint to go on with: name -> fingerprint."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """That the model is called with besides a batch."""
+    @classmethod
+    @abstractmethod
+    def prepare(cls, config: TrainConfig) -> Self:
+        """Reads the data and encodes them, or finds them in the cache. Raises DataError and ConfigError for what is wrong."""
 
     @property
     def best(self) -> str:
         """Metric by which the best weights are chosen; '' keeps none."""
+        return {"": self.default_metric, "none": ""}.get(self.config.best, self.config.best)
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """Name -> fingerprint of what must not change between a checkpoint and a resumed run."""
+        return {"tokenizer": data.fingerprint(self.tokenizer), "content_hash": self.facts()["data"]["content_hash"]}
+
+    @abstractmethod
     def steps(self, epochs: int) -> int:
         """Optimizer steps of so many passes over the data."""
 
+    @abstractmethod
     def tokens_at_once(self) -> int:
         """Rows of the matrices in a forward pass; of a table the mean of the first epoch's micro-batches."""
 
-    def words(self) -> str:
+    @abstractmethod
+    def summary(self) -> str:
         """The data, for the first line of the console."""
 
     def preview(self) -> list[str | Text]:
         """An example as the model sees it, and what batching does, for the console."""
+        return []
 
+    @abstractmethod
     def model(self) -> Any:
         """A float32 model on the CPU, before its Linears are converted. Random weights come from the generators as they are."""
 
-    def objective(self, model: Any, computes_in: torch.dtype) -> Objective: ...
+    def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
+        return Objective.of(model, computes_in, compiled=self.config.compile)
 
+    @abstractmethod
     def feed(self, model: Any) -> Feed:
         """The batches from the first on. Raises if this model cannot be trained on them."""
 
+    @abstractmethod
+    def evaluation(self, model: Any) -> Iterator[Batch]:
+        """The validation data, always the same batches."""
+
     def evaluate(self, model: Any, scorer: Scorer) -> dict[str, Any]:
         """Metrics on the validation data, streamed: `loss` first, and `tokens`, the targets that it is a mean of."""
+        total, tokens = 0.0, 0
+        for batch in self.evaluation(model):
+            with scorer.context():
+                total += float(scorer.objective(batch, scorer.device))
+            tokens += data.valid_targets(batch)
+        return {"loss": total / tokens, "tokens": tokens}
 
+    @abstractmethod
     def sample(self, model: Any) -> dict[str, str] | None:
         """`prompt` and the model's `text`; None if nothing is to be written. Leaves generators alone."""
 
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """`data`, `tokens_per_step` and additions to `model`, for run.json."""
 

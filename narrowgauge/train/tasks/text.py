@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-
-import torch
+from typing import Any, ClassVar, Self
 
 from narrowgauge import data
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.generate import sample
-from narrowgauge.train.loss import NO_CACHE, Batch, Objective
+from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import language_model
-from narrowgauge.train.tasks.task import Drawn, Scorer
+from narrowgauge.train.tasks.task import StepBatch, TrainTask
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents
 
@@ -27,9 +25,9 @@ class TextFeed:
     batches: data.CausalBatches
     parts: int
 
-    def draw(self, step: int) -> Drawn:
+    def draw(self, step: int) -> StepBatch:
         batches = [self.batches.batch(step, part, self.parts) for part in range(self.parts)]
-        return Drawn(batches, sum(batch["input_ids"].numel() for batch in batches))
+        return StepBatch(batches, sum(batch["input_ids"].numel() for batch in batches))
 
     def probe(self) -> Batch:
         return self.batches.batch(0, 0, self.parts)
@@ -42,19 +40,13 @@ class TextFeed:
 
 
 @dataclass
-class TextTask:
-    """See `task.Task`."""
-
-    config: TrainConfig
-    tokenizer: Any
+class TextTask(TrainTask):
     corpus: data.Corpus
-    notes: Sequence[str]
 
     name: ClassVar[str] = "text"
-    options: ClassVar[Mapping[str, Any]] = NO_CACHE
 
     @classmethod
-    def prepare(cls, config: TrainConfig) -> TextTask:
+    def prepare(cls, config: TrainConfig) -> Self:
         """The tokenizer, given or trained on the data, and the tokenized corpus; both cached by their content."""
         cache, column, notes = Path(resolved(config).cache), config.column or None, list[str]()
         if config.tokenizer or config.model:
@@ -63,24 +55,11 @@ class TextTask:
             texts = (document.text for document in data.documents(config.data, column=column))
             trained = data.train_bpe(texts, config.vocab_size, cache)
             tokenizer, notes = trained.tokenizer, trained.notes
+        fraction = config.validation_fraction
         corpus = data.prepare(
-            config.data,
-            tokenizer,
-            cache=cache,
-            validation_fraction=config.validation_fraction,
-            seed=SPLIT_SEED,
-            column=column,
+            config.data, tokenizer, cache=cache, validation_fraction=fraction, seed=SPLIT_SEED, column=column
         )
-        return cls(config, tokenizer, corpus, [*notes, *corpus.summary.get("notes", [])])
-
-    @property
-    def best(self) -> str:
-        return "" if self.config.best == "none" else self.config.best
-
-    @property
-    def identity(self) -> dict[str, str]:
-        content = self.corpus.summary["content_hash"]
-        return {"tokenizer": data.fingerprint(self.tokenizer), "content_hash": content}
+        return cls(config, tokenizer, [*notes, *corpus.summary["notes"]], corpus)
 
     def steps(self, epochs: int) -> int:
         return math.ceil(epochs * self._batches().windows / self.config.batch_size)
@@ -88,21 +67,15 @@ class TextTask:
     def tokens_at_once(self) -> int:
         return self.config.batch_size * self.config.sequence_length // self.config.micro_batches
 
-    def words(self) -> str:
-        summary = self.corpus.summary
+    def summary(self) -> str:
+        known = self.corpus.summary
         return (
-            f"{summary['train_tokens']:,} training tokens, {summary['validation_tokens']:,} held out of "
-            f"{summary['documents']:,} documents"
+            f"{known['train_tokens']:,} training tokens, {known['validation_tokens']:,} held out of "
+            f"{known['documents']:,} documents"
         )
-
-    def preview(self) -> list[Any]:
-        return []
 
     def model(self) -> Any:
         return language_model(self.config, self.tokenizer)
-
-    def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective.of(model, computes_in, compiled=self.config.compile)
 
     def feed(self, model: Any) -> TextFeed:
         data.check_vocabulary(self.corpus, model.get_input_embeddings().weight.shape[0])
@@ -112,16 +85,10 @@ class TextTask:
         config = self.config
         return data.CausalBatches(self.corpus.train, config.sequence_length, config.batch_size, config.seed)
 
-    def evaluate(self, model: Any, scorer: Scorer) -> dict[str, Any]:
+    def evaluation(self, model: Any) -> Iterator[Batch]:
         config, stream = self.config, self.corpus.validation
         length = min(config.sequence_length, len(stream) - 1)
-        batches = data.CausalBatches(stream, length, config.batch_size, config.seed)
-        total, tokens = 0.0, 0
-        for batch in batches.evaluation(config.eval_tokens):
-            with scorer.context():
-                total += float(scorer.objective(batch, scorer.device))
-            tokens += data.valid_targets(batch)
-        return {"loss": total / tokens, "tokens": tokens}
+        return data.CausalBatches(stream, length, config.batch_size, config.seed).evaluation(config.eval_tokens)
 
     def sample(self, model: Any) -> dict[str, str]:
         config = self.config

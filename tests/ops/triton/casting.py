@@ -1,14 +1,13 @@
 """Runs the optimizer's kernel with the casts of the weights under Triton's interpreter; a process of its own, as tests.ops.triton.stepped.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.casting      a JSON object for each case: its name, and "" or what differs
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick casting      tests/ops/triton/cases.py says what is printed
 
 Codes are rounded in integer arithmetic and quotients divided outright, as on compute capability (0, 0); all bits are compared.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,19 +17,20 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.formats import E4M3, E5M2, INT8
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.quantize import precast_weight, triton_launch, triton_transpose
 from narrowgauge.ops.quantize import selfcheck as of_casts
-from narrowgauge.ops.quantize.amax_state import AmaxWindow
-from narrowgauge.ops.quantize.precast_weight import Stepped
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.selfcheck import examine as examined
-from narrowgauge.optim import AdamW, Lion, moments, selfcheck
+from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
 from narrowgauge.optim.triton import kernel as triton_kernel
 from narrowgauge.recipe import Cast, Window
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
-from tests.ops.triton.stepped import INTERPRETED, Guards, choose_interpreted, gradients, run, tell
+from tests.ops.triton.cases import Case
+from tests.ops.triton.stepped import INTERPRETED, Guards, choose_interpreted, gradients, run
 
 DELAYED, CURRENT = Cast(format=E4M3, calibrate=Window()), Cast(format=E4M3)
 POW = Cast(format=E5M2, calibrate=Window(length=3, margin=1), scale=POW2)
@@ -53,15 +53,15 @@ class Casting:
     """Stands in for `optim.precast_weights.WeightCasts`: one weight, its cast in guarded memory."""
 
     def __init__(self, weight: torch.Tensor, cast: Cast, guards: Guards) -> None:
-        window = AmaxWindow(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
-        self.stepped = Stepped.of(weight, cast, window)
+        window = AmaxHistory(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
+        self.stepped = PrecastWeight.of(weight, cast, window)
         if self.stepped.codes is not None:
             for name in ("plain", "turned"):
                 codes = getattr(self.stepped, name)
                 codes.view(torch.uint8).fill_(0x77)
                 setattr(self.stepped, name, guards.home(codes))
 
-    def of(self, parameter: torch.Tensor) -> Stepped:
+    def of(self, parameter: torch.Tensor) -> PrecastWeight:
         return self.stepped
 
     def pass_step(self, step: int, seen: float) -> None:
@@ -107,7 +107,7 @@ def examine(cast: Cast, dtype: torch.dtype) -> None:
     """What a GPU is asked for before it takes up what a step left."""
     spec = Spec.of(torch.zeros(2, 2, dtype=dtype), cast)
     check = of_casts.check(precast_weight.check)
-    verdict = examined("quantize_stepped", precast_weight._in_triton, check, check.kind(spec), torch.device("cpu"))
+    verdict = examined("quantize_precast", precast_weight._in_triton, check, check.kind(spec), torch.device("cpu"))
     assert verdict.reason is None, verdict.reason
 
 
@@ -117,7 +117,7 @@ def prove(kind: selfcheck.Kind) -> None:
 
 
 SMALL = selfcheck.Kind(
-    "adamw", False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=True,
+    rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=True,
 )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
         expected, _ = train(recipe, micro_batches, False, dtype)
         # The kernel that takes up what was left, and no other: all else has the same bits, and takes long to interpret.
         patch.setattr(
-            precast_weight.STEPPED, "kernels", [replace(precast_weight.STEPPED.kernels[0], refuse=lambda spec: None)]
+            precast_weight.KERNELS, "kernels", [replace(precast_weight.KERNELS.kernels[0], refuse=lambda spec: None)]
         )
         patch.setattr(
             triton_launch, "launch", lambda kernel, *a, **o: launched.append(kernel) or whole(kernel, *a, **o)
@@ -185,11 +185,24 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
     assert_same(got, expected)
     what = "codes in both orientations" if recipe == "fp8-delayed" else "amax"
     assert dict(casts) == dict.fromkeys(("0", "2"), f"{what}, taken after 2 of 3 steps"), str(casts)
-    kernel = triton_transpose.settle_stepped if recipe == "fp8-delayed" else triton_transpose.turn
+    kernel = triton_transpose.settle_both if recipe == "fp8-delayed" else triton_transpose.cast_both
     assert launched == [kernel] * 4, launched
 
 
-def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+KINDS = ("step ", "poison ", "take ", "proof ", "broken", "training ")  # what a case begins with
+SLOW = (
+    "proof delayed",
+    "step 8bit stochastic bfloat16", "step 4bit None", "poison e4m3 tensor fp32 delayed", "take e4m3 tensor fp32 delayed",
+    "training fp8-delayed 2", "training fp8-current 1",
+)  # fmt: skip
+
+
+def is_quick(name: str) -> bool:
+    """Every state, master, cast and shape occurs; those left out are more pairs of them."""
+    return not name.startswith(SLOW)
+
+
+def cases() -> Iterator[Case]:
     for states, master, dtype, cast, shape in STEPS:
         name = f"step {states} {master} {str(dtype).removeprefix('torch.')} {cast} {shape}"
         yield name, lambda call=(states, master, dtype, cast, shape): compare(*call)
@@ -204,7 +217,3 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         for micro_batches, dtype in ((1, torch.bfloat16), (2, torch.float32)):
             call = (recipe, micro_batches, dtype)
             yield f"training {recipe} {micro_batches}", lambda call=call: compare_training(*call)
-
-
-if __name__ == "__main__":
-    tell(cases(), *sys.argv[1:])

@@ -6,12 +6,14 @@ the launch bring; only the driver, which says what GPU there is, is put in place
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -90,12 +92,19 @@ def compiled(modules: list[Any], sm: int, call: Callable[[], Any]) -> dict[str, 
     return {each.name: each for each in found}
 
 
-@cache
 def _usage(cubin: bytes) -> dict[str, int]:
-    with TemporaryDirectory() as folder:
+    """By cuobjdump, and kept beside the binary."""
+    kept = Path(os.environ["TRITON_CACHE_DIR"]) / f"{hashlib.sha256(cubin).hexdigest()}.json"
+    if kept.exists():
+        return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=kept.parent) as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         text = subprocess.run(
             [TOOLS / "cuobjdump", "-res-usage", path], capture_output=True, encoding="utf-8", check=True
         ).stdout
-    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+        found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+        path.write_text(json.dumps(found), encoding="utf-8")
+        path.replace(kept)
+    return found

@@ -1,4 +1,4 @@
-"""Binaries of these tests are kept for the session and no longer."""
+"""Binaries of these tests are kept from run to run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from narrowgauge.ops.cpp.build import cache_folder
+
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_cache() -> Iterator[None]:
+    """A folder of the user's own. Triton's keys name source, options, GPU and version, so what is found there is what would be made."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_CACHE_DIR", str(cache_folder() / "tests" / "triton"))
         yield

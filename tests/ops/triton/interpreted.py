@@ -1,6 +1,6 @@
 """Runs the kernels under Triton's interpreter and says which results differ from the reference; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.interpreted      one JSON object: name of the case -> "" or what differs
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted      tests/ops/triton/cases.py says what is printed
 
 The interpreter computes with numpy. Faithful there: integer arithmetic, float32 sums, products and divisions. Not faithful: its casts
 to 8-bit floats and its fma, which rounds the product (3.9). So elements are rounded in integer arithmetic here and quotients divided
@@ -10,8 +10,6 @@ and, on a GPU, in tests/ops/test_quantize_triton.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -36,18 +34,19 @@ from narrowgauge.ops.quantize import (
     triton_transpose,
 )
 from narrowgauge.ops.quantize import selfcheck as of_casts
-from narrowgauge.ops.quantize.amax_state import observe
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device, Kernel
 from narrowgauge.ops.triton import noise
-from narrowgauge.ops.triton.cast_constants import settings
+from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same
 from tests.ops.registries import registries
+from tests.ops.triton.cases import Case
 
 KEY, TURNED_KEY = Key(123456789, 4000000000), Key(2**32 - 1, 9)
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E3M0, E2M1, INT8, INT4, INT4X2)
@@ -68,8 +67,8 @@ TILED = (
 )
 # Recipe, a kernel that must run in its layers, and whether the numbers are the reference's to the bit.
 LAYERS = (
-    ("fp8-delayed", triton_transpose.turn_delayed, True),
-    ("fp8-current", triton_transpose.turn, True),
+    ("fp8-delayed", triton_transpose.both_delayed, True),
+    ("fp8-current", triton_transpose.cast_both, True),
     ("fp8-block", triton_block.cast_blocks, True),
     ("nvfp4", triton_block.cast_blocks, True),
     ("int4-hq-bs", hadamard.rotate_and_encode, False),
@@ -91,7 +90,7 @@ def words(key: Key | None) -> Tensor | None:
 def compare(x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tensor | None = None) -> None:
     """One orientation."""
     key = KEY if cast.rounding == "stochastic" else None
-    got = triton_launch.one(x, cast, settings(cast, (0, 0), expand is not None), amax, words(key), expand)
+    got = triton_launch.one(x, cast, constants_of(cast, (0, 0), expand is not None), amax, words(key), expand)
     expected = quantize(x, cast, amax=amax, noise=key, expand=expand, backend="reference")
     same(got, expected)
 
@@ -104,7 +103,7 @@ def same(got: triton_launch.QTensor, expected: triton_launch.QTensor) -> None:
 
 def compare_both(x: Tensor, cast: Cast) -> None:
     key, turned = (KEY, TURNED_KEY) if cast.rounding == "stochastic" else (None, None)
-    got = triton_launch.both(x, cast, settings(cast, (0, 0)), None, words(key), words(turned))
+    got = triton_launch.both(x, cast, constants_of(cast, (0, 0)), None, words(key), words(turned))
     same(got[0], quantize(x, cast, noise=key, backend="reference"))
     same(got[1], quantize(x.T, cast, noise=turned, backend="reference"))
 
@@ -115,8 +114,8 @@ def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None
     if spoiled is not None:
         x[3, 5] = spoiled
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
-    got, used = triton_launch.delayed(x, cast, settings(cast, (0, 0)), live, records, None)
-    amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
+    got, used = triton_launch.delayed(x, cast, constants_of(cast, (0, 0)), live, records, None)
+    amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
     expected = quantize(x, cast, amax=amax, backend="reference")
     assert_same(live, expected_live, at="live")
     assert_same(used, amax, any_nan=True, at="amax")
@@ -133,8 +132,8 @@ def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool)
         x[3, 5] = spoiled
     x = x.T.contiguous().T if transposed else x
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
-    *found, used = triton_launch.both_delayed(x, cast, settings(cast, (0, 0)), live, True)
-    amax = observe(expected_live, tile_amax(x, (WHOLE, WHOLE)))
+    *found, used = triton_launch.both_delayed(x, cast, constants_of(cast, (0, 0)), live, True)
+    amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)))
     assert_same(live, expected_live, at="live")
     assert_same(used, amax, any_nan=True, at="amax")
     for got, of in zip(found, (x, x.T), strict=True):
@@ -150,7 +149,7 @@ def checked_by_interpreter() -> Iterator[tuple[str, Kernel[Any], Any]]:
     for registry in registries():
         for kernel in registry.kernels:
             if kernel.name == "triton" and kernel.check is not None:
-                examples = [replace(spec, device=hopper) for spec in kernel.check.examples()]
+                examples = [replace(spec, device=hopper) for spec in kernel.check().examples()]
                 if registry.op == "rotary":  # whose products of bfloat16 are wrong here
                     examples = [spec for spec in examples if torch.bfloat16 not in spec.dtypes]
                 yield from ((registry.op, kernel, spec) for spec in examples if kernel.refuse(spec) is None)
@@ -163,8 +162,8 @@ def check(op: str, kernel: Kernel[Any], spec: Any) -> None:
         return kernel.run(lhs.expanded(torch.float32), rhs.expanded(torch.float32), *rest)
 
     run = decoded if op == "mm" else kernel.run
-    kind = kernel.check.resolve(kernel.check.kind(spec))
-    result = selfcheck.examine(op, run, kernel.check, kind, torch.device("cpu"))
+    how = kernel.check()
+    result = selfcheck.examine(op, run, how, how.resolve(how.kind(spec)), torch.device("cpu"))
     assert result.reason is None, result.reason
 
 
@@ -174,7 +173,7 @@ def find_a_broken_kernel() -> None:
         (Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, headroom=4 / 3), {"headroom": 1.0}),
         (Cast(format=E4M3, tile=(1, 128), scale=POW2), {"carry": 0}),
     ):
-        C = replace(settings(cast, (0, 0)), **change)
+        C = replace(constants_of(cast, (0, 0)), **change)
 
         def broken(x: Tensor, cast: Cast, amax: None, key: None, expand: None, C: object = C) -> triton_launch.QTensor:
             return triton_launch.one(x, cast, C, amax, key, expand)
@@ -246,7 +245,39 @@ def compare_noise() -> None:
     assert_same(out, KEY.uniform((3000,)))
 
 
-def cases() -> Iterator[tuple[str, object]]:
+# By what a case begins with.
+KINDS = (
+    "noise", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
+    "int4 tensor", "int4x2 tensor", "both ", "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
+    "given amax ", "one column ", "long rows ", "delayed, ", "rotated ",
+    "check of ", "broken ", "layers ",
+)  # fmt: skip
+# A second of the interpreter and more: whole checks of a kernel, and matrices of several programs along both axes.
+SLOW_KINDS = ("long rows int4", "layers int4")
+QUICK_CHECKS = (
+    "check of rotate_and_encode: 32 int4 torch.bfloat16",
+    "check of mm: e4m3 1x128 pow2 e4m3 128x128",
+    "check of quantize: e4m3 1x128",
+    "check of quantize_pair: e4m3 tensor fp32 delayed",
+    "check of quantize_precast: e4m3 tensor fp32 delayed",
+)
+SEVERAL_PROGRAMS = (
+    "both e4m3 tensor fp32",
+    "both e5m2 row fp32 stochastic",
+    "both e4m3 128x128 pow2",
+    "both e4m3 1x128 pow2",
+)
+
+
+def is_quick(name: str) -> bool:
+    if name.startswith("both ") and name.endswith("(130, 260)"):
+        return name.startswith(SEVERAL_PROGRAMS)
+    if name.startswith("check of "):
+        return name.startswith(QUICK_CHECKS)
+    return not name.startswith(SLOW_KINDS)
+
+
+def cases() -> Iterator[Case]:
     yield "noise", compare_noise
     for format in ELEMENTS:
         for rule in (FP32, POW2, E8M0_FLOOR):
@@ -269,14 +300,15 @@ def cases() -> Iterator[tuple[str, object]]:
                 lambda in_use=in_use, value=value: compare_both_delayed(in_use, value, in_use > 0),
             )
     for op, kernel, spec in checked_by_interpreter():
-        yield f"check of {op}: {kernel.check.kind(spec)}", lambda call=(op, kernel, spec): check(*call)
+        kind = " ".join(map(str, kernel.check().kind(spec)))
+        yield f"check of {op}: {kind}", lambda call=(op, kernel, spec): check(*call)
     yield "broken kernels", find_a_broken_kernel
     for recipe, kernel, exact in LAYERS:
         yield f"layers {recipe}", lambda call=(recipe, kernel, exact): compare_layers(*call)
     yield from _at_the_edges()
 
 
-def _at_the_edges() -> Iterator[tuple[str, object]]:
+def _at_the_edges() -> Iterator[Case]:
     for cast in (Cast(format=E4M3), Cast(format=INT8), Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL), TILED[-3]):
         for name, value in (("nan", float("nan")), ("infinity", float("inf")), ("huge", 3e38), ("tiny", 1e-44)):
 
@@ -304,20 +336,3 @@ def _at_the_edges() -> Iterator[tuple[str, object]]:
 
 def _as_scales(amax: Tensor, cast: Cast) -> Tensor:
     return amax if cast.tile[0] == WHOLE else amax.expand(9, 1).contiguous()
-
-
-def main(beginning: str = "") -> None:
-    torch.manual_seed(0)
-    found = {}
-    for name, case in cases():
-        if name.startswith(beginning):
-            try:
-                case()  # type: ignore[operator]
-                found[name] = ""
-            except Exception as error:  # told to the test that started this process
-                found[name] = f"{type(error).__name__}: {error}"
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """Runs the kernels of `ops.norm_act` under Triton's interpreter and says what differs from the definition; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.interpreted_produced      one JSON object: name of the case -> "" or what differs
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted_produced      tests/ops/triton/cases.py says what is printed
 
 Before the cast: each value within 8 units of float32's rounding of the largest one of its row (sums of 200 terms, in another order),
 and one unit of its dtype. After it: the codes and scales are to the bit those that `quantize` gives of the values that were stored.
@@ -8,22 +8,20 @@ and one unit of its dtype. After it: the codes and scales are to the bit those t
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2, INT8
-from narrowgauge.ops.norm_act import definition, triton_launch
-from narrowgauge.ops.norm_act.spec import KINDS, Kind, Made, Order
+from narrowgauge.ops.norm_act import backward_of, forward_of, norm_cast, spec, triton_launch, value
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind
 from narrowgauge.ops.quantize import quantize, tile_amax
-from narrowgauge.ops.quantize.amax_state import observe
-from narrowgauge.ops.triton.cast_constants import settings
+from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E8M0_CEIL, POW2
 from tests.compare import assert_same
+from tests.ops.triton.cases import Case
 
 TENSOR, ROW = Cast(format=E4M3), Cast(format=INT8, tile=(1, WHOLE))
 VECTOR, MX = Cast(format=E4M3, tile=(1, 128), scale=POW2), Cast(format=E5M2, tile=(1, 32), scale=E8M0_CEIL)
@@ -52,26 +50,26 @@ def near(got: Tensor, expected: Tensor, name: str, units: float = 1.0, sums: flo
     assert excess <= 0, f"{name}: off by {excess:.3g} more than the bound {bound.min().item():.3g}"
 
 
-def order_of(cast: Cast, turned: bool, in_use: float | None) -> Order:
+def order_of(cast: Cast, turned: bool, in_use: float | None) -> CastRequest:
     live = None if in_use is None else torch.tensor([in_use, 0.5, 0.0])
-    return Order(cast, live, True, turned)
+    return CastRequest(cast, live, True, turned)
 
 
-def check_casts(made: Made, order: Order, spoiled: bool = False) -> None:
+def check_casts(made: CastResult, order: CastRequest, spoiled: bool = False) -> None:
     """The codes of what was stored."""
     assert made.plain is not None
     amax = None
     if order.live is not None:
         live = torch.tensor([order.live[0].item(), 0.5, 0.0])
-        amax = observe(live, tile_amax(made.value, (WHOLE, WHOLE)))
+        amax = update_amax(live, tile_amax(made.value, (WHOLE, WHOLE)))
         assert_same(order.live, live, at="live")
         assert made.amax is not None
         assert_same(made.amax, amax, any_nan=True, at="amax")
     expected = quantize(made.value, order.cast, amax=amax, backend="reference")
     turned = quantize(made.value.T, order.cast, amax=amax, backend="reference")
-    for name, got, wanted in (("codes", made.plain, expected), ("turned", made.turned, turned)):
+    for name, got, wanted in (("codes", made.plain, expected), ("turned", made.transposed, turned)):
         if got is None:
-            assert name == "turned" and not order.turned
+            assert name == "turned" and not order.transposed
             continue
         assert_same(got.scale.contiguous(), wanted.scale.contiguous(), any_nan=True, at=f"{name}: scale")
         if not spoiled:
@@ -79,28 +77,30 @@ def check_casts(made: Made, order: Order, spoiled: bool = False) -> None:
 
 
 def compare_forward(
-    kind: Kind, order: Order, shape: tuple[int, int], dtype: torch.dtype, spoiled: float | None = None
+    kind: Kind, order: CastRequest, shape: tuple[int, int], dtype: torch.dtype, spoiled: float | None = None
 ) -> None:
     tensors = tensors_of(kind, *shape, dtype)
     if spoiled is not None:
         tensors[0][1, 2] = spoiled
-    made, statistics = triton_launch.forward(kind, tensors, order, settings(order.cast, (0, 0)))
+    made, statistics = forward_of(kind).kernels[0].run(kind, tensors, order)
     check_casts(made, order, spoiled is not None)
     if spoiled is None:
         wide = [each.to(torch.float64) for each in tensors]
-        near(made.value, definition.value(kind, tensors), "y", 2.0)
-        for name, got, expected in zip("ab", statistics, definition.statistics(kind, wide), strict=False):
+        near(made.value, value(kind, tensors), "y", 2.0)
+        for name, got, expected in zip(
+            "ab", statistics, norm_cast.statistics(kind, wide) if kind.is_norm else (), strict=False
+        ):
             assert ((got - expected).abs() <= 2.0**-20 * expected.abs() + 1e-6).all(), f"statistic {name}"
 
 
-def compare_gradients(kind: Kind, orders: list[Order | None], shape: tuple[int, int], dtype: torch.dtype) -> None:
+def compare_gradients(kind: Kind, orders: list[CastRequest | None], shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Beside autograd's of the definition in float64; the sums of a weight's gradient over rows among them."""
     tensors = tensors_of(kind, *shape, dtype)
     gy = torch.randn(shape).to(dtype)
-    constants = [None if order is None else settings(order.cast, (0, 0)) for order in orders]
-    statistics = tuple(each.to(torch.float32) for each in definition.statistics(kind, tensors))
-    made, of_parameters = triton_launch.gradients(kind, tensors, statistics, gy, orders, constants)
-    expected, expected_parameters = definition.gradients(kind, tensors, statistics, gy, [None] * len(orders))
+    statistics = norm_cast.statistics(kind, tensors) if kind.is_norm else ()
+    kernel, definition = backward_of(kind).kernels
+    made, of_parameters = kernel.run(kind, tensors, statistics, gy, orders)
+    expected, expected_parameters = definition.run(kind, tensors, statistics, gy, [None] * len(orders))
     for number, (got, wanted, order) in enumerate(zip(made, expected, orders, strict=True)):
         near(got.value, wanted.value, f"gradient {number}", 1.0, sums=32.0)
         if order is not None:
@@ -109,13 +109,26 @@ def compare_gradients(kind: Kind, orders: list[Order | None], shape: tuple[int, 
         near(got_sum, wanted_sum, "gradient of a weight", 1.0, sums=64.0)
 
 
-def cases() -> Iterator[tuple[str, object]]:
+KINDS = tuple(f"{of}{kind} " for of in ("", "gradient of ") for kind in spec.KINDS)  # what a case begins with
+WIDE = ("plain (", "mx (", "first step (")
+
+
+def is_quick(name: str) -> bool:
+    """Every function and cast of one shape and dtype: wide rows of float16 for some, more rows of float32 for the others."""
+    if name.endswith(" within"):
+        return True
+    forward_in_wide_rows = not name.startswith("gradient") and any(part in name for part in WIDE)
+    return name.endswith("(5, 1030)" if forward_in_wide_rows else "(37, 131)")
+
+
+def cases() -> Iterator[Case]:
+    triton_launch.PARTS = 16  # each of them is a program to interpret; less than there are pieces, so they are shared
     orders = {
         "delayed": (TENSOR, True, 3.0), "delayed, first step": (TENSOR, True, 0.0), "delayed, plain": (TENSOR, False, 3.0),
         "current": (TENSOR, True, None), "current, plain": (TENSOR, False, None), "row": (ROW, False, None),
         "vector": (VECTOR, False, None), "mx": (MX, False, None),
     }  # fmt: skip
-    for name in KINDS:
+    for name in spec.KINDS:
         kind = kind_of(name)
         for title, (cast, turned, in_use) in orders.items():
             for shape, dtype in (((37, 131), torch.float32), ((5, 1030), torch.float16)):
@@ -124,26 +137,25 @@ def cases() -> Iterator[tuple[str, object]]:
                     f"{name} {title} {shape}",
                     lambda kind=kind, order=order, shape=shape, dtype=dtype: compare_forward(kind, order, shape, dtype),
                 )
-        for value in (float("nan"), float("inf")):
+        for strange in (float("nan"), float("inf")):
             for title in ("delayed", "vector", "row"):
                 order = order_of(*orders[title])
                 yield (
-                    f"{name} {title} {value} within",
-                    lambda kind=kind, order=order, value=value: compare_forward(
+                    f"{name} {title} {strange} within",
+                    lambda kind=kind, order=order, value=strange: compare_forward(
                         kind, order, (9, 140), torch.float32, value
                     ),
                 )
         yield from _gradients(kind)
 
 
-def _gradients(kind: Kind) -> Iterator[tuple[str, object]]:
+def _gradients(kind: Kind) -> Iterator[Case]:
     count = 2 if kind.name == "swiglu" else 1
-    choices: dict[str, list[Order | None]] = {"none": [None] * count}
+    choices: dict[str, list[CastRequest | None]] = {"none": [None] * count}
     if not kind.is_norm:
         e5m2 = Cast(format=E5M2)
         choices["delayed"] = [order_of(e5m2, True, in_use) for in_use in (3.0, 0.0)][:count]
         choices["current"] = [order_of(e5m2, True, None) for _ in range(count)]
-        choices["vector"] = [order_of(VECTOR, False, None) for _ in range(count)]
         choices["mixed"] = [None, order_of(e5m2, True, 3.0)][-count:]
     for title, orders in choices.items():
         for shape, dtype in (((37, 131), torch.float32), ((150, 260), torch.float16)):
@@ -153,25 +165,8 @@ def _gradients(kind: Kind) -> Iterator[tuple[str, object]]:
             )
 
 
-def _fresh(orders: list[Order | None]) -> list[Order | None]:
+def _fresh(orders: list[CastRequest | None]) -> list[CastRequest | None]:
     return [
-        each and Order(each.cast, None if each.live is None else each.live.clone(), True, each.turned)
+        each and CastRequest(each.cast, None if each.live is None else each.live.clone(), True, each.transposed)
         for each in orders
     ]
-
-
-def main() -> None:
-    triton_launch.PARTS = 16  # each of them is a program to interpret; less than there are pieces, so they are shared
-    torch.manual_seed(0)
-    found = {}
-    for name, case in cases():
-        try:
-            case()  # type: ignore[operator]
-            found[name] = ""
-        except Exception as error:  # told to the test that started this process
-            found[name] = f"{type(error).__name__}: {error}"
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Runs the optimizer's kernel under Triton's interpreter and says which results differ from the definition; a process of its own.
 
-    TRITON_INTERPRET=1 python -m tests.ops.triton.stepped      a JSON object for each case: its name, and "" or what differs
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick stepped      tests/ops/triton/cases.py says what is printed
 
 Everything in the kernel is float32 and whole numbers, in which the interpreter is faithful, so all bits are compared: weights, masters,
 codes and scales, after two steps of a matrix with ragged tiles of odd length, one with whole rows, and a vector; and that the
@@ -9,8 +9,6 @@ margins of their memory are as they were.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,12 +19,13 @@ from torch import nn
 
 from narrowgauge.cuda_graphs import GraphedStep
 from narrowgauge.ops.registry import Choice, Kernel
-from narrowgauge.optim import SGD, AdamW, Lion, base, moments, selfcheck
+from narrowgauge.optim import SGD, AdamW, Lion, base, moments, rules, selfcheck
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.optim.step import Kept, Task, allocate
+from narrowgauge.optim.step import MomentState, ParamStep, allocate
 from narrowgauge.optim.triton import kernel, launch
 from tests.compare import assert_same
+from tests.ops.triton.cases import Case
 
 BUILD: dict[str, Callable[..., Any]] = {
     "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
@@ -58,7 +57,7 @@ class Guards:
         self.buffers.append(buffer)
         return buffer[self.MARGIN : self.MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
 
-    def allocate(self, *call: Any) -> Kept:
+    def allocate(self, *call: Any) -> MomentState:
         kept = allocate(*call)
         if kept.codes is None or kept.codes.is_meta:
             return kept
@@ -84,6 +83,9 @@ def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = 
         g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
         if g.ndim == 2 and len(g):
             g[2], g[:, 7], g[1, :5] = 0.0, 0.0, 1e-39
+            g[:, 40:80] = 1e-3  # held, see `rules.bound`
+            g[:, 80:120] *= step == 0  # only decays
+            g[:, 120:140] *= 1e-6**step
             if poison is not None:
                 g[-1, 300] = poison
         parameter.grad = g.to(parameter.dtype)
@@ -134,7 +136,7 @@ def compare_groups() -> None:
 
 
 def compare_replayed() -> None:
-    """Launches whose numbers come from memory. There is no graph here, so that capturing launches as well: of a sheet of zeros, undone."""
+    """Launches whose numbers come from memory. There is no graph here: capturing would launch as well, which is undone."""
     found = []
     launched: list[Any] = []
     for replays in (True, False):
@@ -212,7 +214,7 @@ def compare_graphed() -> None:
         assert_same(replayed, eager)
 
 
-def choose_interpreted(task: Task) -> Kernel[Any]:
+def choose_interpreted(task: ParamStep) -> Kernel[Any]:
     task.backend = None, Choice(replace(INTERPRETED, name="triton"), ())
     return task.backend[1].kernel  # type: ignore[no-any-return]
 
@@ -240,7 +242,33 @@ POISONS = (
 )
 
 
-def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+KINDS = (
+    "adamw ",
+    "lion ",
+    "sgd ",
+    "poison ",
+    "groups",
+    "replayed",
+    "graphed",
+    "proof ",
+    "broken",
+)  # what a case begins with
+SLOW = (
+    "graphed",
+    "adamw 8bit fp32 float16",
+    "adamw 8bit fp16-scaled float16",
+    "adamw fp8-lm None",
+    "poison nan fp",
+    "poison nan 4bit",
+)
+
+
+def is_quick(name: str) -> bool:
+    """Every rule, state, master and dtype occurs; those left out are more pairs of them."""
+    return not name.startswith(SLOW)
+
+
+def cases() -> Iterator[Case]:
     for rule, states, master, dtype in STEPS:
         name = f"{rule} {states} {master} {str(dtype).removeprefix('torch.')}"
         yield name, lambda call=(rule, states, master, dtype): compare(*call)
@@ -256,15 +284,15 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 PROVEN = {
     "8bit": selfcheck.Kind(
-        "adamw", False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
+        rules.ADAMW, False, moments.SQUARED8, moments.UE5M3, torch.float32, torch.bfloat16, None, 256, aligned=True
     ),
     "4bit": selfcheck.Kind(
-        "adamw", False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
+        rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
     ),
 }  # fmt: skip
 
 
-def run(tasks: Sequence[Task]) -> None:
+def run(tasks: Sequence[ParamStep]) -> None:
     launch.step(tasks, {})
 
 
@@ -284,19 +312,3 @@ def find_the_broken_kernel() -> None:
     finally:
         kernel.noise_bits = whole
     assert worst == float("inf") and reason is not None and reason.startswith("its weight of tensor 0 is wrong"), reason
-
-
-def tell(cases: Iterator[tuple[str, Callable[[], None]]], beginning: str = "") -> None:
-    """Runs the cases whose names begin so, and prints of each what differs."""
-    for name, case in cases:
-        if name.startswith(beginning):
-            try:
-                case()
-                words = ""
-            except Exception as error:  # told to the test that started this process
-                words = f"{type(error).__name__}: {error}"
-            print(json.dumps({"case": name, "words": words}), flush=True)
-
-
-if __name__ == "__main__":
-    tell(cases(), *sys.argv[1:])

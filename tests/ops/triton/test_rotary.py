@@ -8,6 +8,7 @@ import torch
 from narrowgauge.ops import rotary
 from tests.ops.triton.compiling import TARGETS, compiled
 from tests.processes import PYTHON, run_ok
+from tests.selection import quick
 
 from narrowgauge.ops.triton import launch as launching  # isort: skip
 
@@ -29,9 +30,13 @@ def test_more_heads_than_a_program_takes_at_a_time(monkeypatch):
     assert "passed" in run_ok([PYTHON, "-W", "ignore", "-c", FEW_AT_A_TIME], timeout_s=280).stdout
 
 
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("sm", TARGETS)
-@pytest.mark.parametrize("head", [128, 80])
+@pytest.mark.parametrize(
+    ("head", "sm", "inverse"),
+    quick(
+        [(128, 90, False), (80, 90, True)],
+        [(head, sm, inverse) for head in (128, 80) for sm in TARGETS for inverse in (False, True)],
+    ),
+)
 def test_it_compiles_without_spills(head, sm, inverse):
     q, k = (torch.empty(2, 512, heads, head, dtype=torch.bfloat16).transpose(1, 2) for heads in (32, 8))
     cos, sin = (torch.empty(1, 512, head, dtype=torch.bfloat16) for _ in range(2))

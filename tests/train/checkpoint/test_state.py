@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -116,6 +117,13 @@ def test_another_model_is_refused_before_anything_changes(other, words):
         state.restore(receiver, its_optimizer, None, *saved, "here")
     assert_same(receiver.state_dict(), before)
     assert_same(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize(("count", "words"), [(3, "c is missing. Resume"), (4, "c is missing; and 1 more. Resume")])
+def test_three_differences_are_named_and_the_others_counted(count, words):
+    own = {name: torch.zeros(1) for name in "abcd"[:count]}
+    with pytest.raises(CheckpointError, match=re.escape(f"a is missing; b is missing; {words}")):
+        state._refuse_other_model(own, {}, "here")
 
 
 def test_a_plain_checkpoint_lacks_the_windows():

@@ -5,13 +5,15 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from narrowgauge.errors import CheckpointError, NumericsError
+from narrowgauge.errors import CheckpointError, NumericsError, StorageError
 from narrowgauge.train.checkpoint import manifest, store
 from tests.processes import PYTHON, run
 
@@ -128,9 +130,21 @@ def test_a_large_group_is_cut_into_shards(tmp_path, monkeypatch):
     assert_same(store.load(path).tensors, {"weights": members, "none": {}})
 
 
-def test_other_readers_of_safetensors_read_the_weights(tmp_path):
-    from safetensors.torch import load_file
+def test_a_shard_may_be_as_large_as_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SHARD_BYTES", 1200)
+    members = {f"layer {i}": torch.full((100,), float(i)) for i in range(6)}
+    path = store.save(tmp_path, 1, {"weights": members}, {})
+    files = sorted(path.glob("weights-*.safetensors"))
+    assert [list(load_file(file)) for file in files] == [list(members)[:3], list(members)[3:]]
 
+
+def test_the_space_that_a_checkpoint_needs_counts_its_facts(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1_100_000))
+    with pytest.raises(StorageError, match=r"checkpoint 1 needs 1\.1 MiB"):
+        store.save(tmp_path, 1, {"weights": {"a": torch.zeros(9)}}, {"log": "x" * 1_000_000})
+
+
+def test_other_readers_of_safetensors_read_the_weights(tmp_path):
     path = saved(tmp_path, 1)[0]
     assert_same({"weights": load_file(path / "weights-0.safetensors")}, {"weights": some_tensors()["weights"]})
 
@@ -209,7 +223,9 @@ def test_a_step_that_the_name_cannot_hold_is_refused(tmp_path, step):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2], ids=str
+    "dtype",
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn],
+    ids=str,
 )
 def test_weights_that_are_not_finite_are_refused(tmp_path, bad, dtype):
     saved(tmp_path, 1)
@@ -311,7 +327,7 @@ def test_recover_clears_our_leftovers_and_only_those(tmp_path):
 CRASH = """
 import os, sys, torch
 from pathlib import Path
-from narrowgauge.train import checkpoint
+from narrowgauge.train.checkpoint import store as checkpoint
 rename = os.rename
 os.rename = lambda source, target: os._exit(9) if Path(source).name.startswith(".tmp-") else rename(source, target)
 checkpoint.save(Path(sys.argv[1]), 1, {"weights": {"up": torch.zeros(3)}}, {})

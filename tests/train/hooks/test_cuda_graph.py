@@ -50,7 +50,7 @@ def test_a_run_without_a_gpu_refuses_before_it_trains(text, tmp_path):
 
 
 def test_checkpointing_and_graphs_exclude_each_other(text, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be had with checkpointing = 'full'"):
+    with pytest.raises(ConfigError, match="does not work with checkpointing = 'full'"):
         settings(text, tmp_path / "run", cuda_graph=True, checkpointing="full")
 
 
@@ -76,7 +76,7 @@ def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch,
         yield [(i * 40e-6, i * 40e-6 + 10e-6) for i in range(100)]
 
     monkeypatch.setattr(gpu_idle, "watched", made_up)
-    monkeypatch.setattr(launching.Launching, "measures", lambda self, number: number == self.config.launches_at)
+    monkeypatch.setattr(launching.LaunchMonitor, "measures", lambda self, number: number == self.config.launches_at)
     loop.run(settings(text, tmp_path / "run", launches_at=3, micro_batches=2))
     [event] = events(tmp_path / "run", "launches")
     assert event["step"] == 3 and event["kernels"] == 100 and event["idle"] == pytest.approx(0.75, abs=0.01)
@@ -95,7 +95,7 @@ def test_graphs_that_are_compiled_anew_are_counted(monkeypatch, capsys):
     counts = iter([1, 1, 3])
     monkeypatch.setattr(launching, "compiled_graphs", lambda: next(counts))
     config = type("Config", (), {"compile": True})()
-    watched, said = launching.Launching(config, torch.device("cpu"), None, ""), []
+    watched, said = launching.LaunchMonitor(config, torch.device("cpu"), None, ""), []
     show = type("Show", (), {"say": lambda self, words: said.append(words)})()
     for number in (1, 2, 3):
         watched.report(number, show)

@@ -21,6 +21,7 @@ from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from tests.compare import assert_same
+from tests.selection import quick
 from tests.train import tiny
 from tests.train.tasks import folders
 
@@ -96,7 +97,7 @@ def min_step(evaluations, metric):
     return max(evaluations, key=lambda event: (sign * event[metric], -event["loss"], -event["step"]))["step"]
 
 
-@pytest.mark.parametrize("job", ["classification", "chat", "packed", "marian"])
+@pytest.mark.parametrize("job", quick(["classification", "packed"], ["classification", "chat", "packed", "marian"]))
 def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     """Six or so steps are an epoch here, so that step 7 is of the second."""
     common = {"steps": 8, "eval_every": 2, "recipe": "fp8-delayed", "micro_batches": 2}
@@ -117,7 +118,7 @@ def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("job", ["classification", "completion", "packed", "t5"])
+@pytest.mark.parametrize("job", quick(["classification", "packed"], ["classification", "completion", "packed", "t5"]))
 def test_cutting_a_step_changes_nothing(make, copy_of, jobs, job):
     """(8 x 1), (4 x 2), (1 x 8): loss and gradient norm of masked, padded and packed steps in float32, without dropout."""
     folder, readings = copy_of(jobs[job]["model"].name), []
@@ -162,7 +163,7 @@ TECHNIQUES = [
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda each: next(iter(each.values())))
-@pytest.mark.parametrize("job", ["classification", "marian"])
+@pytest.mark.parametrize("job", quick(["classification"], ["classification", "marian"]))
 def test_memory_and_precision_are_options_of_every_task(make, job, technique):
     config = make(job, steps=2, **technique)
     if job == "marian" and "freeze" in technique:

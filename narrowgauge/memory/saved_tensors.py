@@ -1,4 +1,4 @@
-"""What the techniques that handle saved activations share: which tensors are theirs, and which operation is saving.
+"""Shared by the techniques for saved activations: which tensors they may handle, and which operation saves.
 
 Never touched, because they exist anyway or must be exact: parameters, buffers and what shares memory with them; inputs of the block
 that need no gradient (masks, rotary tables); integers and booleans; small tensors.
@@ -42,8 +42,8 @@ EXACT: frozenset[Any] = frozenset(
 Pack = Callable[[Tensor], Any]
 
 
-class Working(TorchFunctionMode):
-    """While it is entered: the function at work, and for a product under autocast the operands that are activations.
+class SavedTensorMode(TorchFunctionMode):
+    """Tracks the running function and, for a product under autocast, the operands that are activations.
 
     origins  storage of an operand that was cast beforehand -> the storage it was cast from; equal casts hold equal numbers
     """
@@ -99,17 +99,17 @@ class Working(TorchFunctionMode):
         return tensor.untyped_storage()._cdata in self.exact_storages
 
     def is_activation(self, tensor: Tensor) -> bool:
-        """Whether a tensor that is being saved now may be kept in another form."""
+        """Whether the tensor that autograd saves now may be kept in another form."""
         if self.depth_exact or not tensor.is_floating_point() or tensor.element_size() < 2 or self._is_exact(tensor):
             return False
         return self.operands is None or tensor.untyped_storage()._cdata in self.operands
 
 
 @contextmanager
-def saving(
+def around_saves(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], verb: str, unpack: Callable[[Any], Tensor]
-) -> Iterator[tuple[Working, Callable[[Pack], AbstractContextManager[object]]]]:
-    """Enters a Working for the block; yields it, and what turns a pack function into the hooks to enter."""
+) -> Iterator[tuple[SavedTensorMode, Callable[[Pack], AbstractContextManager[object]]]]:
+    """Enters a SavedTensorMode for the block; yields it, and what turns a pack function into the hooks to enter."""
     if torch.compiler.is_compiling():
         raise ConfigError(
             f"{verb}: the compiler fixes what is kept for backward itself and sees no saved tensors. "
@@ -117,6 +117,6 @@ def saving(
         )
     exact = [*block.parameters(), *block.buffers()]
     exact += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]
-    working = Working({tensor.untyped_storage()._cdata for tensor in exact})
+    working = SavedTensorMode({tensor.untyped_storage()._cdata for tensor in exact})
     with working:
         yield working, lambda pack: torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion import is_read_by_owner, output_head, reason_to_keep
 from narrowgauge.fuse import Fusion, fusions
+from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
@@ -221,5 +221,5 @@ def _four_bit_notes(layer: QLinear) -> list[Note]:
             if product in layer.sampling.settings:
                 does = f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
                 known = Note(f"{does} (sampling adds ", variance, variance, " relative variance)")
-                notes.append(known if isfinite(variance) else Note(f"{does} so far"))
+                notes.append(known if variance < UNREAD / 2**32 else Note(f"{does} so far"))
     return notes

@@ -1,0 +1,145 @@
+"""What a small Linear costs besides arithmetic: calls of Python, moves between files, depth, lines imported, and time beside nn.Linear.
+
+    python -m benchmarks.linear_overhead                         counts and times on this CPU
+    python -m benchmarks.linear_overhead --recipe int4-hq-lss
+    python -m benchmarks.linear_overhead --json results.jsonl    appends the row, with versions, commit and command
+
+A call is an event "call" of `sys.setprofile` in a file of this package (a generator that resumes counts again); a move, a call in
+another file than the one before it; depth, frames of the package above each other. One layer of 64 x 64 reads [32, 64] float32,
+forward and backward,
+after `advance`, so that its weight is cast too. Times are seconds of this process on the CPU, medians of rounds that alternate between
+the layers, one thread; torchao's emulated float8 Linear is timed beside them where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from benchmarks.environment import environment
+
+PACKAGE = str(Path(ng.__file__).parent)
+ROWS, WIDTH, ROUNDS, REPEATS = 32, 64, 60, 20
+
+IMPORTED = """
+import sys
+import narrowgauge.nn.linear
+print(sum(sum(1 for _ in open(m.__file__, encoding="utf-8")) for n, m in sys.modules.items() if n.partition(".")[0] == "narrowgauge"))
+"""
+
+
+def counted(run: Callable[[], Any]) -> dict[str, int]:
+    """calls, files, moves and depth of what `run` calls in the package."""
+    files: list[str] = []
+    stack: list[str] = []
+    depth = 0
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        nonlocal depth
+        name = frame.f_code.co_filename
+        if not name.startswith(PACKAGE):
+            return
+        if event == "call":
+            stack.append(name)
+            files.append(name)
+            depth = max(depth, len(stack))
+        elif event == "return" and stack:
+            stack.pop()
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    moves = sum(one != other for one, other in pairwise(files))
+    return {"calls": len(files), "files": len(set(files)), "moves": moves, "depth": depth}
+
+
+def trip(layer: nn.Module) -> Callable[[], None]:
+    """Forward and backward of one layer; backward in this thread, as on a CPU."""
+    x, gradient = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
+
+    def run() -> None:
+        layer(x).backward(gradient)
+
+    return run
+
+
+def timed(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Name -> median microseconds, in alternating rounds."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            started_at_s = time.process_time()
+            for _ in range(REPEATS):
+                run()
+            found[name].append((time.process_time() - started_at_s) / REPEATS * 1e6)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _torchao() -> nn.Module | None:
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        return None
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    converted: nn.Module = convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    return converted
+
+
+def measured(recipe: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layer = ng.QLinear(WIDTH, WIDTH, recipe=recipe)
+    run = trip(layer)
+    run()
+    ng.advance(layer)
+    run()  # the weight's casts are kept from here on
+    ng.advance(layer)
+    found: dict[str, Any] = {"recipe": recipe, **counted(run)}
+    run()
+    runs = {"nn.Linear": trip(nn.Linear(WIDTH, WIDTH)), recipe: run}
+
+    def first() -> None:
+        ng.advance(layer)
+        run()
+
+    runs["with advance"] = first
+    if (peer := _torchao()) is not None:
+        runs["torchao"] = trip(peer)
+    times = timed(runs)
+    found["times_us"] = {name: round(value, 1) for name, value in times.items()}
+    found["times_over_linear"] = round(times[recipe] / times["nn.Linear"], 2)
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True)
+    found["imported_lines"] = int(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--recipe", default="fp8-current")
+    parser.add_argument("--json", type=Path, help="append the row, with versions, commit and command, to this file")
+    options = parser.parse_args()
+    found = measured(options.recipe)
+    for name, value in found.items():
+        print(f"{name:20} {value}")
+    if options.json is not None:
+        with options.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found | environment()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Would the suite notice? Seeded one-line faults in numerics, optimizer, checkpoint and data code, one at a time.
+
+    make mutations                                  fifty of them, results appended to benchmarks/results/mutations.jsonl
+    python -m benchmarks.mutations --list           what would be changed, without running anything
+    python -m benchmarks.mutations --only 3 17      some of the fifty
+    python -m benchmarks.mutations --equivalent 17 "why no test can see it"
+
+Kinds of faults, found in the syntax tree, so that moving or renaming a module changes nothing here:
+
+    sign          + for -, - for +, and -x without its minus
+    off by one    a whole number that is one more, < for <= and the like
+    swapped axes  .T and .mT left out, the other of dimensions 0 and 1 (and -1 and -2), shape[0] for shape[1]
+    dropped cast  .to(...), .float(), .double() and .type(...) left out
+
+What a message, an annotation or a refusal says is left alone. A fault is applied in a copy of the tree and the tests of `make test`
+run there: those named after its module or folder, then those that import it, then all others; the first that fails has caught it.
+A test counts only if it passes in the tree without the fault. A fault that survives is named; whether it is equivalent (no input
+gives another result) is for a person to argue, with --equivalent, which adds a line to the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+
+from benchmarks.environment import ROOT, environment
+
+PACKAGE = "narrowgauge"
+RESULTS = ROOT / "benchmarks" / "results" / "mutations.jsonl"
+# How many of the fifty each area gets, and the first part of the path below the package that puts a module into it.
+SHARES = {"numerics": 20, "optimizer": 12, "checkpoint": 8, "data": 10}
+KINDS = ("sign", "off by one", "swapped axes", "dropped cast")
+FOLDERS = {"optim": "optimizer", "data": "data"}
+CHECKPOINT = re.compile(r"train/(checkpoint|manifest|state|storage|best)\b")
+# Neither of the four: text, choices that are measured, and what only reads a model's structure.
+LEFT_OUT = re.compile(
+    r"(train|cli|diagnose|auto|memory|integrations|distributed|plan|export)/|__main__|errors|describe|description|unconverted"
+    r"|readings|patterns|model_blocks|blocks\.py|block_size|convert|conversion|graphs|cuda_graphs|switch|compiled|registry"
+    r"|verdicts|selfcheck|proof|probe"
+)
+SILENT_FUNCTIONS = re.compile(r"__(repr|str)__|extra_repr|_?refuse|_?describe|summary|words")
+PYTEST = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "-rfE")
+LIMIT_S = 3600  # of one call of pytest; a fault that makes it hang has been noticed
+COMPARISONS = {ast.Lt: (b"<", b"<="), ast.LtE: (b"<=", b"<"), ast.Gt: (b">", b">="), ast.GtE: (b">=", b">")}
+OTHER = {"0": "1", "1": "0", "-1": "-2", "-2": "-1"}  # dimension -> the one it is mistaken for
+REDUCTIONS = ("amax", "amin", "sum", "mean", "cumsum", "any", "all", "norm", "unsqueeze", "squeeze", "argmax")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change: bytes from `start` to `end` of line `line` (from 1) become `new`."""
+
+    kind: str
+    file: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+    def apply(self, source: str) -> str:
+        lines = source.splitlines(keepends=True)
+        data = lines[self.line - 1].encode()
+        lines[self.line - 1] = (data[: self.start] + self.new.encode() + data[self.end :]).decode()
+        return "".join(lines)
+
+
+# --- where faults can be --------------------------------------------------------------------------------------------------
+
+
+def area_of(file: str) -> str | None:
+    """The area of a module, by its path below the package."""
+    if CHECKPOINT.match(file):
+        return "checkpoint"
+    if LEFT_OUT.search(file) or (file.endswith("__init__.py") and "/" not in file):
+        return None
+    return FOLDERS.get(file.partition("/")[0], "numerics")
+
+
+def candidates(root: Path) -> dict[tuple[str, str], list[Fault]]:
+    """(area, kind) -> every fault that could be made, in the order of files and lines."""
+    found: dict[tuple[str, str], list[Fault]] = {(area, kind): [] for area in SHARES for kind in KINDS}
+    package = root / PACKAGE
+    for path in sorted(package.rglob("*.py")):
+        area = area_of(path.relative_to(package).as_posix())
+        if area is not None:
+            source = path.read_bytes()
+            for kind, node in places(ast.parse(source)):
+                fault = fault_at(node, kind, source.splitlines(), path.relative_to(root).as_posix())
+                if fault is not None:
+                    found[area, kind].append(fault)
+    return found
+
+
+def places(tree: ast.AST, within: bool = False) -> Iterator[tuple[str, ast.AST]]:
+    """Nodes inside functions where a fault can be, with its kind; messages, annotations and refusals are passed by."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if not SILENT_FUNCTIONS.fullmatch(node.name):
+                for statement in node.body:
+                    yield from places(ast.Module([statement], []), True)
+            continue
+        if isinstance(node, ast.AnnAssign):
+            node = ast.Module([ast.Expr(node.value)] if node.value else [], [])
+        elif within and (kind := kind_of(node)):
+            yield kind, node
+        yield from places(node, within)
+
+
+def kind_of(node: ast.AST) -> str | None:
+    match node:
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            return None if _has_text(node) else "sign"
+        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.Constant):
+            return "sign"
+        case ast.Compare(ops=[ast.Lt() | ast.LtE() | ast.Gt() | ast.GtE()]):
+            return "off by one"
+        case ast.Attribute(attr="T" | "mT"):
+            return "swapped axes"
+        case ast.Call() if _dimension(node):
+            return "swapped axes"
+        case ast.Call(func=ast.Attribute(attr="to" | "float" | "double" | "type"), args=args) if not _is_device(args):
+            return "dropped cast"
+        case ast.Subscript(value=value, slice=slice_) if ast.unparse(slice_) in OTHER and "shape" in ast.unparse(value):
+            return "swapped axes"
+        case ast.Constant(value=value) if type(value) is int and abs(value) < 2**16:
+            return "off by one"
+    return None
+
+
+def _has_text(node: ast.AST) -> bool:
+    return any(
+        isinstance(each, ast.JoinedStr) or (isinstance(each, ast.Constant) and isinstance(each.value, str))
+        for each in ast.walk(node)
+    )
+
+
+def _is_device(arguments: Sequence[ast.AST]) -> bool:
+    return any("device" in ast.unparse(each) or isinstance(each, ast.Constant) for each in arguments)
+
+
+def _dimension(call: ast.Call) -> ast.expr | None:
+    """Where a call names one of the first two or the last two dimensions: dim=-1, or alone, as in amax(-1)."""
+    named = [each.value for each in call.keywords if each.arg == "dim"]
+    alone = (
+        call.args
+        if isinstance(call.func, ast.Attribute) and call.func.attr in REDUCTIONS and len(call.args) == 1
+        else []
+    )
+    return next((each for each in [*named, *alone] if ast.unparse(each) in OTHER), None)
+
+
+def fault_at(node: ast.AST, kind: str, source: list[bytes], file: str) -> Fault | None:
+    """None where the change would span lines."""
+    match node:
+        case ast.BinOp(left=left, right=right, op=op):
+            between, new = (left, right), (b"+", b"-") if isinstance(op, ast.Add) else (b"-", b"+")
+        case ast.Compare(left=left, comparators=[right], ops=[op]):
+            between, new = (left, right), COMPARISONS[type(op)]
+        case ast.UnaryOp():
+            return Fault(kind, file, node.lineno, node.col_offset, node.col_offset + 1, "")
+        case ast.Constant(value=value):
+            return Fault(kind, file, node.lineno, node.col_offset, node.end_col_offset, str(value + 1))
+        case ast.Subscript(slice=place):
+            return Fault(kind, file, place.lineno, place.col_offset, place.end_col_offset, OTHER[ast.unparse(place)])
+        case ast.Call() if kind == "swapped axes":
+            place = _dimension(node)
+            return Fault(kind, file, place.lineno, place.col_offset, place.end_col_offset, OTHER[ast.unparse(place)])
+        case ast.Attribute() | ast.Call():  # from the dot on; brackets before it stay
+            name = node.func if isinstance(node, ast.Call) else node
+            start = name.end_col_offset - len(name.attr) - 1
+            same_line = name.end_lineno == node.end_lineno and source[name.end_lineno - 1][start : start + 1] == b"."
+            return Fault(kind, file, name.end_lineno, start, node.end_col_offset, "") if same_line else None
+        case _:
+            return None
+    if between[0].end_lineno != between[1].lineno:
+        return None
+    start, end = between[0].end_col_offset, between[1].col_offset
+    words = source[between[1].lineno - 1][start:end]
+    return Fault(kind, file, between[1].lineno, start, end, words.replace(*new, 1).decode())
+
+
+def draw(root: Path, seed: int) -> list[tuple[str, Fault]]:
+    """Fifty faults with their areas: kinds in turn, one module at most once for each kind as long as there are others."""
+    random_ = random.Random(seed)
+    found, chosen = candidates(root), []
+    for area, count in SHARES.items():
+        for kind in KINDS:
+            random_.shuffle(found[area, kind])
+        for number in range(count):
+            kinds = [kind for kind in KINDS[number % len(KINDS) :] + KINDS if found[area, kind]]
+            pool, taken = found[area, kinds[0]], {fault.file for _, fault in chosen if fault.kind == kinds[0]}
+            fault = next((each for each in pool if each.file not in taken), pool[0])
+            pool.remove(fault)
+            chosen.append((area, fault))
+    return chosen
+
+
+# --- what the suite says --------------------------------------------------------------------------------------------------
+
+
+def stages(root: Path, file: str) -> Iterator[tuple[str, list[str]]]:
+    """Tests in the order in which they are likely to see a fault in `file`, each file once."""
+    parts = Path(file).relative_to(PACKAGE).with_suffix("").parts
+    tests = [path.relative_to(root).as_posix() for path in sorted((root / "tests").rglob("test_*.py"))]
+    names = {part for part in parts if part != "__init__"}
+    module = ".".join((PACKAGE, *parts)).removesuffix(".__init__")
+    parents = {module, module.rpartition(".")[0]} - {PACKAGE}
+
+    def mirrors(test: str) -> bool:
+        stem = Path(test).stem.removeprefix("test_")
+        return any(stem == name or stem.startswith(f"{name}_") for name in names)
+
+    def imports(test: str) -> bool:
+        text = (root / test).read_text(encoding="utf-8")
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for name in parents)
+
+    words = {*parts[:-1], *parts[-1].split("_")}
+    near = [test for test in tests if mirrors(test)]
+    yield "mirror", near
+    users = [test for test in tests if test not in near and (imports(test) or words & set(Path(test).parts[1:-1]))]
+    yield "importers", users
+    yield "all", [test for test in tests if test not in near and test not in users]
+
+
+def run(tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
+    """pytest's exit code in that tree, and what failed; a run that hangs counts as failed."""
+    command = [sys.executable, "-m", "pytest", *PYTEST, *tests]
+    variables = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=variables, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
+            errors="replace", timeout=LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 1, ["the suite hung"]
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", done.stdout, re.MULTILINE)
+    return done.returncode, failed or done.stdout.strip().splitlines()[-1:]
+
+
+def copied(root: Path, folder: Path) -> Path:
+    """The files of the checkout, uncommitted changes included."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    ).stdout.splitlines()
+    for name in listing:
+        if (root / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, folder / name)
+    return folder
+
+
+def examine(fault: Fault, tree: Path, clean: Path, whole: bool) -> dict[str, object]:
+    """Applies the fault in `tree`, runs the tests stage by stage until one fails that passes in `clean`, and takes it back."""
+    target = tree / fault.file
+    source = target.read_text(encoding="utf-8")
+    target.write_text(fault.apply(source), encoding="utf-8")
+    try:
+        for name, tests in stages(tree, fault.file):
+            if not tests or (name == "all" and not whole):
+                continue
+            code, failed = run(tree, tests)
+            if code in (0, 5):
+                continue
+            if code in (2, 3, 4) or failed == ["the suite hung"] or run(clean, failed)[0] == 0:
+                return {"verdict": "caught", "stage": name, "by": failed[0] if failed else f"exit code {code}"}
+            return {"verdict": "unclear", "stage": name, "by": f"{failed} fails without the fault too"}
+        return {"verdict": "survived", "stage": "all" if whole else "importers"}
+    finally:
+        target.write_text(source, encoding="utf-8")
+
+
+def described(number: int, area: str, fault: Fault, root: Path) -> dict[str, object]:
+    before = (root / fault.file).read_text(encoding="utf-8")
+    after = fault.apply(before)
+    ast.parse(after)
+    lines = before.splitlines()[fault.line - 1].strip(), after.splitlines()[fault.line - 1].strip()
+    return {"number": number, "area": area, **asdict(fault), "before": lines[0], "after": lines[1]}
+
+
+def append(row: dict[str, object], results: Path) -> None:
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def summary(results: Path) -> str:
+    """The last line of each fault counts."""
+    rows = {row["number"]: row for row in map(json.loads, results.read_text(encoding="utf-8").splitlines())}
+    verdicts = [row["verdict"] for row in rows.values()]
+    caught, equivalent = verdicts.count("caught"), verdicts.count("equivalent")
+    lines = [f"{caught} of {len(rows)} faults caught, {equivalent} more change nothing that could be seen."]
+    for row in rows.values():
+        if row["verdict"] != "caught":
+            lines.append(
+                f"{row['number']}: {row['file']}:{row['line']}: {row['before']}  ->  {row['after']}: {row['verdict']}"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Does the suite notice one-line faults?")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="these of the fifty")
+    parser.add_argument("--jobs", type=int, default=2, help="copies of the tree that are tested at a time")
+    parser.add_argument(
+        "--near", action="store_true", help="leave out the tests that have no visible connection with the module"
+    )
+    parser.add_argument("--list", action="store_true", help="say what would be changed, and end")
+    parser.add_argument("--equivalent", nargs=2, metavar=("NUMBER", "WHY"), help="record that a fault changes nothing")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+
+    faults = list(enumerate(draw(ROOT, options.seed), 1))
+    rows = {number: described(number, area, fault, ROOT) for number, (area, fault) in faults}
+    if options.list:
+        for row in rows.values():
+            print(
+                f"{row['number']:3} {row['area']:10} {row['kind']:12} {row['file']}:{row['line']}: {row['before']}  ->  {row['after']}"
+            )
+        return 0
+    if options.equivalent:
+        number, why = int(options.equivalent[0]), options.equivalent[1]
+        append({**rows[number], "seed": options.seed, "verdict": "equivalent", "argument": why}, options.results)
+        print(summary(options.results))
+        return 0
+    chosen = [(number, fault) for number, (_, fault) in faults if not options.only or number in options.only]
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        clean = copied(ROOT, Path(folder, "clean"))
+        trees: Queue[Path] = Queue()
+        for job in range(options.jobs):
+            trees.put(copied(ROOT, Path(folder, f"copy{job}")))
+
+        def judge(number: int, fault: Fault) -> None:
+            tree = trees.get()
+            found = examine(fault, tree, clean, not options.near)
+            trees.put(tree)
+            append({**environment(), **rows[number], "seed": options.seed, **found}, options.results)
+            print(
+                f"{number:3} {found['verdict']:9} {fault.file}:{fault.line} {fault.kind}: {found.get('by', '')}",
+                flush=True,
+            )
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda each: judge(*each), chosen))
+    print(summary(options.results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

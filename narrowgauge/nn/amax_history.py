@@ -1,0 +1,75 @@
+"""The memory of delayed scaling as a module: one AmaxHistory per tensor with a window (role x, w or gy of a layer).
+
+    history    [length]  largest magnitudes of earlier steps, newest first; 0 where nothing was seen yet
+    live       [3]       this step's amax state, see `ops.quantize.amax_state`
+    nonfinite  [1]       how many steps had a non-finite amax
+
+Between steps `roll_history` moves what was seen into the history and sets the amax of the next one. A tensor that was not seen, or
+was all zero, keeps history and scale, so ending a step twice is ending it once. A non-finite amax never enters: its step's scale was
+NaN, and the next step uses the old window again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.recipe import Window
+
+
+class AmaxHistory(nn.Module):
+    """The state of one tensor; see the module."""
+
+    history: Tensor
+    live: Tensor
+    nonfinite: Tensor
+
+    def __init__(self, window: Window, device: torch.device) -> None:
+        super().__init__()
+        self.window = window
+        self.register_buffer("history", torch.zeros(window.length, dtype=torch.float32, device=device))
+        self.register_buffer("live", torch.zeros(3, dtype=torch.float32, device=device))
+        self.register_buffer("nonfinite", torch.zeros(1, dtype=torch.int64, device=device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AmaxHistory:
+        """model.to(bfloat16) moves this state but leaves its type: amax is kept in float32.
+
+        From the meta device it arrives (to_empty) as whatever was in memory, and begins anew.
+        """
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            moved = fn(buffer)
+            moved = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            self._buffers[name] = torch.zeros_like(moved) if buffer.is_meta and not moved.is_meta else moved
+        return self
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forgets everything; the name is the one by which frameworks initialize modules that were made on meta."""
+        for buffer in (self.history, self.live, self.nonfinite):
+            buffer.zero_()
+
+    def extra_repr(self) -> str:
+        return str(self.window)
+
+
+@torch.no_grad()
+def roll_history(windows: list[AmaxHistory]) -> None:
+    """Ends a step for many tensors at once. Windows of equal settings are updated together; no host synchronisation."""
+    groups: dict[tuple[Window, torch.device], list[AmaxHistory]] = {}
+    for window in windows:
+        groups.setdefault((window.window, window.live.device), []).append(window)
+    for (settings, _), members in groups.items():
+        live = torch.stack([member.live for member in members])
+        history = torch.stack([member.history for member in members])
+        in_use, seen, poisoned = live.unbind(dim=1)
+        rolled = torch.cat((seen[:, None], history[:, :-1]), dim=1)
+        history = torch.where(seen[:, None] > 0, rolled, history)
+        newest = history.amax(dim=1) if settings.algorithm == "max" else history[:, 0]
+        in_use = torch.where(seen > 0, newest * 2.0**settings.margin, in_use)
+        zero = torch.zeros_like(in_use)
+        torch._foreach_copy_([member.history for member in members], list(history))
+        torch._foreach_copy_([member.live for member in members], list(torch.stack((in_use, zero, zero), dim=1)))
+        torch._foreach_add_([member.nonfinite for member in members], list(poisoned.to(torch.int64)[:, None]))

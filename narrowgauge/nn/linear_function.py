@@ -1,0 +1,127 @@
+"""The three matrix products of a Linear as one autograd function.
+
+    T tokens, K in_features, N out_features; x [T, K], w [N, K], gy [T, N]
+
+    output       = mm(x.rows,  w.rows)  + bias     [T, N]      x    @ w.T
+    grad_input   = mm(gy.rows, w.cols)             [T, K]      gy   @ w
+    grad_weight  = mm(gy.cols, x.cols)             [N, K]      gy.T @ x
+
+Each operand is rotated along its contracted axis, if the product says so, and then cast; how, and where its casts come from, is the
+business of `operands` and `caches`. With backward="straight-through" (straight_through.py) the operands of the backward products are
+the codes of the forward one: their results are gradients of the decoded operands, which `gradient` turns into those of x and w.
+
+What is left out: second derivatives (asking for them raises; `suspended` has them).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
+from narrowgauge.nn.operands import KINDS, Rotation, find
+from narrowgauge.nn.plan import LinearContext, LinearPlan, OperandRequest
+from narrowgauge.ops.mm import Plan
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Gemm, Recipe
+
+
+class LinearFunction(torch.autograd.Function):
+    """x_state, w_state, gy_state: their amax windows; straight-through the learned steps of x and w, and the sampler's readings."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        context: LinearContext,
+        x_state: Tensor | None,
+        w_state: Tensor | None,
+        gy_state: Tensor | None,
+    ) -> Tensor:
+        needs, plan = ctx.needs_input_grad, context.plan
+        wants = needs[0] or needs[4], needs[1] or needs[5]  # the gradient of x or its step, of w or its step
+        rotation = Rotation.draw(plan.recipe.output.rotate, x)
+        x_operand = find("x", x, context, wants, x_state)
+        lhs, kept = x_operand.rows(rotation), x_operand.saved()
+        w_operand = find("w", weight, context, wants, w_state)
+        rhs = w_operand.rows(rotation)
+        y = _mm(plan.output, plan.recipe.output, lhs, rhs, bias, context.out_dtype)
+
+        ctx.context, ctx.wants, ctx.x_kept = context, wants, len(kept)
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype if bias is not None and needs[2] else None
+        ctx.gy_state = gy_state  # an attribute: saved tensors may not change before backward, and this one does
+        ctx.save_for_backward(*kept, *w_operand.saved())
+        return alias_while_compiling(y)
+
+    @staticmethod
+    @no_double_backward("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        context, wants = ctx.context, ctx.wants
+        plan: LinearPlan = context.plan
+        recipe, saved = plan.recipe, ctx.saved_tensors
+        weight = saved[ctx.x_kept + 1]
+        x_request, w_request = OperandRequest(plan.x, context, wants), OperandRequest(plan.w, context, wants)
+        x = plan.x.kind.restored(x_request, saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]))
+        w = plan.w.kind.restored(w_request, saved[ctx.x_kept :], weight.shape)
+        g = find("gy", gy, context, wants, ctx.gy_state)
+        grad_input = grad_weight = grad_bias = x_step = w_step = None
+
+        if wants[0]:
+            rotation = Rotation.draw(recipe.grad_input.rotate, gy)
+            lhs, rhs = g.rows(rotation), w.cols(rotation, g)
+            d = _mm(
+                plan.grad_input, recipe.grad_input, lhs, rhs, None, _made_in(plan.grad_input, context, gy, ctx.x_dtype)
+            )
+            d, x_step = x.gradient(g.finished("grad_input", d))
+            grad_input = d.to(ctx.x_dtype)
+        if wants[1]:
+            rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T)
+            lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
+            d = _mm(
+                plan.grad_weight,
+                recipe.grad_weight,
+                lhs,
+                rhs,
+                None,
+                _made_in(plan.grad_weight, context, gy, weight.dtype),
+            )
+            d, w_step = w.gradient(g.finished("grad_weight", d))
+            grad_weight = d.to(weight.dtype)
+        if ctx.bias_dtype is not None:
+            grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
+        learns = ctx.needs_input_grad[4:6]
+        if True in learns:
+            x_step, w_step = plan.x.kind.step_gradients((x_step, w_step), learns, context.is_cold, gy.device)
+        return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
+
+
+def _mm(
+    plan: Plan, gemm: Gemm, lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    out: Tensor = plan.choice.kernel.run(lhs, rhs, bias, dtype, gemm.fast_accumulate)
+    return out
+
+
+def _made_in(plan: Plan, context: LinearContext, gy: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type in which a product computes a gradient that becomes `dtype`; float32 for what an epilogue works on.
+
+    Under bfloat16 autocast, on a CPU that multiplies bfloat16, a gradient is rounded to bfloat16 on its way, once: by 2**-8 of each
+    element at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
+    """
+    if context.plan.straight_through:
+        return torch.float32
+    on_narrow_units = plan.expand == torch.bfloat16 and gy.device.type == "cpu"
+    return torch.bfloat16 if on_narrow_units and context.out_dtype == torch.bfloat16 else dtype
+
+
+def plan_of(recipe: Recipe, device: torch.device, hidden_by: str = "") -> LinearPlan:
+    """What the recipe means on the device. hidden_by: what hides the memory of the operands, see `addresses.wrapper`."""
+    if recipe.backward == "recast":
+        return LinearPlan.of(recipe, device, KINDS, hidden_by)
+    from narrowgauge.nn import straight_through
+
+    return LinearPlan.of(recipe, device, straight_through.KINDS, hidden_by)

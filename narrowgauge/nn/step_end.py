@@ -1,0 +1,108 @@
+"""The end of an optimizer step: by `advance`, a line of the training loop, or by torch's optimizers themselves.
+
+torch calls `_after_step` after every `optimizer.step()` (torch.optim.optimizer.register_optimizer_step_post_hook, registered with the
+first layer). It ends the step of the models that were converted as a whole, and of the layers that stand alone, of which the
+optimizer holds a parameter: also of those whose weights it does not move, as under LoRA. So a weight that is written without a sign,
+by a fused optimizer, is cast anew. `advance` after it does nothing for those layers, once: their step has ended already.
+
+A step inside a backward pass (an optimizer per parameter) ends nothing, since layers further ahead have not seen their gradients; the
+casts of its weights are forgotten. Where a GradScaler skips the step, torch calls nothing, and the windows go on taking maxima. A step
+that torch.compile traces, an optimizer that is none of torch's, and weights written by hand need the line.
+
+Followed are weak references to models and layers, and nothing else is global.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from narrowgauge.nn.amax_history import AmaxHistory, roll_history
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.learned_step import LearnedSteps
+    from narrowgauge.nn.leverage_score import RowSampling
+
+
+class Layer(Protocol):
+    """What a QLinear is here."""
+
+    weight: torch.Tensor
+    scaling: nn.ModuleDict | None
+    steps: LearnedSteps | None
+    sampling: RowSampling | None
+    step_ended: bool
+
+    def end_step(self) -> None: ...
+
+
+_LAYERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_registered: list[Any] = []  # torch's handle, so that it is done once
+
+
+def follow_layer(layer: nn.Module) -> None:
+    """From now on the steps of torch's optimizers that hold a parameter of the layer are steps of it."""
+    if not _registered:
+        _registered.append(register_optimizer_step_post_hook(_after_step))
+    _LAYERS.add(layer)
+
+
+def follow_model(model: nn.Module) -> None:
+    """And of all layers of a model, whichever of its parameters the optimizer holds."""
+    _MODELS.add(model)
+
+
+def forget(layer: nn.Module) -> None:
+    _LAYERS.discard(layer)
+
+
+def end_steps(layers: dict[str, Any]) -> None:
+    """Name -> layer. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide."""
+    found: list[tuple[str, Layer]] = list(layers.items())
+    for _, layer in found:
+        layer.end_step()
+        if layer.steps is not None:
+            layer.steps.advance()
+    if learned := [(name, layer, layer.steps) for name, layer in found if layer.steps is not None]:
+        from narrowgauge.nn.learned_step import warn_of_untrained
+
+        warn_of_untrained(learned)  # type: ignore[arg-type]
+    if samplings := [layer.sampling for _, layer in found if layer.sampling is not None]:
+        from narrowgauge.nn.leverage_score import decide
+
+        decide(samplings)
+    roll_history([each for _, layer in found if layer.scaling is not None for each in _histories(layer.scaling)])
+
+
+def _histories(scaling: nn.ModuleDict) -> Iterable[AmaxHistory]:
+    for history in scaling.values():
+        assert isinstance(history, AmaxHistory)
+        yield history
+
+
+@torch.no_grad()
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    alone = [each for each in _LAYERS if any(id(own) in held for own in each._parameters.values())]
+    if torch._C._current_graph_task_id() != -1:  # inside a backward pass
+        for layer in alone:
+            layer.empty_cache(keep=True)
+        return
+    layers: dict[Any, str] = {}
+    for model in list(_MODELS):
+        if any(id(parameter) in held for parameter in model.parameters()):
+            layers |= {each: name for name, each in model.named_modules() if each in _LAYERS}
+    layers |= {each: "" for each in alone if each not in layers}
+    ended = {name or f"layer {number}": each for number, (each, name) in enumerate(layers.items())}
+    if ended:
+        end_steps(ended)
+    for layer in layers:
+        layer.step_ended = True

@@ -1,0 +1,95 @@
+"""The seams of a Linear: its size, what it imports and calls, and that a source of casts is all that a new one needs (exact)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from benchmarks.linear_overhead import IMPORTED, counted, trip
+from narrowgauge import recipes
+from narrowgauge.nn import linear_function
+from narrowgauge.nn.linear_function import LinearFunction, plan_of
+from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.nn.plan import LinearContext, OperandRequest
+from narrowgauge.ops.validity import validity
+from tests.compare import assert_same
+
+
+def test_the_three_products_stand_on_one_page():
+    assert len(Path(linear_function.__file__).read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_one_linear_calls_little_and_stays_in_few_files():
+    """Forward and backward, the cast of the weight included."""
+    layer = ng.QLinear(64, 64, recipe="fp8-current")
+    run = trip(layer)
+    for _ in range(2):
+        run()
+        ng.advance(layer)
+    found = counted(run)
+    assert found["calls"] <= 220 and found["moves"] <= 80, found
+
+
+def test_importing_the_linear_brings_few_lines():
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True)
+    assert int(done.stdout) <= 5000
+
+
+class Gathered:
+    """Codes of a weight that somebody else has cast, as a collective would bring them."""
+
+    def __init__(self, weight: torch.Tensor, **casts: object) -> None:
+        self.weight, self.casts, self.asked = weight, casts, []
+
+    def lookup(self, tensor: torch.Tensor, request: OperandRequest) -> Operand | None:
+        self.asked.append(request.plan.role)
+        return request.plan.kind(tensor, request, Casts(**self.casts)) if tensor is self.weight else None
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-row", "mxfp8"])
+def test_a_source_of_casts_is_one_object(recipe):
+    """What it has is multiplied; what it lacks, and the other operands, are cast as ever."""
+    recipe = recipes.get(recipe)
+    x, shown = torch.randn(8, 64), torch.randn(32, 64, requires_grad=True)
+    real = (2 * shown.detach()).requires_grad_()
+    plan = plan_of(recipe, x.device)
+    rows = ng.quantize(real, recipe.output.rhs, expand=plan.w.rows_expand)
+    source = Gathered(shown, rows=rows)
+    y = LinearFunction.apply(x, shown, None, LinearContext(plan, x.dtype, sources=(source,)), None, None, None)
+    assert_same(y, ng.linear(x, real, None, recipe))
+    assert source.asked == ["x", "w"]
+    y.backward(torch.ones_like(y))
+    assert source.asked == ["x", "w", "gy"] and shown.grad is not None
+
+
+def test_the_key_of_everything_that_is_kept():
+    """One for all caches: version, place, type, shape, strides, inference mode; none for a tensor without a version."""
+    x = torch.randn(4, 4)
+    before = validity(x)
+    assert before == validity(x) and before is not None
+    changed = [x.T, x[:2], x.to(torch.float64), x.clone()]
+    assert all(validity(each) != before for each in changed)
+    with torch.inference_mode():
+        assert validity(x) != before and validity(torch.ones(2)) is None
+    x.add_(1)
+    assert validity(x) != before
+
+
+@pytest.mark.parametrize("recipe", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq"])
+def test_observers_see_the_cast_of_4_bits_whatever_multiplies_it(recipe, monkeypatch):
+    """Where INT8 units multiply the codes too: what clipped shows in no format but its own."""
+    from dataclasses import replace
+
+    from narrowgauge.nn import plan as plans
+
+    whole = plans.plan
+    monkeypatch.setattr(plans, "plan", lambda gemm, device: replace(whole(gemm, device), expand=None))
+    layer, seen = ng.QLinear(64, 32, recipe=recipe), {}
+    layer.observer = lambda gemm, role, original, operand: seen.update({(gemm, role): operand.cast.format.name})
+    layer(torch.randn(16, 64, requires_grad=True)).sum().backward()
+    assert {seen["output", "x"], seen["output", "w"], seen["grad_input", "w"], seen["grad_weight", "x"]} == {"int4"}

@@ -1,0 +1,181 @@
+"""The end of an optimizer step, with `advance` and without it, and casts of weights that were written unseen (exact)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.nn import step_end
+from narrowgauge.nn.linear import QLinear
+from tests.compare import assert_same
+
+RECIPES = ("fp8-current", "fp8-delayed", "int4-hq-lss", "nvfp4")
+
+
+def built(recipe: str = "fp8-delayed") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    ng.convert(model, recipe)
+    return model
+
+
+def accumulated(model: nn.Module, micro_batches: int = 2) -> list[torch.Tensor]:
+    losses = []
+    for _ in range(micro_batches):
+        loss = model(torch.randn(16, 32)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def trained(recipe: str, line: bool, optimizers: int = 1, steps: int = 4, **options) -> dict[str, object]:
+    """Losses and state; options: of torch's AdamW, of which each layer may have its own."""
+    model = built(recipe)
+    parts = [model] if optimizers == 1 else [model[0], model[2]]
+    owned = [torch.optim.AdamW(part.parameters(), lr=1e-2, **options) for part in parts]
+    losses = []
+    for _ in range(steps):
+        losses += accumulated(model)
+        for optimizer in owned:
+            optimizer.step()
+            optimizer.zero_grad()
+        if line:
+            ng.advance(model)
+    return {"losses": losses, "state": dict(model.state_dict())}
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_loop_without_the_line_is_one_with_it(recipe, fused, optimizers):
+    assert_same(trained(recipe, False, optimizers, fused=fused), trained(recipe, True, optimizers, fused=fused))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_line_alone_is_what_it_was(recipe, monkeypatch):
+    """As before torch's optimizers ended steps: theirs ends nothing, `advance` does."""
+    both = trained(recipe, True)
+    monkeypatch.setattr(step_end, "follow_layer", lambda layer: None)
+    monkeypatch.setattr(step_end, "follow_model", lambda model: None)
+    assert_same(trained(recipe, True), both)
+
+
+def test_fused_optimizers_do_not_train_on_frozen_casts():
+    """They leave the version of a weight as it was."""
+    model = built("fp8-current")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    accumulated(model)
+    optimizer.step()
+    x = torch.randn(16, 32)
+    model(x)  # its casts are kept from here on
+    accumulated(model)
+    optimizer.step()
+    kept = model(x)
+    for layer in (model[0], model[2]):
+        layer.empty_cache()
+    assert_same(kept, model(x))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "int4-hq-bs"])
+def test_without_gradients_no_kept_cast_is_read(recipe):
+    """As PEFT merges an adapter: into `weight.data`, whose version stands still."""
+    model = built(recipe)
+    ng.advance(model)
+    x = torch.randn(16, 32)
+    accumulated(model)
+    with torch.no_grad():
+        model(x)
+    model[0].weight.data += 0.5
+    with torch.no_grad():
+        merged = model(x)
+    for layer in (model[0], model[2]):
+        layer.empty_cache()
+    with torch.no_grad():
+        assert_same(merged, model(x))
+
+
+def test_adapters_end_the_steps_of_frozen_layers():
+    """LoRA: the optimizer holds no parameter of the converted layers."""
+    model = built("fp8-delayed").requires_grad_(False)
+    model.append(nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    model(torch.randn(16, 32)).sum().backward()
+    assert float(model[0].window("x").live[1]) > 0
+    optimizer.step()
+    assert float(model[0].window("x").live[1]) == 0 and float(model[0].window("x").live[0]) > 0
+
+
+def test_only_models_of_the_optimizer_end_their_step():
+    first, second = built(), built()
+    for model in (first, second):
+        accumulated(model)
+    torch.optim.SGD(first.parameters(), lr=0.1).step()
+    assert float(first[0].window("x").live[1]) == 0 < float(second[0].window("x").live[1])
+
+
+def test_accumulating_without_a_step_ends_none_and_a_skipped_step_neither():
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.full((4, 32), 1e20)).square().sum()).backward()
+    seen = float(model[0].window("x").live[1])
+    scaler.step(optimizer)  # its gradients are not finite
+    scaler.update()
+    assert float(model[0].window("x").live[1]) == seen > 0
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(4, 32)).square().sum()).backward()
+    scaler.step(optimizer)
+    assert float(model[0].window("x").live[1]) == 0
+
+
+def test_a_step_inside_backward_ends_nothing_and_forgets_casts():
+    """An optimizer per parameter: layers further ahead have not seen their gradients yet, and checkpointing repeats forward passes."""
+    model = built("fp8-delayed")
+    own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(lambda each: own[each].step())
+    ng.advance(model)
+    accumulated(model, 1)
+    assert float(model[0].window("x").live[1]) > 0 and not model[0].step_ended
+    assert model[0]._cache.casts.is_empty
+    ng.advance(model)
+    assert float(model[0].window("x").live[1]) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_followed_too(copied):
+    model = built()
+    accumulated(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    twin = copied(model)
+    assert not twin[0].step_ended
+    accumulated(twin)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert float(twin[0].window("x").live[1]) == 0 and twin[0].step_ended
+
+
+def test_layers_that_are_gone_are_not_kept_and_restored_ones_are_left_alone():
+    layer = QLinear(32, 32, recipe="fp8-delayed")
+    assert layer in step_end._LAYERS
+    before = len(step_end._LAYERS)
+    model = built()
+    ng.convert(model, None)
+    assert model[0] not in step_end._LAYERS
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    del layer
+    gc.collect()
+    assert len(step_end._LAYERS) < before
+
+
+def test_importing_registers_nothing():
+    program = "import narrowgauge.nn.linear; from narrowgauge.nn import step_end; print(step_end._registered)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8")
+    assert done.stdout == "[]\n", done.stderr

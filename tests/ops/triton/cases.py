@@ -1,0 +1,54 @@
+"""Runs the cases of modules under Triton's interpreter, in a process of its own, and looks at what they print.
+
+A module yields names with calls from `cases()`, has `KINDS`, what a name begins with, and `is_quick(name)`, whether `make test` runs it:
+
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick stepped casting      an object for each case: its name, and "" or what differs
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases rest stepped casting       those that `make test-slow` adds
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases "lion " stepped            those that begin so
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+Case = tuple[str, Callable[[], object]]
+
+
+def chosen(module: Any, part: str) -> Iterator[Case]:
+    quick = module.is_quick
+    takes = {"quick": quick, "rest": lambda name: not quick(name)}.get(part, lambda name: name.startswith(part))
+    return (each for each in module.cases() if takes(each[0]))
+
+
+def tell(module: Any, part: str) -> None:
+    """Runs a part of the cases, each from the same random state, and prints of each what differs."""
+    for name, case in chosen(module, part):
+        torch.manual_seed(0)
+        try:
+            case()
+            words = ""
+        except Exception as error:  # told to the test that started this process
+            words = f"{type(error).__name__}: {error}"
+        print(json.dumps({"case": f"{module.__name__}: {name}", "words": words}), flush=True)
+
+
+def check(found: dict[str, str], modules: list[Any], part: str) -> None:
+    """All were run, none differs, each is of a kind, and each kind has a case: one without is a test that cannot fail."""
+    assert list(found) == [f"{module.__name__}: {name}" for module in modules for name, _ in chosen(module, part)]
+    for module in modules:
+        names = [name for name, _ in module.cases()]
+        assert not [name for name in names if not name.startswith(module.KINDS)], module
+        assert not [kind for kind in module.KINDS if not any(name.startswith(kind) for name in names)], module
+    different = [f"{name}: {words}" for name, words in found.items() if words]
+    assert found and not different, "\n".join(different)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        tell(import_module(f"tests.ops.triton.{name}"), sys.argv[1])

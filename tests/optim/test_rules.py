@@ -1,0 +1,134 @@
+"""Rules as objects: chosen per group, saved by name, refused by kernels that do not know them (exact)."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.optim import AdamW, Lion, rules, state_bytes
+from narrowgauge.optim.cpp import binding
+from narrowgauge.optim.masters import KINDS
+from narrowgauge.optim.moments import STATES
+from tests.compare import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch")  # said once in a process
+needs_compiler = pytest.mark.skipif(bool(binding.refuse()), reason="needs a C++ compiler")
+
+
+def _constants(group: Any, step: int) -> float:
+    return -float(group["lr"]) * group["share"]
+
+
+def _centred(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: float, holds: bool) -> rules.Updated:
+    """A momentum, and a step without its mean over the whole matrix: no part of it can be computed alone."""
+    decays = rules.only_decays(g, m)
+    m = m * 0.9 + g
+    return w + (m - m.mean()) * c, m, v, decays
+
+
+CENTRED = rules.Rule(
+    name="centred", moments=("momentum",), constants=_constants, update=_centred, granularity="matrix", options={"share": 0.5}
+)  # fmt: skip
+
+
+def matrix(rows: int = 300, columns: int = 301, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    torch.manual_seed(2)
+    return nn.Parameter((torch.randn(rows, columns) * 0.05).to(dtype))
+
+
+def run(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                generator = torch.Generator().manual_seed(step)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+
+
+def test_groups_step_by_their_own_rules():
+    """As two optimizers would (noise is of a parameter's number), with the options of each rule as its own optimizer has them."""
+    one, two, three, four = matrix(), matrix(20), matrix(), matrix(20)
+    both = AdamW([{"params": [one], "rule": "lion", "lr": 1e-4}, {"params": [two]}], states="fp8", weight_decay=0.0)
+    assert both.param_groups[0]["betas"] == (0.9, 0.99) and both.param_groups[1]["betas"] == (0.9, 0.999)
+    alone = [Lion([three], lr=1e-4, states="fp8"), AdamW([matrix(), four], states="fp8", weight_decay=0.0)]
+    for optimizer in (both, *alone):
+        run(optimizer, 0, 3)
+    assert_same([one.detach(), two.detach()], [three.detach(), four.detach()])
+    assert "exp_avg_sq" in both.state[two] and "exp_avg_sq" not in both.state[one]
+    assert "rule" not in alone[0].state_dict()["param_groups"][0]
+
+
+def test_a_rule_of_whole_matrices_sees_them_whole():
+    """Larger than a chunk of the plain torch step, with ragged tiles."""
+    weight, truth = matrix(), matrix().detach()
+    optimizer = AdamW([{"params": [weight], "rule": CENTRED}], lr=0.1)
+    moment = torch.zeros_like(truth)
+    for step in range(3):
+        run(optimizer, step, step + 1)
+        moment = moment * 0.9 + weight.grad
+        truth = truth + (moment - moment.mean()) * -0.05
+    torch.testing.assert_close(weight.detach(), truth, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("master", KINDS, ids=str)
+def test_every_state_and_master_works_with_a_new_rule_and_resumes(states, master):
+    """Steps near those of float32 states (4bit: 12 dB), and the same bits after a state was saved by name and loaded."""
+    dtype = torch.bfloat16 if master else torch.float32
+    weight, straight, exact = (matrix(dtype=dtype) for _ in range(3))
+
+    def build(parameter: nn.Parameter, states: str) -> AdamW:
+        return AdamW([{"params": [parameter], "rule": CENTRED}], lr=0.1, states=states, master=master)  # type: ignore[arg-type]
+
+    first, uncut, wide = build(weight, states), build(straight, states), build(exact, "fp32")
+    run(first, 0, 2)
+    run(uncut, 0, 4)
+    run(wide, 0, 4)
+    second = build(weight, states)
+    saved = first.state_dict()
+    assert saved["param_groups"][0]["rule"] == "centred"
+    second.load_state_dict(saved)
+    run(second, 2, 4)
+    assert_same(weight.detach(), straight.detach())
+    step = (exact.detach() - matrix(dtype=dtype).detach()).float()
+    error = (weight.detach() - exact.detach()).float()
+    assert float(error.norm() / step.norm()) < 0.25
+
+
+@needs_compiler
+def test_kernels_refuse_rules_that_they_do_not_know():
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(ConfigError, match=r"knows no rule 'centred', only adamw, lion, sgd"):
+        AdamW([{"params": [parameter], "rule": CENTRED}], backend="native")
+    impostor = replace(rules.ADAMW, update=rules.LION.update, granularity="matrix")
+    optimizer = AdamW([{"params": [parameter], "rule": impostor}])
+    assert optimizer.computed_by(parameter).startswith("torch (") and "knows no rule 'adamw'" in optimizer.computed_by(
+        parameter
+    )
+    run(optimizer, 0, 1)
+    assert "knows no rule" in str(state_bytes(optimizer))
+
+
+def test_a_rule_survives_a_copy():
+    optimizer = copy.deepcopy(AdamW([{"params": [matrix()], "rule": CENTRED}]))
+    run(optimizer, 0, 1)
+    assert "momentum" in optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+def test_rules_that_are_none_and_states_of_another_are_refused():
+    with pytest.raises(ConfigError, match=r"no rule 'leon'. Closest: 'lion'"):
+        AdamW([{"params": [matrix()], "rule": "leon"}])
+    with pytest.raises(ConfigError, match=r"a group has 'shares', which is no option. Closest: 'share'"):
+        AdamW([{"params": [matrix()], "rule": CENTRED, "shares": 1.0}])
+    saved, other = AdamW([{"params": [matrix()], "rule": "lion"}]), AdamW([matrix()])
+    run(saved, 0, 1)
+    with pytest.raises(
+        CheckpointError, match=r"saved with the rule 'lion', here it has 'adamw'. Build it with the rule"
+    ):
+        other.load_state_dict(saved.state_dict())

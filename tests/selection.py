@@ -1,0 +1,28 @@
+"""Which cases `make test` runs, and which of them wait for `make test-slow`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def quick(chosen: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """All the cases for `parametrize`; those that are not chosen are marked slow.
+
+    chosen    the cases themselves, or for tuples their first element; each of them must occur, so that none is lost in a renaming
+    """
+    cases = list(cases)
+
+    def found(case: Any) -> list[Any]:
+        return [each for each in chosen if each == case or (isinstance(case, tuple) and each == case[0])]
+
+    taken = [each for case in cases for each in found(case)]
+    assert not (lost := [each for each in chosen if each not in taken]), f"chosen, but no case: {lost}"
+    return [case if found(case) else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -1,0 +1,102 @@
+"""The faults of the mutation check: what is changed, what is left alone, and that each of the fifty is one line of Python (exact)."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+
+from benchmarks import mutations
+from benchmarks.environment import ROOT
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
+
+SOURCE = '''"""Not 1 + 1."""
+LIMIT = 3 - 1
+
+
+def f(x: "1 + 1", n=4):
+    if n < x.shape[0]:
+        raise ValueError(f"{n - 1} is more than {n + 1}")
+    y = (x - -n).float().T
+    return ("a" + "é") and y.sum(-1), x.to(y.dtype) + (n - 2)
+
+
+def refuse(x):
+    return x + 1
+'''
+
+
+def faults_of(source: str) -> dict[str, set[str]]:
+    """Kind -> the line that each fault makes."""
+    found: dict[str, set[str]] = {}
+    for kind, node in mutations.places(ast.parse(source)):
+        fault = mutations.fault_at(node, kind, source.encode().splitlines(), "m.py")
+        changed = fault.apply(source)
+        ast.parse(changed)
+        found.setdefault(kind, set()).add(changed.splitlines()[fault.line - 1].strip())
+    return found
+
+
+def test_each_kind_changes_what_it_says_and_nothing_in_messages():
+    last = 'return ("a" + "é") and y.sum(-1), x.to(y.dtype) + (n - 2)'
+    assert faults_of(SOURCE) == {
+        "sign": {
+            "y = (x + -n).float().T", "y = (x - n).float().T", last.replace(") + (", ") - ("), last.replace("n - 2", "n + 2"),
+        },
+        "off by one": {"if n <= x.shape[0]:", "if n < x.shape[1]:", last.replace("n - 2", "n - 3"), last.replace("sum(-1)", "sum(-2)")},
+        "swapped axes": {"if n < x.shape[1]:", "y = (x - -n).float()", last.replace("sum(-1)", "sum(-2)")},
+        "dropped cast": {"y = (x - -n).T", last.replace("x.to(y.dtype)", "x")},
+    }  # fmt: skip
+
+
+def test_fifty_are_drawn_alike_for_the_same_seed_and_each_changes_one_line():
+    drawn = mutations.draw(ROOT, 0)
+    assert drawn == mutations.draw(ROOT, 0) != mutations.draw(ROOT, 1) and len(drawn) == 50
+    assert {area: sum(each == area for each, _ in drawn) for area in mutations.SHARES} == mutations.SHARES
+    for number, (area, fault) in enumerate(drawn):
+        row = mutations.described(number, area, fault, ROOT)
+        assert row["before"] != row["after"]
+
+
+def test_tests_named_after_the_module_come_first_and_each_once():
+    found = dict(mutations.stages(ROOT, "narrowgauge/formats.py"))
+    assert "tests/test_formats.py" in found["mirror"]
+    everything = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(test for tests in found.values() for test in tests) == sorted(everything)
+
+
+@pytest.mark.parametrize(
+    ("codes", "verdict"),
+    [((1, 0), "caught"), ((1, 1), "unclear"), ((0, 0, 0), "survived"), ((5, 2), "caught")],
+)
+def test_a_fault_is_caught_by_a_test_that_passes_without_it(tmp_path, monkeypatch, codes, verdict):
+    """The fault is in the tree while tests run, and gone after them."""
+    for name in ("package/a.py", "tests/test_a.py", "tests/test_b.py", "tests/test_uses.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import package.a\n" if "uses" in name else "x = 1\n", encoding="utf-8")
+    monkeypatch.setattr(mutations, "PACKAGE", "package")
+    answers, seen = iter(codes), []
+
+    def run(tree, tests):
+        seen.append((tmp_path / "package/a.py").read_text("utf-8"))
+        code = next(answers)
+        return code, ["tests/test_a.py::test"] if code == 1 else []
+
+    monkeypatch.setattr(mutations, "run", run)
+    fault = mutations.Fault("off by one", "package/a.py", 1, 4, 5, "2")
+    found = mutations.examine(fault, tmp_path, tmp_path, whole=True)
+    assert found["verdict"] == verdict and set(seen) == {"x = 2\n"}
+    assert (tmp_path / "package/a.py").read_text("utf-8") == "x = 1\n"
+
+
+def test_the_last_line_of_a_fault_counts(tmp_path):
+    row = {"number": 1, "file": "m.py", "line": 2, "before": "a", "after": "b"}
+    for verdict in ("survived", "equivalent"):
+        mutations.append({**row, "verdict": verdict}, tmp_path / "found.jsonl")
+    mutations.append({**row, "number": 2, "verdict": "caught"}, tmp_path / "found.jsonl")
+    assert mutations.summary(tmp_path / "found.jsonl").splitlines() == [
+        "1 of 2 faults caught, 1 more change nothing that could be seen.", "1: m.py:2: a  ->  b: equivalent"
+    ]  # fmt: skip
+    assert all(json.loads(line) for line in (tmp_path / "found.jsonl").read_text("utf-8").splitlines())
