@@ -3,7 +3,7 @@
 A kernel that was never run on a device, a layout that a library changed, a driver or a compiler that mistranslates: none of them raises an
 error, all of them give plausible numbers. So before a kernel is first taken on a device for a kind of call, it computes a sample there,
 and the definition computes the truth on the CPU. An op says what it compares by a `Check` (mm/selfcheck.py, quantize/selfcheck.py,
-hadamard/selfcheck.py, rotary, optim/backends.py), and `checked` gives a kernel that check. All the rest is here.
+hadamard/selfcheck.py, rotary, optim/backends.py), and `checked` (checked.py) gives a kernel that check. All the rest is here.
 
 Once per process, device, kernel and kind of call; then a dictionary. Random numbers come from generators of their own, and nothing is
 recorded for autograd. Devices that are not here (`Device.index` None) are taken by their word. Tests examine every checked kernel of every
@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import BackendError, OutOfMemoryError
-from narrowgauge.ops.registry import Device, Kernel, Refusal, constant_while_compiling
+from narrowgauge.ops.registry import Device, Kernel
 
 
 class OnDevice(Protocol):
@@ -34,9 +34,6 @@ class OnDevice(Protocol):
 
 
 Spec = TypeVar("Spec", bound=OnDevice)
-
-# Whether torch.compile hands frozen dataclasses to functions whose results it takes as constants (`constant_while_compiling`).
-TAKES_DATACLASSES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class Comparison(NamedTuple):
@@ -95,55 +92,31 @@ class Result:
 RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}  # (op, kernel, kind of call, index of the device)
 
 
-def checked(op: str, kernel: Kernel[Spec], load: Callable[[], Check[Spec]]) -> Kernel[Spec]:
-    """The kernel, refused as well where it is wrong on the device at hand. load: the check, asked for there alone.
+def failure(
+    op: str, kernel: Kernel[Any], check: Check[Any], kind: tuple[Hashable, ...], device: torch.device
+) -> str | None:
+    """Why the kernel failed its check for this kind of call on this device, or None. Checks it if that is still to do.
 
     A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
     """
-
-    @constant_while_compiling
-    def failure(device_type: str, index: int, *kind: Hashable) -> str | None:
-        check = load()
-        key = (op, kernel.name, check.resolve(kind), index)
-        if key not in RESULTS:
-            refuse_capture(op, kernel.name, device_type, index)
-            result = RESULTS[key] = examine(op, kernel.run, check, key[2], torch.device(device_type, index))
-            if result.reason is not None:
-                warnings.warn(
-                    f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {result.reason}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return RESULTS[key].reason
-
-    def refuse(spec: Spec) -> Refusal | None:
-        refusal = kernel.refuse(spec)
-        if refusal is not None or spec.device.index is None:
-            return refusal
-        device, check = spec.device, load()
-        if check.constant is not None and not TAKES_DATACLASSES and torch.compiler.is_compiling():
-            kind = check.constant(spec)
-            if kind is None:
-                return Refusal("compiling", _CANNOT_NAME)
-        else:
-            kind = check.kind(spec)
-        reason = None if kind is None else failure(device.type, device.index, *kind)
-        return None if reason is None else Refusal("failed-check", reason)
-
-    return replace(kernel, refuse=refuse, check=load)
+    key = (op, kernel.name, check.resolve(kind), device.index)
+    if key not in RESULTS:
+        refuse_capture(op, kernel.name, device)
+        result = RESULTS[key] = examine(op, kernel.run, check, key[2], device)
+        if result.reason is not None:
+            warnings.warn(
+                f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {result.reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return RESULTS[key].reason
 
 
-_CANNOT_NAME = (
-    f"it cannot be checked while torch {torch.__version__} traces, for formats and scale rules that are not narrowgauge's own; "
-    "torch 2.13 or eager mode can"
-)
-
-
-def refuse_capture(op: str, kernel: str, device_type: str, index: int) -> None:
+def refuse_capture(op: str, kernel: str, device: torch.device) -> None:
     """Raises BackendError while a CUDA graph is captured: what an examination computes and waits for may not be part of it."""
-    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise BackendError(
-            f"{op}: {kernel} was never checked on cuda:{index}, and it cannot be while a CUDA graph is captured. "
+            f"{op}: {kernel} was never checked on {device}, and it cannot be while a CUDA graph is captured. "
             "Run one step before the capture."
         )
 

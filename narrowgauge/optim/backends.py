@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.errors import BackendError
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.registry import Choice, Device, Kernel, Refusal, Registry, device_facts, device_of
-from narrowgauge.ops.selfcheck import Check, checked
+from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding

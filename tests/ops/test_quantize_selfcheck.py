@@ -13,6 +13,7 @@ import torch
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4
 from narrowgauge.ops import selfcheck
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.hadamard import encoding
 from narrowgauge.ops.hadamard import selfcheck as rotation
 from narrowgauge.ops.hadamard.codes import Codes
@@ -150,7 +151,7 @@ def no_results(monkeypatch):
 def registry_of(run) -> Registry[Spec]:
     registry: Registry[Spec] = Registry("quantize")
     kernel = Kernel("fast", lambda spec: None, run)
-    registry.register(selfcheck.checked("quantize", kernel, lambda: casting.check(casting.check_one)))
+    registry.register(checked("quantize", kernel, lambda: casting.check(casting.check_one)))
     registry.register(Kernel("reference", lambda spec: None, right))
     return registry
 

@@ -16,12 +16,13 @@ from narrowgauge import recipes
 from narrowgauge.errors import BackendError, OutOfMemoryError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
 from narrowgauge.ops import selfcheck
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.mm import cublas as native
 from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.selfcheck import CHECK, as_words, of_words, plain
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts
-from narrowgauge.ops.selfcheck import Result, checked
+from narrowgauge.ops.selfcheck import Result
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Window
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
 from tests.ops import cublas
@@ -274,7 +275,7 @@ def test_what_words_cannot_name_is_refused_while_an_older_torch_traces(no_result
     own = replace(FP32, name="mine")
     kernel = checked("mm", Kernel("good", lambda spec: None, definition.run), lambda: CHECK)
     here = Device("cpu", index=0)
-    monkeypatch.setattr(selfcheck, "TAKES_DATACLASSES", False)
+    monkeypatch.setattr("narrowgauge.ops.checked.TAKES_DATACLASSES", False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert kernel.refuse(MmSpec(TENSOR, TENSOR, here)) is None and len(selfcheck.RESULTS) == 1
     assert "cannot be checked while torch" in kernel.refuse(MmSpec(replace(TENSOR, scale=own), TENSOR, here)).text

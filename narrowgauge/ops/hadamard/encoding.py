@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import Format, IntFormat
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.hadamard import rotate, rotated_length
 from narrowgauge.ops.hadamard.codes import Codes, encode
 from narrowgauge.ops.hadamard.selfcheck import CHECK, Spec
 from narrowgauge.ops.registry import Kernel, Refusal, Registry, device_facts, device_of
-from narrowgauge.ops.selfcheck import checked
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
 from narrowgauge.ops.triton.arguments import Matrix

@@ -17,22 +17,25 @@ from a native one by the order of summation only. On a GPU a kernel is taken onl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.mm import cpp, cublas, definition, triton
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
-from narrowgauge.ops.selfcheck import Check as SelfCheck
-from narrowgauge.ops.selfcheck import checked
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
 
+if TYPE_CHECKING:
+    from narrowgauge.ops.selfcheck import Check
 
-def _check_of_products() -> SelfCheck[MmSpec]:
+
+def check_of_products() -> Check[MmSpec]:
     from narrowgauge.ops.mm.selfcheck import CHECK  # where a kernel is checked alone
 
     return CHECK
@@ -40,17 +43,17 @@ def _check_of_products() -> SelfCheck[MmSpec]:
 
 KERNELS: Registry[MmSpec] = Registry("mm")
 KERNELS.register(
-    checked("mm", Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True), _check_of_products)
+    checked("mm", Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True), check_of_products)
 )
 KERNELS.register(
-    checked("mm", Kernel("native-block", cublas.refuse_block, cublas.run_block, by_torch=True), _check_of_products)
+    checked("mm", Kernel("native-block", cublas.refuse_block, cublas.run_block, by_torch=True), check_of_products)
 )
-KERNELS.register(checked("mm", Kernel("native-mx", cublas.refuse_mx, cublas.run_mx, by_torch=True), _check_of_products))
+KERNELS.register(checked("mm", Kernel("native-mx", cublas.refuse_mx, cublas.run_mx, by_torch=True), check_of_products))
 KERNELS.register(
-    checked("mm", Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True), _check_of_products)
+    checked("mm", Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True), check_of_products)
 )
-KERNELS.register(checked("mm", Kernel("native-cpp", cpp.refuse, cpp.run), _check_of_products))
-KERNELS.register(checked("mm", Kernel("triton", triton.refuse, triton.run), _check_of_products))
+KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products))
+KERNELS.register(checked("mm", Kernel("triton", triton.refuse, triton.run), check_of_products))
 KERNELS.register(Kernel("reference", lambda spec: None, definition.run, by_torch=True))
 
 

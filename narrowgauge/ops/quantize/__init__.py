@@ -21,20 +21,24 @@ scale per tensor or row whose noise comes as a Key.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.quantize import cpp, definition, triton
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Registry
-from narrowgauge.ops.selfcheck import Check, checked
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import scale_shape
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.selfcheck import Check
 
 
 def check_by(casts: str) -> Callable[[], Check[Spec]]:
@@ -50,7 +54,7 @@ def check_by(casts: str) -> Callable[[], Check[Spec]]:
 
 KERNELS: Registry[Spec] = Registry("quantize")
 KERNELS.register(checked("quantize", Kernel("triton", triton.refuse, triton.run), check_by("check_one")))
-KERNELS.register(checked("quantize", Kernel("native-cpp", cpp.refuse, cpp.run), check_by("check_one")))
+KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run, check=check_by("check_one")))
 KERNELS.register(Kernel("reference", lambda spec: None, definition.quantize, by_torch=True))
 
 tile_amax = definition.tile_amax

@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.quantize import check_by, definition, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Refusal, Registry
-from narrowgauge.ops.selfcheck import checked
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE

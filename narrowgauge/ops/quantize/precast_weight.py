@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.quantize import definition, selfcheck, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxBuffers, update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Refusal, Registry, device_facts
-from narrowgauge.ops.selfcheck import Comparison, checked
+from narrowgauge.ops.selfcheck import Comparison
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.validity import Key, validity
 from narrowgauge.qtensor import QTensor

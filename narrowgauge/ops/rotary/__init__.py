@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
-from narrowgauge.ops.selfcheck import Check, Comparison, checked
+from narrowgauge.ops.selfcheck import Check, Comparison
 from narrowgauge.ops.triton import refuse as refuse_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
