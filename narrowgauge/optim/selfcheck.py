@@ -1,4 +1,4 @@
-"""The optimizer's Triton kernel must prove itself on a device before it may step there: the definition's bits, on two small tensors.
+"""The optimizer's Triton kernel is checked on a device before it steps there: the definition's bits, on two small tensors.
 
     5 rows of two tiles and 48 elements (53 where rows of the call are no multiple of 16), and 3 rows of one tile: several programs, a
     short tile, and two lines of the table

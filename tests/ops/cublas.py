@@ -1,6 +1,6 @@
 """torch.nn.functional.scaled_mm on CUDA, written down: its own check of the arguments, then its sum from raw memory.
 
-Where a scale lies is taken from cuBLAS' documentation, element by element, and has nothing in common with ops/mm/layouts.py.
+Where a scale lies is taken from cuBLAS' documentation, element by element, and has nothing in common with ops/mm/cublas.py.
 """
 
 from __future__ import annotations

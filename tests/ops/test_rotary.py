@@ -81,7 +81,7 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
 @pytest.mark.gpu
 @each_dtypes
 @pytest.mark.parametrize("head", [8, 64, 80, 128, 256])
-def test_the_kernel_passes_its_proof(dtypes, head):
+def test_the_kernel_passes_its_check(dtypes, head):
     assert examine("rotary", rotary.in_triton, rotary.CHECK, (dtypes, head), torch.device("cuda")).reason is None
 
 

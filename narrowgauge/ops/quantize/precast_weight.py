@@ -144,7 +144,7 @@ def next_amax(window: AmaxBuffers) -> Tensor:
 
 @torch.no_grad()
 def write(precast: PrecastWeight, weight: Tensor) -> None:
-    """What the step's kernel writes, made of the new weight by the reference. The definition, and of use in proofs and tests."""
+    """What the step's kernel writes, made of the new weight by the reference. The definition, and of use in checks and tests."""
     precast.maxima.zero_()
     precast.maxima[:1] = tile_amax(weight, (WHOLE, WHOLE)).view(torch.int32).reshape(1) & 0x7FFFFFFF
     if precast.window is not None:

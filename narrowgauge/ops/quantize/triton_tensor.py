@@ -16,7 +16,7 @@ from narrowgauge.ops.triton.elements import encode, magnitude_bits, pack
 from narrowgauge.ops.triton.noise import uniform
 from narrowgauge.ops.triton.scales import divided, divisor, scale_of
 
-IN_USE = tl.constexpr(0)  # the places of `AmaxWindow.live`
+IN_USE = tl.constexpr(0)  # the places of `AmaxBuffers.live`
 SEEN = tl.constexpr(1)
 NONFINITE = tl.constexpr(2)
 

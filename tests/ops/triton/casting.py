@@ -122,7 +122,7 @@ SMALL = selfcheck.Kind(
 
 
 def find_the_broken_kernel() -> None:
-    """One that counts a bit more for every magnitude, and one whose quotients are off, pass no proof."""
+    """One that counts a bit more for every magnitude, and one whose quotients are off, pass no check."""
     for name, cast, change, words in (
         ("magnitude_bits", CURRENT, lambda whole: lambda x: whole(x) + 65536, "its amax of tensor"),
         (

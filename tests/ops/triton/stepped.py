@@ -302,7 +302,7 @@ def prove(kind: selfcheck.Kind) -> None:
 
 
 def find_the_broken_kernel() -> None:
-    """A kernel that rounds with half the noise passes no proof, and the same with its noise back does."""
+    """A kernel that rounds with half the noise passes no check, and the same with its noise back does."""
     from narrowgauge.optim.triton import moment_codes
 
     whole = moment_codes.noise_bits
