@@ -605,7 +605,7 @@ def test_an_export_that_fails_leaves_the_older_one(make, monkeypatch):
 
 def test_a_disk_that_is_full_at_the_report(make, monkeypatch):
     config = make(steps=2)
-    monkeypatch.setattr(loop.report, "write", full_disk)
+    monkeypatch.setattr(loop.page, "write", full_disk)
     with pytest.raises(StorageError, match=r"cannot write the report to .*No space left on device"):
         loop.run(config)
     folder = Path(config.output)
@@ -614,7 +614,7 @@ def test_a_disk_that_is_full_at_the_report(make, monkeypatch):
 
 def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(make, installed, monkeypatch):
     installed(lambda model: in_forward(model, Poison(math.nan)))
-    monkeypatch.setattr(loop.report, "write", full_disk)
+    monkeypatch.setattr(loop.page, "write", full_disk)
     with pytest.raises(NumericsError, match="step 3") as caught:
         loop.run(make())
     assert "report was not written" in caught.value.__notes__[0]

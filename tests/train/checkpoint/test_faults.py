@@ -229,7 +229,8 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path):
     program = (
         f"mount -t tmpfs -o size=4m none {tmp_path} && exec {PYTHON} -c '\n"
         "import os, sys, torch\nfrom pathlib import Path\n"
-        "from narrowgauge import storage\nfrom narrowgauge.errors import StorageError\nfrom narrowgauge.train import checkpoint\n"
+        "from narrowgauge import storage\nfrom narrowgauge.errors import StorageError\n"
+        "from narrowgauge.train.checkpoint import store as checkpoint\n"
         f"folder = Path({str(tmp_path)!r})\n"
         'checkpoint.save(folder, 1, {"weights": {"a": torch.zeros(1000)}}, {})\n'
         "storage.require_space = lambda *_: None\n"
