@@ -15,7 +15,7 @@ from narrowgauge import recipes
 from narrowgauge.nn import linear_function
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.plan import CastRequest, LinearContext
+from narrowgauge.nn.plan import LinearContext, OperandRequest
 from narrowgauge.ops.validity import validity
 from tests.compare import assert_same
 
@@ -46,7 +46,7 @@ class Gathered:
     def __init__(self, weight: torch.Tensor, **casts: object) -> None:
         self.weight, self.casts, self.asked = weight, casts, []
 
-    def lookup(self, tensor: torch.Tensor, request: CastRequest) -> Operand | None:
+    def lookup(self, tensor: torch.Tensor, request: OperandRequest) -> Operand | None:
         self.asked.append(request.plan.role)
         return request.plan.kind(tensor, request, Casts(**self.casts)) if tensor is self.weight else None
 

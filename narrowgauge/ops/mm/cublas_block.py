@@ -25,7 +25,6 @@ from narrowgauge.ops.mm.cublas import (
     refuse_without_units,
     scaled_mm,
 )
-from narrowgauge.ops.mm.layouts import outer_major, padded_to_four
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 
@@ -76,6 +75,8 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
 
 def _arranged(operand: QTensor) -> tuple[Tensor, Tensor, ScalingType]:
     """Codes filled up, scales in their layout, and its name."""
+    from narrowgauge.ops.mm.layouts import outer_major, padded_to_four
+
     if operand.cast.tile == SQUARE:
         codes = aligned(operand.data, BLOCK, BLOCK)
         return codes, padded_to_four(operand.scale), ScalingType.BlockWise128x128

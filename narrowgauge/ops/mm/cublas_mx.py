@@ -17,7 +17,6 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from narrowgauge.formats import E2M1, E4M3, E5M2
 from narrowgauge.ops.mm.cublas import ALIGNMENT, EXPANDED, aligned, dotted, empty_product, in_float32, scaled_mm
-from narrowgauge.ops.mm.layouts import swizzled, to_e8m0
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -90,6 +89,8 @@ def _codes(operand: QTensor) -> Tensor:
 
 def _scales(operand: QTensor) -> list[Tensor]:
     """The scales of tiles, one per row, swizzled; and the tensor's, of NVFP4."""
+    from narrowgauge.ops.mm.layouts import swizzled, to_e8m0
+
     scale, rows = operand.scale, operand.cast.tile[0]
     if rows > 1:
         scale = scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]
