@@ -33,6 +33,7 @@ from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import SharedInputs
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.patterns import matches
 from narrowgauge.recipe import Recipe
@@ -130,6 +131,7 @@ def convert(
     refuse_fast_path(model, _has_recipe)
     _warn_of_read_weights(model)
     step_end.follow_model(model)
+    _warn_of_emulation(model)
     if fuse:
         fuse_producers(model)
     return model
@@ -143,6 +145,22 @@ def is_read_by_owner(model: nn.Module, name: str) -> bool:
     """Whether the module that holds a Linear multiplies by its weight without calling it, at least in some branch."""
     owner, _, own = name.rpartition(".")
     return own in read_weights(model.get_submodule(owner))
+
+
+def _warn_of_emulation(model: nn.Module) -> None:
+    """On a GPU nobody expects it; on a CPU all but integers are emulated. Not known of a model that is still on its way to the GPU."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, layer in _quantized(model):
+        if layer.recipe is not None and layer.weight.is_cuda:
+            for product, gemm in layer.recipe.gemms().items():
+                if (reason := why_emulated(gemm, layer.weight.device)) is not None:
+                    found.setdefault((layer.recipe.name, f"{product}: {reason}"), []).append(name)
+    for recipe, reason in found:
+        warnings.warn(
+            f"convert: products of recipe {recipe} are emulated here, no faster than in bfloat16 ({reason}; in {found[recipe, reason][0]!r}"
+            f" and {len(found[recipe, reason]) - 1} more layers). narrowgauge info lists what this GPU computes natively.",
+            stacklevel=3,
+        )
 
 
 def _warn_of_read_weights(model: nn.Module) -> None:

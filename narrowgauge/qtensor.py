@@ -98,12 +98,20 @@ class QTensor:
         extra = 0 if self.global_scale is None else self.global_scale.nbytes
         return self.data.nbytes + self.scale.nbytes + extra
 
+    def to(self, device: torch.device) -> QTensor:
+        """The same tensor on `device`."""
+        shared = None if self.global_scale is None else self.global_scale.to(device)
+        return replace(self, data=self.data.to(device), scale=self.scale.to(device), global_scale=shared)
+
+    def one_to_a_byte(self) -> Tensor:
+        """[outer, inner]: the codes, unpacked if two share a byte."""
+        return self.cast.format.unpack(self.data, self.inner) if self.is_packed else self.data
+
     def values(self) -> Tensor:
         """[outer, inner] float32 (or the expanded dtype): the decoded elements, not yet multiplied by their scale."""
         if self.data.dtype in _VALUES:
             return self.data
-        codes = self.cast.format.unpack(self.data, self.inner) if self.is_packed else self.data
-        return self.cast.format.decode(codes)
+        return self.cast.format.decode(self.one_to_a_byte())
 
     def expanded(self, dtype: torch.dtype) -> QTensor:
         """The same tensor holding decoded values in `dtype`: float32, or bfloat16, which holds those of all but tables."""

@@ -77,13 +77,14 @@ def test_formats(name: str) -> None:
     both(compute)
 
 
-def test_proofs_compute_their_truth_on_the_cpu() -> None:
-    def compare(device: torch.device) -> tuple[float, str | None]:
-        return 0.0, selfcheck.difference("number", torch.ones(3, device=device), torch.ones(3), device)
+def test_checks_compute_their_truth_on_the_cpu() -> None:
+    def compare(run: object, kind: object, device: torch.device) -> list[selfcheck.Comparison]:
+        return [selfcheck.Comparison("number", torch.ones(3, device=device), torch.ones(3))]
 
+    check: selfcheck.Check[None] = selfcheck.Check(lambda spec: None, compare, lambda: ())
     with torch.device("meta"):
-        verdict = selfcheck.examine("op", compare, CPU)
-    assert verdict.reason is None
+        result = selfcheck.examine("op", print, check, None, CPU)
+    assert result.reason is None
 
 
 def test_chunked_loss() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+
+import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
-from narrowgauge.description import readings
+from narrowgauge.description import Note
+from narrowgauge.ops.registry import Device
 from tests.small_model import IDS, Model, recipe_names
 
 
@@ -120,12 +126,44 @@ def test_layers_that_differ_in_a_reading_alone_share_a_line() -> None:
 
 
 def test_spans_of_readings_are_numbers_not_words() -> None:
-    notes = [
-        f"a{readings.variance_note(v)}, b{readings.variance_note(w)}" for v, w in ((9.0, 1.0), (10.0, 1.0), (2e-5, 1.0))
-    ]
-    assert len({readings.without(note) for note in notes}) == 1
-    assert (
-        readings.spanned(notes)
-        == "a (sampling adds 2e-05 to 10 relative variance), b (sampling adds 1 relative variance)"
-    )
-    assert readings.spanned(["no reading", "no reading"]) == "no reading"
+    notes = [Note("a (adds ", value, value, " variance)") for value in (9.0, 10.0, 2e-5)]
+    assert len({note.without_reading() for note in notes}) == 1
+    assert str(Note.spanning(notes)) == "a (adds 2e-05 to 10 variance)"
+    assert str(Note.spanning(notes[:1])) == "a (adds 9 variance)"
+    assert str(Note.spanning([Note("no reading"), Note("no reading")])) == "no reading"
+
+
+def test_a_run_keeps_the_columns_in_words() -> None:
+    """And what programs read of a row is no word among them."""
+    row = next(row for row in ng.describe(ng.convert(Model(), "fp8-current")) if row.recipe != "none")
+    assert list(row.columns()) == ["name", "shape", "recipe", "output", "grad_input", "grad_weight", "backend", "note"]
+    assert set(map(type, row.columns().values())) == {str} and row.emulated
+
+
+def test_a_gpu_that_emulates_is_told_when_a_model_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each reason, with the number of layers; not on a CPU, nor where the products are native."""
+    ampere = Device("cuda", (8, 0), cuda=(12, 9))
+    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "facts_of", lambda *device: ampere)
+    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda *device: ampere)
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False, device="meta") for _ in range(3)))
+        for layer in model:
+            layer.weight = nn.Parameter(torch.empty(32, 32, device="cuda"))
+        with pytest.warns(
+            UserWarning, match="recipe fp8-row are emulated .* FP8 needs 8.9; in '0' and 2 more layers"
+        ) as told:
+            ng.convert(model, "fp8-row")
+        assert len(told) == 3, "one for each product"
+        assert all(row.emulated and "FP8 needs 8.9" in row.backend for row in ng.describe(model))
+        ng.convert(model, "int8")
+    assert not any(row.emulated for row in ng.describe(model))
+
+
+def test_casts_that_no_kernel_is_made_for_are_told_too() -> None:
+    """With no reason from any kernel, the row still has one."""
+    recipe = ng.recipes.get("mxfp8")
+    cast = dataclasses.replace(recipe.output.lhs, format=ng.formats.get("e3m2"))
+    gemm = ng.Gemm(lhs=cast, rhs=cast)
+    odd = dataclasses.replace(recipe, name="odd", output=gemm, grad_input=gemm, grad_weight=gemm)
+    row = ng.describe(ng.convert(nn.Sequential(nn.Linear(32, 32)), odd))[0]
+    assert row.emulated and row.backend.endswith("(no kernel is made for these operands)")

@@ -29,7 +29,7 @@ from narrowgauge.auto import measure, roofline
 from narrowgauge.auto.measure import LinearWorkload
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.ops.mm import plan
+from narrowgauge.ops.mm import why_emulated
 
 CANDIDATES = ("bf16", "fp8-block", "fp8-row", "fp8-current")  # the most accurate first
 TIE = 0.02
@@ -117,9 +117,8 @@ def _predicted(workload: LinearWorkload, names: list[str], device_name: str) -> 
 def _why_emulated(name: str, device: torch.device) -> str | None:
     """Why the device would emulate a product of the recipe; None if it would not."""
     for gemm in recipes.get(name).gemms().values():
-        how = plan(gemm, device)
-        if how.expand is not None:
-            return "; ".join(how.choice.reasons) or "emulated"
+        if (reason := why_emulated(gemm, device)) is not None:
+            return reason
     return None
 
 

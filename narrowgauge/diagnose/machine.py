@@ -12,9 +12,8 @@ import torch
 
 from narrowgauge import __version__, recipes
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.mm.selfcheck import VERDICTS
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.selfcheck import BOOK
+from narrowgauge.ops.selfcheck import RESULTS
 from narrowgauge.recipe import Gemm, Recipe
 
 
@@ -77,16 +76,15 @@ def threads_words() -> str:
 
 def _selfcheck_summary(device: torch.device) -> list[str]:
     """The results of the kernels' self-checks on this device, which planning the products above has run."""
-    books = (*VERDICTS.items(), *BOOK.items())
-    found = [verdict for key, verdict in books if key[-1] == device.index]
+    found = [result for key, result in RESULTS.items() if key[-1] == device.index]
     if not found:
         return []
-    right = [verdict for verdict in found if verdict.reason is None]
-    worst = max((verdict.worst for verdict in right), default=0.0)
+    right = [result for result in found if result.reason is None]
+    worst = max((result.worst for result in right), default=0.0)
     return [
         "",
         f"  Checked here against the definition: {len(right)} of {len(found)} kernels and casts are right (largest error "
-        f"{worst:.0%} of what is allowed), in {sum(verdict.elapsed_s for verdict in found):.1f} s.",
+        f"{worst:.0%} of what is allowed), in {sum(result.elapsed_s for result in found):.1f} s.",
     ]
 
 

@@ -122,7 +122,7 @@ class QLinear(nn.Linear):
         if cast is not None:
             from narrowgauge.ops.quantize import precast_weight
 
-            reason = precast_weight.refuse(cast) or ""
+            reason = "" if (refusal := precast_weight.refuse(cast)) is None else refusal.text
         return None if reason else cast, reason
 
     @property

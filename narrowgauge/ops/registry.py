@@ -1,11 +1,16 @@
-"""Who computes an op: an ordered list of kernels, each of which says in words why it refuses a call.
+"""Who computes an op: an ordered list of kernels, each of which refuses a call with a code for programs and a text for people.
 
-    native       torch's own kernels for narrow units (scaled and integer GEMMs)
-    reference    the definition in plain torch; never refuses
+    quantize        triton, native-cpp, reference; of both orientations or with an amax state (pair, precast_weight): triton, reference
+    mm              native (FP8 per tensor or row), native-block (tiles of 128), native-mx (MX, NVFP4), native-int8: torch's own GEMMs;
+                    native-cpp (INT4 on CPUs with AVX2 alone), triton (FP8 tiles), reference
+    rotate, codes   native-cpp, reference; both in one pass, rotate_and_encode: triton, reference
+    norm_act, rotary    triton, reference
+    optim           triton, native, torch
 
-The first kernel that does not refuse is taken. The reasons of the others are kept, for `describe` and `narrowgauge info`. A
-kernel that the caller names is taken or raises BackendError; it is never replaced by another. Tensors whose memory is elsewhere
-(`addresses.wrapper`) are refused here, for every kernel that does not say that it computes by torch's operators alone.
+`reference` (`torch`) is the definition in plain torch; it never refuses. The first kernel that does not refuse is taken. The refusals of
+the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or raises BackendError; it is never
+replaced by another. Tensors whose memory is elsewhere (`addresses.wrapper`) are refused here, for every kernel that does not say that it
+computes by torch's operators alone.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +29,22 @@ from narrowgauge.errors import BackendError, closest
 
 Spec = TypeVar("Spec")
 
+# What a kernel refuses for. "operands": it is made for others, which says nothing of what this machine lacks.
+Code = Literal[
+    "operands", "device", "capability", "toolchain", "compiling", "wrapper", "failed-check",
+    "dtype", "shape", "tile", "format", "scale", "rounding", "calibration", "expanded", "noise", "caller",
+]  # fmt: skip
+
+
+class Refusal(NamedTuple):
+    """Why a kernel does not compute a call: a code for programs, a clause for people."""
+
+    code: Code
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True)
 class Device:
@@ -31,7 +52,7 @@ class Device:
 
     bf16_gemm, int8_gemm  (CPU) whether the processor has instructions for it; without them such a GEMM is slower than float32
     cuda                  the CUDA version that torch was built for, (0, 0) off CUDA
-    index                 which one it is, of devices that are here and on which a kernel must prove itself (ops/mm/selfcheck.py);
+    index                 which one it is, of devices that are here and on which kernels are checked (ops/selfcheck.py);
                           None: kernels are taken by their word
     wrapper               what hides the memory of the tensors there (`addresses.wrapper`), or ""
     """
@@ -106,28 +127,35 @@ def _cuda_facts(index: int) -> Device:
 
 @dataclass(frozen=True)
 class Kernel(Generic[Spec]):
-    """One way to compute an op. refuse(spec) is None when it can, else the reason as a clause.
+    """One way to compute an op. refuse(spec) is None when it can.
 
     by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
+    check     gives how it is examined, a `selfcheck.Check`; None of definitions
     """
 
     name: str
-    refuse: Callable[[Spec], str | None]
+    refuse: Callable[[Spec], Refusal | None]
     run: Callable[..., Any]
     by_torch: bool = False
+    check: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
 class Choice(Generic[Spec]):
-    """The kernel taken, and (name, reason) for each one before it in the order."""
+    """The kernel taken, and (name, refusal) for each one before it in the order."""
 
     kernel: Kernel[Spec]
-    refusals: tuple[tuple[str, str], ...]
+    refusals: tuple[tuple[str, Refusal], ...]
+
+    @property
+    def relevant(self) -> list[tuple[str, Refusal]]:
+        """The refusals of kernels that are made for such operands."""
+        return [(name, refusal) for name, refusal in self.refusals if refusal.code != "operands"]
 
     @property
     def reasons(self) -> list[str]:
-        """Why kernels refused that are made for such operands, each reason once; those made for others are left out."""
-        return list(dict.fromkeys(reason for _, reason in self.refusals if not reason.startswith("needs two")))
+        """The texts of these, each once."""
+        return list(dict.fromkeys(refusal.text for _, refusal in self.relevant))
 
 
 class Registry(Generic[Spec]):
@@ -146,26 +174,26 @@ class Registry(Generic[Spec]):
             names = [kernel.name for kernel in self.kernels]
             near = closest(forced, names) or ", ".join(names)
             raise BackendError(f"{self.op}: no kernel {forced!r}. Closest: {near}.")
-        refusals: list[tuple[str, str]] = []
+        refusals: list[tuple[str, Refusal]] = []
         for kernel in self.kernels:
-            reason = kernel.refuse(spec)
-            if reason is None and forced in (None, kernel.name):
+            refusal = kernel.refuse(spec)
+            if refusal is None and forced in (None, kernel.name):
                 return Choice(kernel, tuple(refusals))
-            if reason is not None:
-                refusals.append((kernel.name, reason))
-            if reason is not None and forced == kernel.name:
+            if refusal is not None:
+                refusals.append((kernel.name, refusal))
+            if refusal is not None and forced == kernel.name:
                 others = [other.name for other in self.kernels if other.refuse(spec) is None]
-                raise BackendError(f"{self.op}: {forced} refused: {reason}. Available here: {', '.join(others)}.")
+                raise BackendError(f"{self.op}: {forced} refused: {refusal.text}. Available here: {', '.join(others)}.")
         raise AssertionError(f"{self.op}: the reference refused {spec}")
 
 
 def _of_plain_tensors(kernel: Kernel[Spec]) -> Kernel[Spec]:
     """The kernel, refused as well where the memory of a tensor is elsewhere."""
 
-    def refuse(spec: Spec) -> str | None:
+    def refuse(spec: Spec) -> Refusal | None:
         device = spec if isinstance(spec, Device) else getattr(spec, "device", None)
         if device is not None and device.wrapper:
-            return f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
+            return Refusal("wrapper", f"a {device.wrapper} hides the memory of the tensors, which it reads by address")
         return kernel.refuse(spec)
 
     return replace(kernel, refuse=refuse)

@@ -1,35 +1,87 @@
-"""What all proofs of kernels share: a kernel that is new on a device computes a small sample, and is refused if it is wrong.
+"""A kernel that is new on a device computes a small sample there first, and is refused if it is wrong.
 
 A kernel that was never run on a device, a layout that a library changed, a driver or a compiler that mistranslates: none of them raises an
 error, all of them give plausible numbers. So before a kernel is first taken on a device for a kind of call, it computes a sample there,
-and the definition computes the same on the CPU. What a proof compares is told where the op is: mm/selfcheck.py, quantize/selfcheck.py,
-hadamard/selfcheck.py, and optim/selfcheck.py.
+and the definition computes the truth on the CPU. An op says what it compares by a `Check` (mm/selfcheck.py, quantize/selfcheck.py,
+hadamard/selfcheck.py, rotary, optim/backends.py), and `checked` (checked.py) gives a kernel that check. All the rest is here.
+
+Once per process, device, kernel and kind of call; then a dictionary. Random numbers come from generators of their own, and nothing is
+recorded for autograd. Devices that are not here (`Device.index` None) are taken by their word. Tests examine every checked kernel of every
+registry by the `examples` of its check.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import BackendError, OutOfMemoryError
+from narrowgauge.ops.registry import Device, Kernel
 
-# The device -> (largest error as a share of what is allowed, why the kernel fails as a clause or None).
-Compare = Callable[[torch.device], tuple[float, str | None]]
+
+class OnDevice(Protocol):
+    """A spec, as far as an examination sees it."""
+
+    @property
+    def device(self) -> Device: ...
+
+
+Spec = TypeVar("Spec", bound=OnDevice)
+
+
+class Comparison(NamedTuple):
+    """What a kernel computed, by name, beside the truth.
+
+    bound  largest error allowed, which broadcasts against the truth; NaN must be where the truth has it. None: equal to the bit, where
+           a NaN is like every other
+    """
+
+    name: str
+    got: Tensor
+    truth: Tensor
+    bound: Tensor | float | None = None
+
+
+# (run of the kernel, the kind of call, device) -> comparisons, or clauses that say what is wrong. It stops at the first that fails.
+Compare = Callable[[Callable[..., Any], Any, torch.device], Iterable[Comparison | str]]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a proof found.
+class Check(Generic[Spec]):
+    """How kernels of an op are examined.
+
+    kind      what of a spec the numbers depend on; None: there is nothing to examine
+    compare   see above
+    examples  the specs by which tests examine a kernel
+
+    Of ops whose kernels are chosen while torch.compile traces, where `kind` takes parts of the spec as they are:
+
+    constant  the kind as numbers and strings, for torch before 2.13, which takes no dataclass for a constant; None where these cannot
+              name it
+    resolve   the kind behind what `kind` or `constant` gave
+    """
+
+    kind: Callable[[Spec], tuple[Hashable, ...] | None]
+    compare: Compare
+    examples: Callable[[], Iterable[Spec]]
+    constant: Callable[[Spec], tuple[Hashable, ...] | None] | None = None
+    resolve: Callable[[Any], Hashable] = lambda kind: kind
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an examination found.
 
     reason     why the kernel is refused, as a clause; None: it passed
     worst      largest error as a share of what is allowed
-    elapsed_s  what the proof took, the first compilation or loading of the kernel included
+    elapsed_s  what it took, the first compilation or loading of the kernel included
     """
 
     reason: str | None
@@ -37,43 +89,45 @@ class Verdict:
     elapsed_s: float
 
 
-BOOK: dict[tuple[Hashable, ...], Verdict] = {}  # (op, kernel, what it was tried on, index of the device)
+RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}  # (op, kernel, kind of call, index of the device)
 
 
-def once(op: str, kernel: str, kind: Hashable, device_type: str, index: int, compare: Compare) -> str | None:
-    """Why the kernel failed its proof for this kind of call on this device, or None. Proves it if that is still to do.
+def failure(
+    op: str, kernel: Kernel[Any], check: Check[Any], kind: tuple[Hashable, ...], device: torch.device
+) -> str | None:
+    """Why the kernel failed its check for this kind of call on this device, or None. Checks it if that is still to do.
 
-    A failure is a warning as well: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
+    A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
     """
-    key = (op, kernel, kind, index)
-    if key not in BOOK:
-        refuse_capture(op, kernel, device_type, index)
-        verdict = BOOK[key] = examine(op, compare, torch.device(device_type, index))
-        if verdict.reason is not None:
+    key = (op, kernel.name, check.resolve(kind), device.index)
+    if key not in RESULTS:
+        refuse_capture(op, kernel.name, device)
+        result = RESULTS[key] = examine(op, kernel.run, check, key[2], device)
+        if result.reason is not None:
             warnings.warn(
-                f"{op}: the {kernel} kernel is not used, and a slower one is, because {verdict.reason}",
+                f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {result.reason}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return BOOK[key].reason
+    return RESULTS[key].reason
 
 
-def refuse_capture(op: str, kernel: str, device_type: str, index: int) -> None:
-    """Raises BackendError while a CUDA graph is captured: what a proof computes and waits for may not be part of it."""
-    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+def refuse_capture(op: str, kernel: str, device: torch.device) -> None:
+    """Raises BackendError while a CUDA graph is captured: what an examination computes and waits for may not be part of it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise BackendError(
-            f"{op}: {kernel} was never checked on cuda:{index}, and it cannot be while a CUDA graph is captured. "
+            f"{op}: {kernel} was never checked on {device}, and it cannot be while a CUDA graph is captured. "
             "Run one step before the capture."
         )
 
 
-def examine(op: str, compare: Compare, device: torch.device) -> Verdict:
-    """The proof itself. A kernel that raises is refused with its own words; OutOfMemoryError if the device has no room for it."""
+def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable, device: torch.device) -> Result:
+    """One examination. A kernel that raises is refused with its own words; OutOfMemoryError if the device has no room for it."""
     started_at_s = time.perf_counter()
     # On the CPU, whatever the default device is: there the truth is computed.
     with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
-            worst, reason = compare(device)
+            worst, reason = _first_failure(check.compare(run, kind, device), device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"{op}: {device} has no memory left for the check of a kernel, which takes a few MiB. Free some, or "
@@ -81,7 +135,38 @@ def examine(op: str, compare: Compare, device: torch.device) -> Verdict:
             ) from error
         except Exception as error:  # whatever torch, cuBLAS or Triton raise, it is the reason of the refusal
             worst, reason = float("inf"), f"it failed when it was tried on {device}: {_first_line(error)}"
-    return Verdict(reason, worst, time.perf_counter() - started_at_s)
+    return Result(reason, worst, time.perf_counter() - started_at_s)
+
+
+def _first_failure(found: Iterable[Comparison | str], device: torch.device) -> tuple[float, str | None]:
+    worst = 0.0
+    for each in found:
+        if isinstance(each, str):
+            return float("inf"), each
+        if each.bound is None:
+            reason = difference(each.name, each.got, each.truth, device)
+            error = 0.0 if reason is None else float("inf")
+        else:
+            error, reason = _excess(each, each.bound, device)
+        worst = max(worst, error)
+        if reason is not None:
+            return worst, reason
+    return worst, None
+
+
+def _excess(of: Comparison, bound: Tensor | float, device: torch.device) -> tuple[float, str | None]:
+    """(largest error as a share of its bound, what is wrong as a clause or None)."""
+    got, truth = of.got.detach().to("cpu").to(torch.float64), of.truth.to(torch.float64)
+    if got.shape != truth.shape:
+        return float("inf"), f"its {of.name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
+    # A bound of zero leaves 0 / 0 where nothing is wrong; NaN against NaN is right.
+    worst = float(((got - truth).abs() / bound).nan_to_num(nan=0.0, posinf=float("inf")).max())
+    if worst > 1:
+        return worst, f"its {of.name} is wrong on {device}: {worst:.2g} times the error that is allowed"
+    if not torch.equal(got.isnan(), truth.isnan()):
+        what = "hides NaN" if int(got.isnan().sum()) < int(truth.isnan().sum()) else "makes NaN of numbers"
+        return float("inf"), f"it {what} on {device}"
+    return worst, None
 
 
 def difference(name: str, got: Tensor, expected: Tensor, device: torch.device) -> str | None:

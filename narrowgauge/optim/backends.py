@@ -11,16 +11,17 @@ warning says it once where plain torch stands in for a kernel that should have b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from narrowgauge.errors import BackendError
-from narrowgauge.ops import selfcheck
-from narrowgauge.ops.registry import Choice, Device, Kernel, Registry, device_facts, device_of
+from narrowgauge.ops.checked import checked
+from narrowgauge.ops.registry import Choice, Device, Kernel, Refusal, Registry, device_facts, device_of
+from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
@@ -34,7 +35,7 @@ class Spec:
     """What a backend is chosen by.
 
     rule  a kernel has to know it
-    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel must have proved itself with it (selfcheck.py)
+    kind  of tensor and rule, if there is a gradient to know it by; then a Triton kernel is checked with it (selfcheck.py)
     """
 
     device: Device
@@ -42,21 +43,30 @@ class Spec:
     kind: Kind | None = None
 
 
-def _refuse_triton(spec: Spec) -> str | None:
-    reason = refuse_triton(spec.device.type, spec.device.capability) or rules.refuse(spec.rule) or None
-    if reason is not None or spec.kind is None or spec.device.index is None:
-        return reason
-    kind = spec.kind
-    return selfcheck.once(
-        "optim", "triton", kind, spec.device.type, spec.device.index,
-        lambda device: compare(lambda tasks: _step_by_triton(tasks, {}), kind, device),
-    )  # fmt: skip
+def _refuse_triton(spec: Spec) -> Refusal | None:
+    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec.rule)
 
 
-def _refuse_native(spec: Spec) -> str | None:
+def _refuse_rule(rule: Rule) -> Refusal | None:
+    return Refusal("operands", rules.refuse(rule)) if rules.refuse(rule) else None
+
+
+def _check(run: Callable[..., None], kind: tuple[Kind], device: torch.device) -> list[str]:
+    """What differs from the definition."""
+    reason = compare(lambda tasks: run(tasks, {}), kind[0], device)[1]
+    return [] if reason is None else [reason]
+
+
+# Its examples are those of tests/ops/triton/stepped.py.
+CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kind,), _check, lambda: ())
+
+
+def _refuse_native(spec: Spec) -> Refusal | None:
     if spec.device.type != "cpu":
-        return f"computes on the CPU, the tensor is on {spec.device.type}"
-    return rules.refuse(spec.rule) or binding.refuse() or None
+        return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
+    if (refusal := _refuse_rule(spec.rule)) is not None:
+        return refusal
+    return Refusal("toolchain", binding.refuse()) if binding.refuse() else None
 
 
 def _step_by_triton(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
@@ -71,7 +81,9 @@ def _step_in_torch(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
 
 
 KERNELS: Registry[Spec] = Registry("optim")
-KERNELS.register(Kernel("triton", _refuse_triton, _step_by_triton))
+KERNELS.register(
+    checked("optim", Kernel("triton", _refuse_triton, lambda tasks, kept: _step_by_triton(tasks, kept)), lambda: CHECK)
+)
 KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: binding.step(tasks)))
 KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=True))
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
@@ -85,10 +97,11 @@ def choose(task: ParamStep, backend: str) -> Choice[Spec]:
     if task.stepped is not None:
         triton = next(kernel for kernel in KERNELS.kernels if kernel.name == "triton")
         asked = backend in ("auto", triton.name)
-        reason = triton.refuse(_spec(task)) if asked else f'the optimizer was built with backend = "{backend}"'
-        if reason is None:
+        named = Refusal("caller", f'the optimizer was built with backend = "{backend}"')
+        refusal = triton.refuse(_spec(task)) if asked else named
+        if refusal is None:
             return Choice(triton, ())
-        task.stepped.disable(reason)
+        task.stepped.disable(refusal.text)
         task.stepped = task.native = None
     choice = _choice(_spec(task), backend)
     if backend == "auto" and choice.kernel.name == "torch":
@@ -115,8 +128,7 @@ def _spec(task: ParamStep) -> Spec:
 
 def words(choice: Choice[Spec]) -> str:
     """Why the choice is not a faster one, without the backends that are for other devices; '' if it is the device's own."""
-    others = ("needs a CUDA device", "computes on the CPU")
-    return "; ".join(dict.fromkeys(why for _, why in choice.refusals if not why.startswith(others)))
+    return "; ".join(dict.fromkeys(why.text for _, why in choice.refusals if why.code != "device"))
 
 
 @cache
@@ -129,14 +141,24 @@ def tell_once(reason: str) -> None:
     )
 
 
-def computed_by(task: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> str:
-    """Which backend steps a tensor, by its task if it has stepped; of plain torch, unless it was asked for, with the reason."""
+class ComputedBy(NamedTuple):
+    """Who steps a tensor; why: of plain torch, unless it was asked for, why no faster one does, else ''."""
+
+    kernel: str
+    why: str
+
+    def __str__(self) -> str:
+        return self.kernel + (f" ({self.why})" if self.why else "")
+
+
+def computed_by(task: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> ComputedBy:
+    """Which backend steps a tensor, by its task if it has stepped."""
     if task is not None and task.backend is not None:
         choice: Choice[Spec] = task.backend[1]
     else:
         choice = _choice(Spec(device_facts(device.type, device.index), rule), backend)
     why = words(choice) if backend == "auto" and choice.kernel.name == "torch" else ""
-    return choice.kernel.name + (f" ({why})" if why else "")
+    return ComputedBy(choice.kernel.name, why)
 
 
 def refuse(backend: str, device: torch.device, rule: Rule) -> str:

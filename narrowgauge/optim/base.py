@@ -220,6 +220,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def computed_by(self, parameter: Tensor) -> str:
         """The backend of a parameter's step, of plain torch with the reason: "triton", "torch (compute capability 7.5, needs 8.0)"."""
+        return str(self._computed_by(parameter))
+
+    def _computed_by(self, parameter: Tensor) -> backends.ComputedBy:
         group = next(group for group in self.param_groups if any(each is parameter for each in group["params"]))
         return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend, self._rule_of(group))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.optim.backends import ComputedBy
 from narrowgauge.optim.base import NarrowOptimizer, kept_as
 
 
@@ -18,6 +19,7 @@ class StateRow:
     """Parameters that one rule put into one form. Bytes of states and masters, with scales and step counts.
 
     backend  who computes their step: "triton", "native", or "torch" and why no faster one does; '' of a foreign optimizer
+    slow_because  of plain torch that stands in for a kernel, the reason alone; else ''
     """
 
     states: str
@@ -27,6 +29,7 @@ class StateRow:
     parameters: int
     weight_bytes: int
     state_bytes: int
+    slow_because: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,18 +82,18 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     Measured on the state where there is one. Ours are told before the first step too, from their forms; of a foreign
     optimizer without a state nothing is known, and its bytes are 0.
     """
-    sums: dict[tuple[str, str, str], list[int]] = {}
+    sums: dict[tuple[str, str, ComputedBy], list[int]] = {}
     by_parameter: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, NarrowOptimizer):
                 states, rule = kept_as(parameter, group)
-                backend = optimizer.computed_by(parameter)
+                backend = optimizer._computed_by(parameter)
                 state: Mapping[str, Any] = optimizer.state.get(parameter) or optimizer._new_state(
                     parameter, group, "meta"
                 )
             else:
-                states, rule, backend = "foreign", type(optimizer).__name__, ""
+                states, rule, backend = "foreign", type(optimizer).__name__, ComputedBy("", "")
                 state = optimizer.state.get(parameter, {})
             size = by_parameter[parameter] = sum(_bytes(each) for each in state.values())
             weight = parameter.numel() * parameter.element_size()
@@ -99,7 +102,16 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
                 row[place] += amount
     return StateBytes(
         tuple(
-            StateRow(states=states, rule=rule, backend=backend, tensors=n, parameters=p, weight_bytes=w, state_bytes=b)
+            StateRow(
+                states=states,
+                rule=rule,
+                backend=str(backend),
+                tensors=n,
+                parameters=p,
+                weight_bytes=w,
+                state_bytes=b,
+                slow_because=backend.why,
+            )
             for (states, rule, backend), (n, p, w, b) in sums.items()
         ),
         by_parameter,

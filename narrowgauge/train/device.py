@@ -77,7 +77,7 @@ def emulated_on_gpu(model: nn.Module, device: torch.device) -> list[str]:
         return []
     layers: dict[str, int] = {}
     for row in describe(model):
-        if "emulated" in row.backend:
+        if row.emulated:
             layers[f"{row.recipe}: {row.backend}"] = layers.get(f"{row.recipe}: {row.backend}", 0) + 1
     return [
         f"Not on narrow units, so no faster than bfloat16 ({count} layer{'s' if count > 1 else ''}): {words}."
@@ -89,11 +89,11 @@ def stepped_in_torch(optimizer: torch.optim.Optimizer) -> list[str]:
     """A sentence for each reason for which tensors are stepped in plain torch instead of by a kernel."""
     tensors: dict[str, int] = {}
     for row in state_bytes(optimizer).rows:
-        if row.backend.startswith("torch ("):
-            tensors[row.backend] = tensors.get(row.backend, 0) + row.tensors
+        if row.slow_because:
+            tensors[row.slow_because] = tensors.get(row.slow_because, 0) + row.tensors
     return [
-        f"The optimizer steps {count} tensors in plain torch, several times slower than its kernel: {words[7:-1]}."
-        for words, count in tensors.items()
+        f"The optimizer steps {count} tensors in plain torch, several times slower than its kernel: {why}."
+        for why, count in tensors.items()
     ]
 
 

@@ -7,6 +7,7 @@ which rounds the operands and multiplies in float32, and attention computes in f
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -63,7 +64,9 @@ def build(
     if (
         config.layers_recipe or patterns["*"] is not None
     ):  # a model without a Linear needs none where there is nothing to convert
-        convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
+        with warnings.catch_warnings():  # the trainer says it (`emulated_on_gpu`)
+            warnings.filterwarnings("ignore", message="convert: products of recipe .* are emulated")
+            convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
     if precision.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}

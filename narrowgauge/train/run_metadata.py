@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -64,5 +63,5 @@ def of_layers(trainer: Trainer) -> dict[str, Any]:
     return {
         "weight_casts": cast_summary(trainer.optimizer, trainer.no_cast_reason),
         "fused": [str(fusion) for fusion in fusions(model)],
-        "describe": [asdict(row) for row in describe(model)],
+        "describe": [row.columns() for row in describe(model)],
     }

@@ -9,8 +9,8 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.diagnose import machine
-from narrowgauge.ops.mm.selfcheck import Verdict
 from narrowgauge.ops.registry import Device
+from narrowgauge.ops.selfcheck import Result
 
 
 @pytest.fixture
@@ -93,12 +93,12 @@ def test_gpus(simulate, capability, native):
     assert all(": " in words for name, words in found.items() if name not in native), "an emulation without its reason"
 
 
-def test_what_proofs_found_is_told(simulate, monkeypatch):
+def test_what_checks_found_is_told(simulate, monkeypatch):
     simulate(cuda=(9, 0))
     assert "Checked here" not in machine.info()
-    right, wrong = Verdict(None, 0.25, 0.5), Verdict("it hides NaN on cuda:0", 0.0, 0.25)
+    right, wrong = Result(None, 0.25, 0.5), Result("it hides NaN on cuda:0", 0.0, 0.25)
     monkeypatch.setattr(
-        machine, "VERDICTS", {("a", None, None, 0): right, ("b", None, None, 0): wrong, ("a", 1, 2, 1): right}
+        machine, "RESULTS", {("mm", "a", None, 0): right, ("mm", "b", None, 0): wrong, ("mm", "a", 1, 1): right}
     )
     words = "Checked here against the definition: 1 of 2 kernels and casts are right (largest error 25% of what is allowed), in 0.8 s."
     assert words in machine.info()

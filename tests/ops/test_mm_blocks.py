@@ -16,7 +16,8 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from narrowgauge import recipes
 from narrowgauge.formats import E2M1, E4M3, E5M2
-from narrowgauge.ops.mm import KERNELS, cublas_block, cublas_mx, layouts, mm
+from narrowgauge.ops.mm import KERNELS, mm
+from narrowgauge.ops.mm import cublas as gemms
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.registry import Device
@@ -34,16 +35,18 @@ MXFP4 = Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, headroom=4 / 3)
 NVFP4, NVFP4_SQUARE = (Cast(format=E2M1, tile=tile, scale=E4M3_TWO_LEVEL) for tile in ((1, 16), (16, 16)))
 MXFP8_E5M2 = Cast(format=E5M2, tile=(1, 32), scale=POW2)
 
+BLOCKS, MX = ((kernel.refuse, kernel.run) for kernel in KERNELS.kernels if kernel.name in ("native-block", "native-mx"))
+
 GEMMS = {
-    "1x128 by 128x128": (cublas_block, VECTOR, SQUARE),
-    "128x128 by 1x128": (cublas_block, SQUARE, VECTOR),
-    "1x128 by 1x128": (cublas_block, VECTOR, VECTOR),
-    "mxfp8": (cublas_mx, MXFP8, MXFP8),
-    "mxfp8 e5m2": (cublas_mx, MXFP8_E5M2, MXFP8),
-    "mxfp4": (cublas_mx, MXFP4, MXFP4),
-    "nvfp4": (cublas_mx, NVFP4, NVFP4_SQUARE),
+    "1x128 by 128x128": (BLOCKS, VECTOR, SQUARE),
+    "128x128 by 1x128": (BLOCKS, SQUARE, VECTOR),
+    "1x128 by 1x128": (BLOCKS, VECTOR, VECTOR),
+    "mxfp8": (MX, MXFP8, MXFP8),
+    "mxfp8 e5m2": (MX, MXFP8_E5M2, MXFP8),
+    "mxfp4": (MX, MXFP4, MXFP4),
+    "nvfp4": (MX, NVFP4, NVFP4_SQUARE),
 }
-every_gemm = pytest.mark.parametrize(("module", "lhs", "rhs"), GEMMS.values(), ids=GEMMS)
+every_gemm = pytest.mark.parametrize(("kernel", "lhs", "rhs"), GEMMS.values(), ids=GEMMS)
 SHAPES = [(128, 256, 256), (33, 50, 130), (1, 1, 1), (300, 129, 656), (16, 128, 96)]
 
 
@@ -57,8 +60,7 @@ def matrix(rows, columns, seed=0):
 
 @pytest.fixture
 def on_cublas(monkeypatch):
-    for module in (cublas_block, cublas_mx):
-        monkeypatch.setattr(module, "scaled_mm", cublas.scaled_mm)
+    monkeypatch.setattr(gemms, "scaled_mm", cublas.scaled_mm)
 
 
 def assert_product(out, lhs, rhs, bias=None, roundings=0.0):
@@ -72,23 +74,23 @@ def assert_product(out, lhs, rhs, bias=None, roundings=0.0):
 @every_gemm
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-def test_every_scale_meets_its_elements(module, lhs, rhs, shape, biased, on_cublas):
+def test_every_scale_meets_its_elements(kernel, lhs, rhs, shape, biased, on_cublas):
     left, right = quantize(matrix(shape[0], shape[2]), lhs), quantize(matrix(shape[1], shape[2], seed=1), rhs)
     bias = matrix(1, shape[1], seed=2)[0] if biased else None
     bf16_kernel = lhs == MXFP4
     for out_dtype in (torch.float32, torch.bfloat16):
-        out = module.run(left, right, bias, out_dtype, True)
+        out = kernel[1](left, right, bias, out_dtype, True)
         assert out.dtype == out_dtype and tuple(out.shape) == shape[:2]
         assert_product(out, left, right, bias, 2.0**-8 * (bf16_kernel + (out_dtype == torch.bfloat16)))
 
 
-@pytest.mark.parametrize("module_and_casts", [GEMMS["1x128 by 128x128"], GEMMS["nvfp4"]], ids=["blocks", "nvfp4"])
-def test_a_poisoned_tile_stays_visible(module_and_casts, on_cublas):
-    module, lhs, rhs = module_and_casts
+@pytest.mark.parametrize("kernel_and_casts", [GEMMS["1x128 by 128x128"], GEMMS["nvfp4"]], ids=["blocks", "nvfp4"])
+def test_a_poisoned_tile_stays_visible(kernel_and_casts, on_cublas):
+    kernel, lhs, rhs = kernel_and_casts
     x = matrix(40, 256)
     x[7, 200] = float("nan")
     left, right = quantize(x, lhs), quantize(matrix(48, 256, seed=1), rhs)
-    out = module.run(left, right, None, torch.float32, False)
+    out = kernel[1](left, right, None, torch.float32, False)
     wanted = torch.zeros(40, 48, dtype=torch.bool)
     wanted[slice(None) if lhs.has_global_scale else 7] = True  # a second scale, of the tensor, is poisoned with it
     assert torch.equal(out.isnan(), mm(left, right, backend="reference").isnan())
@@ -99,35 +101,35 @@ def test_the_weight_of_the_forward_product_serves_backward_turned(on_cublas):
     """What grad_input multiplies by: codes and scales transposed by view."""
     w = quantize(matrix(200, 300), SQUARE)
     gy = quantize(matrix(64, 200, seed=1), VECTOR)
-    assert_product(cublas_block.run(gy, w.transposed(), None, torch.float32, False), gy, w.transposed())
+    assert_product(gemms.run_block(gy, w.transposed(), None, torch.float32, False), gy, w.transposed())
 
 
 @every_gemm
 @pytest.mark.parametrize("shape", [(0, 4, 32), (4, 0, 32), (4, 4, 0)], ids=str)
-def test_empty_products(module, lhs, rhs, shape):
+def test_empty_products(kernel, lhs, rhs, shape):
     left, right = quantize(torch.zeros(shape[0], shape[2]), lhs), quantize(torch.zeros(shape[1], shape[2]), rhs)
     bias = torch.ones(shape[1])
-    assert_same(module.run(left, right, bias, torch.float32, False), torch.ones(shape[:2]))
+    assert_same(kernel[1](left, right, bias, torch.float32, False), torch.ones(shape[:2]))
 
 
 def test_torch_miscounts_the_scales_of_mxfp4():
     """Why compiled code is refused MXFP4: the shape function of torch 2.13 counts bytes where the kernel counts codes.
 
-    When this fails torch has mended it, and native_mx can accept it.
+    When this fails torch has mended it, and run_mx can accept it.
     """
     q = quantize(matrix(128, 256), MXFP4)
-    codes, scales = cublas_mx._codes(q), cublas_mx._scales(q)
+    codes, scales = gemms.mx_codes(q), gemms.mx_scales(q)
     how, swizzle = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
     with FakeTensorMode(), pytest.raises(RuntimeError, match=r"for MX scaling scale_a must have 512 \(got: 1024\)"):
         scales = cublas.fakes(scales)
         scaled_mm(
             cublas.fake(codes), cublas.fake(codes).T, scales, how, scales, how, swizzle_a=swizzle, swizzle_b=swizzle
         )
-    assert cublas_mx.refuse(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
+    assert gemms.refuse_mx(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
 
 
-@pytest.mark.parametrize("module, lhs, rhs", [(cublas_block, VECTOR, SQUARE), (cublas_mx, MXFP8, MXFP8)], ids=str)
-def test_torch_compile_traces_the_product(module, lhs, rhs):
+@pytest.mark.parametrize("kernel, lhs, rhs", [(BLOCKS, VECTOR, SQUARE), (MX, MXFP8, MXFP8)], ids=str)
+def test_torch_compile_traces_the_product(kernel, lhs, rhs):
     """Without a break, which torch 2.11 made at torch.nn.functional.scaled_mm. On the meta device: shapes alone."""
     left, right = (
         replace(q, data=q.data.to("meta"), scale=q.scale.to("meta"))
@@ -135,7 +137,7 @@ def test_torch_compile_traces_the_product(module, lhs, rhs):
     )
 
     def product(data: torch.Tensor) -> torch.Tensor:
-        return module.run(replace(left, data=data), right, None, torch.bfloat16, False)
+        return kernel[1](replace(left, data=data), right, None, torch.bfloat16, False)
 
     out = torch.compile(product, backend="eager", fullgraph=True)(left.data)
     assert tuple(out.shape) == (128, 256) and out.dtype == torch.bfloat16
@@ -149,7 +151,7 @@ def test_the_swizzle_is_that_of_the_documentation(shape):
     """Exact, element by element: cuBLAS 12.9, "1D block scaling factors layout"."""
     rows, columns = shape
     scale = torch.randint(1, 255, shape, dtype=torch.uint8)
-    flat = layouts.swizzled(scale)
+    flat = gemms.swizzled(scale)
     panels = -(-columns // 4)
     wanted = torch.zeros(-(-rows // 128) * panels * 512, dtype=torch.uint8)
     for row in range(rows):
@@ -162,16 +164,17 @@ def test_the_swizzle_is_that_of_the_documentation(shape):
 def test_e8m0_is_the_exponent():
     """Exact, every power of two that a scale can be, and NaN; torch's own cast agrees."""
     powers = torch.ldexp(torch.ones(254), torch.arange(-126, 128))
-    assert_same(layouts.to_e8m0(powers).view(torch.uint8), torch.arange(1, 255, dtype=torch.uint8))
-    assert_same(layouts.to_e8m0(powers).to(torch.float32), powers)
-    assert int(layouts.to_e8m0(torch.tensor([float("nan")])).view(torch.uint8)) == 0xFF
+    assert_same(gemms.to_e8m0(powers).view(torch.uint8), torch.arange(1, 255, dtype=torch.uint8))
+    assert_same(gemms.to_e8m0(powers).to(torch.float32), powers)
+    assert int(gemms.to_e8m0(torch.tensor([float("nan")])).view(torch.uint8)) == 0xFF
 
 
 # --- who refuses what --------------------------------------------------------------------------------------------------------
 
 
-def reason(module, lhs, rhs, device, expanded=False):
-    return module.refuse(MmSpec(lhs, rhs, device, expanded))
+def reason(kernel, lhs, rhs, device, expanded=False):
+    refusal = kernel[0](MmSpec(lhs, rhs, device, expanded))
+    return None if refusal is None else refusal.text
 
 
 @pytest.mark.parametrize("gemm", ["output", "grad_input", "grad_weight"])
@@ -186,65 +189,65 @@ def test_recipes_that_these_kernels_serve(gemm):
 
 
 @pytest.mark.parametrize(
-    ("module", "lhs", "rhs", "device", "words"),
+    ("kernel", "lhs", "rhs", "device", "words"),
     [
-        (cublas_block, VECTOR, SQUARE, Device("cpu"), "cpu has no FP8 units"),
+        (BLOCKS, VECTOR, SQUARE, Device("cpu"), "cpu has no FP8 units"),
         (
-            cublas_block,
+            BLOCKS,
             VECTOR,
             SQUARE,
             Device("cuda", (8, 9), cuda=(12, 9)),
             "compute capability 8.9, cuBLAS has blocks of 128 on 9.0 alone",
         ),
         (
-            cublas_block,
+            BLOCKS,
             VECTOR,
             SQUARE,
             Device("cuda", (10, 0), cuda=(12, 9)),
             "compute capability 10.0, cuBLAS has blocks of 128 on 9.0 alone",
         ),
         (
-            cublas_block,
+            BLOCKS,
             VECTOR,
             SQUARE,
             Device("cuda", (9, 0), cuda=(12, 8)),
             "torch was built for CUDA 12.8, blocks of 128 need 12.9",
         ),
-        (cublas_block, SQUARE, SQUARE, HOPPER, "128x128 by 128x128 does not exist in cuBLAS"),
-        (cublas_block, Cast(format=E5M2, tile=(1, 128)), VECTOR, HOPPER, "takes E4M3 alone in tiles of 128"),
-        (cublas_block, Cast(format=E4M3), VECTOR, HOPPER, cublas_block.NOT_IN_BLOCKS),
-        (cublas_block, None, VECTOR, HOPPER, cublas_block.NOT_IN_BLOCKS),
-        (cublas_mx, MXFP8, MXFP8, HOPPER, "compute capability 9.0, MX needs 10.0"),
-        (cublas_mx, NVFP4, NVFP4, HOPPER, "compute capability 9.0, FP4 needs 10.0"),
+        (BLOCKS, SQUARE, SQUARE, HOPPER, "128x128 by 128x128 does not exist in cuBLAS"),
+        (BLOCKS, Cast(format=E5M2, tile=(1, 128)), VECTOR, HOPPER, "takes E4M3 alone in tiles of 128"),
+        (BLOCKS, Cast(format=E4M3), VECTOR, HOPPER, gemms.NOT_IN_BLOCKS.text),
+        (BLOCKS, None, VECTOR, HOPPER, gemms.NOT_IN_BLOCKS.text),
+        (MX, MXFP8, MXFP8, HOPPER, "compute capability 9.0, MX needs 10.0"),
+        (MX, NVFP4, NVFP4, HOPPER, "compute capability 9.0, FP4 needs 10.0"),
         (
-            cublas_mx,
+            MX,
             MXFP4,
             MXFP4,
             Device("cuda", (12, 0), cuda=(12, 9)),
             "compute capability 12.0, torch has MXFP4 on 10.x alone",
         ),
         (
-            cublas_mx,
+            MX,
             MXFP8,
             MXFP8,
             Device("cuda", (10, 0), cuda=(12, 6)),
             "torch was built for CUDA 12.6, MX needs 12.8",
         ),
-        (cublas_mx, MXFP8, MXFP8, Device("cpu"), "cpu has no MX units"),
-        (cublas_mx, MXFP8, NVFP4, BLACKWELL, cublas_mx.NO_SUCH_TILES),
-        (cublas_mx, MXFP8_E5M2, MXFP8_E5M2, BLACKWELL, "e5m2 x e5m2 does not exist in hardware"),
-        (cublas_mx, Cast(format=E4M3, tile=(1, 32)), MXFP8, BLACKWELL, cublas_mx.NO_SUCH_TILES),  # float32 scales
+        (MX, MXFP8, MXFP8, Device("cpu"), "cpu has no MX units"),
+        (MX, MXFP8, NVFP4, BLACKWELL, gemms.NOT_MX.text),
+        (MX, MXFP8_E5M2, MXFP8_E5M2, BLACKWELL, "e5m2 x e5m2 does not exist in hardware"),
+        (MX, Cast(format=E4M3, tile=(1, 32)), MXFP8, BLACKWELL, gemms.NOT_MX.text),  # float32 scales
     ],
 )
-def test_every_refusal_has_its_reason(module, lhs, rhs, device, words):
-    assert reason(module, lhs, rhs, device) == words
-    assert reason(module, lhs, rhs, device, expanded=True) is not None
+def test_every_refusal_has_its_reason(kernel, lhs, rhs, device, words):
+    assert reason(kernel, lhs, rhs, device) == words
+    assert reason(kernel, lhs, rhs, device, expanded=True) is not None
 
 
 def test_expanded_operands_are_refused():
-    for module, lhs, rhs, device in ((cublas_block, VECTOR, SQUARE, HOPPER), (cublas_mx, MXFP8, MXFP8, BLACKWELL)):
-        assert reason(module, lhs, rhs, device) is None
-        assert reason(module, lhs, rhs, device, True) == "takes codes, but an operand is expanded to floats"
+    for kernel, lhs, rhs, device in ((BLOCKS, VECTOR, SQUARE, HOPPER), (MX, MXFP8, MXFP8, BLACKWELL)):
+        assert reason(kernel, lhs, rhs, device) is None
+        assert reason(kernel, lhs, rhs, device, True) == "takes codes, but an operand is expanded to floats"
 
 
 # --- on a device -------------------------------------------------------------------------------------------------------------
@@ -253,7 +256,7 @@ def test_expanded_operands_are_refused():
 @pytest.mark.gpu
 @every_gemm
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_on_this_gpu(module, lhs, rhs, shape):
+def test_on_this_gpu(kernel, lhs, rhs, shape):
     """The real kernel, where there is one: 2**-8 for bfloat16 results, and 13 bits per 32 products in the tensor core's sum."""
     left, right = quantize(matrix(shape[0], shape[2]), lhs), quantize(matrix(shape[1], shape[2], seed=1), rhs)
     on_gpu = [
@@ -264,11 +267,11 @@ def test_on_this_gpu(module, lhs, rhs, shape):
         for q in (left, right)
     ]  # fmt: skip
     gemm = Gemm(lhs=lhs, rhs=rhs)
-    name = "native-block" if module is cublas_block else "native-mx"
+    name = "native-block" if kernel is BLOCKS else "native-mx"
     from narrowgauge.ops.mm import plan
 
     refusals = dict(plan(gemm, torch.device("cuda", 0)).choice.refusals)
     if name in refusals:
-        pytest.skip(f"{name}: {refusals[name]}")
+        pytest.skip(f"{name}: {refusals[name].text}")
     out = mm(*on_gpu, backend=name).cpu()
     assert_product(out, left, right, roundings=2.0**-8 + 2.0**-13 * -(-shape[2] // 32))

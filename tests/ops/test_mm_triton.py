@@ -1,4 +1,4 @@
-"""The Triton GEMM for blocks of 128 without a GPU: compiled for each architecture and looked at, run by Triton's interpreter.
+"""The Triton GEMM for tiles without a GPU: compiled for each architecture and looked at, run by Triton's interpreter.
 
 The interpreter computes on decoded float32 operands, since its FP8 is not the hardware's; the sums are bounded by 2**-20 of the
 sum of magnitudes: float32 sums of at most 656 products, each with one rounding, in any order (656 * 2**-24 < 2**-14.6 in the worst
@@ -10,18 +10,22 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from narrowgauge import recipes
 from narrowgauge.formats import E4M3, E5M2
-from narrowgauge.ops.mm import mm
+from narrowgauge.ops.mm import KERNELS, mm
 from narrowgauge.ops.mm import triton as triton_kernel
-from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.mm.spec import EXPANDED, MmSpec
 from narrowgauge.ops.quantize import dequantize, quantize
-from narrowgauge.ops.registry import Device
+from narrowgauge.ops.quantize import triton as casting
+from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.recipe import Cast
 from tests.processes import PYTHON, run_ok
 from tests.selection import quick
@@ -38,15 +42,15 @@ ARCHITECTURES = {
 }
 
 
-def compiled(architecture, rows=4096, lhs_rows=1, rhs_rows=128):
+def compiled(architecture, rows=4096, tiles=(1, 128, 128, 128)):
     """The kernel as `launch` asks for it, for an architecture that need not be here."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from narrowgauge.ops.mm.triton_blocks import Blocks, block_mm
+    from narrowgauge.ops.mm.triton_blocks import block_mm
 
     shape = triton_kernel.shape_for((architecture // 10, architecture % 10), rows)
-    constants = {"B": Blocks(lhs_rows, rhs_rows, shape.m, shape.n, shape.group_m)}
+    constants = {"B": triton_kernel.constants(list(tiles), shape)}
     pointers = {
         "lhs": "*fp8e4nv",
         "rhs": "*fp8e4nv",
@@ -72,15 +76,23 @@ def resources(kernel, folder):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "rows", "lhs_rows", "rhs_rows"),
+    ("architecture", "rows", "tiles"),
     quick(
-        [(90, 4096, 1, 128)],
-        [(89, 4096, 1, 128), (90, 4096, 1, 128), (90, 64, 1, 1), (100, 4096, 1, 128), (120, 4096, 128, 1)],
+        [(90, 4096, (1, 128, 128, 128))],
+        [
+            (89, 4096, (1, 128, 128, 128)),
+            (90, 4096, (1, 128, 128, 128)),
+            (90, 64, (1, 128, 1, 128)),
+            (90, 4096, (1, 64, 64, 64)),
+            (90, 4096, (1, 256, 32, 64)),
+            (100, 4096, (1, 128, 128, 128)),
+            (120, 4096, (128, 128, 1, 128)),
+        ],
     ),
 )
-def test_it_compiles_to_fp8_tensor_cores_and_spills_nothing(architecture, rows, lhs_rows, rhs_rows, tmp_path):
+def test_it_compiles_to_fp8_tensor_cores_and_spills_nothing(architecture, rows, tiles, tmp_path):
     instruction, shared_bytes = ARCHITECTURES[architecture]
-    kernel = compiled(architecture, rows, lhs_rows, rhs_rows)
+    kernel = compiled(architecture, rows, tiles)
     assert re.search(instruction, kernel.asm["ptx"])
     found = resources(kernel, tmp_path)
     assert found["STACK"] == found["LOCAL"] == 0, found
@@ -100,13 +112,12 @@ out = {}
 for name, (m, n, k, tiles, biased) in json.loads(sys.argv[1]).items():
     generator = torch.Generator().manual_seed(0)
     lhs, rhs = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
-    blocks = -(-k // 128)
-    scales = [torch.ldexp(torch.ones(-(-size // rows), blocks), torch.randint(-5, 6, (-(-size // rows), blocks), generator=generator))
-              for size, rows in ((m, tiles[0]), (n, tiles[1]))]
+    shapes = [(-(-size // rows), -(-k // columns)) for size, (rows, columns) in zip((m, n), (tiles[:2], tiles[2:]))]
+    scales = [torch.ldexp(torch.ones(shape), torch.randint(-5, 6, shape, generator=generator)) for shape in shapes]
     bias = torch.randn(n, generator=generator) if biased else None
     got = launch(lhs, scales[0], rhs, scales[1], bias, tiles, torch.float32).double()
-    full = [x.double() * s.double().repeat_interleave(r, 0)[:x.shape[0]].repeat_interleave(128, 1)[:, :k]
-            for x, s, r in zip((lhs, rhs), scales, tiles)]
+    full = [x.double() * s.double().repeat_interleave(a, 0)[:x.shape[0]].repeat_interleave(b, 1)[:, :k]
+            for x, s, (a, b) in zip((lhs, rhs), scales, (tiles[:2], tiles[2:]))]
     truth, size = full[0] @ full[1].T, full[0].abs() @ full[1].abs().T
     if biased:
         truth, size = truth + bias.double(), size + bias.double().abs()
@@ -116,14 +127,18 @@ print(json.dumps(out))
 
 
 def test_the_interpreter_agrees_with_the_definition():
-    """Both kinds of tile on both sides, ragged in all three axes, few rows, bias, more groups of rows than one."""
+    """Several kinds of tile on both sides, ragged in all three axes, few rows, bias, more groups of rows than one."""
     cases = {
-        "1x128 by 128x128": (150, 140, 300, [1, 128], True),
-        "128x128 by 1x128": (150, 140, 300, [128, 1], False),
-        "1x128 by 1x128": (33, 130, 128, [1, 1], True),
-        "128x128 by 128x128": (140, 257, 257, [128, 128], False),
-        "one element": (1, 1, 1, [1, 128], False),
-        "nine tiles of rows": (1100, 129, 130, [1, 128], False),
+        "1x128 by 128x128": (150, 140, 300, [1, 128, 128, 128], True),
+        "128x128 by 1x128": (150, 140, 300, [128, 128, 1, 128], False),
+        "1x128 by 1x128": (33, 130, 128, [1, 128, 1, 128], True),
+        "128x128 by 128x128": (140, 257, 257, [128, 128, 128, 128], False),
+        "1x64 by 64x64": (150, 140, 300, [1, 64, 64, 64], True),
+        "64x64 by 1x64": (150, 140, 300, [64, 64, 1, 64], False),
+        "1x256 by 16x64, one longer than a step": (70, 90, 700, [1, 256, 16, 64], False),
+        "256x128 by 1x512": (300, 90, 700, [256, 128, 1, 512], False),
+        "one element": (1, 1, 1, [1, 128, 128, 128], False),
+        "nine tiles of rows": (1100, 129, 130, [1, 128, 128, 128], False),
     }
     done = run_ok(["env", "TRITON_INTERPRET=1", PYTHON, "-c", PARITY, json.dumps(cases)])
     found = json.loads(done.stdout.splitlines()[-1])
@@ -149,7 +164,14 @@ def test_the_interpreter_agrees_with_the_definition():
         ),
         (VECTOR, SQUARE, Device("cuda", (8, 0)), "compute capability 8.0, FP8 needs 8.9"),
         (VECTOR, SQUARE, Device("cpu"), "cpu has no FP8 units"),
-        (Cast(format=E4M3), SQUARE, Device("cuda", (9, 0)), "needs two FP8 operands in tiles of 1x128 or 128x128"),
+        (Cast(format=E4M3), SQUARE, Device("cuda", (9, 0)), "needs two FP8 operands in tiles"),
+        (Cast(format=E4M3, tile=(1, 64)), Cast(format=E4M3, tile=(64, 64)), Device("cuda", (9, 0)), None),
+        (
+            Cast(format=E4M3, tile=(1, 96)),
+            SQUARE,
+            Device("cuda", (9, 0)),
+            "takes tiles of powers of two, 64 or more along the contracted axis, not (1, 96)",
+        ),
         (
             Cast(format=E4M3, tile=(1, 128), headroom=4 / 3),
             SQUARE,
@@ -158,23 +180,42 @@ def test_the_interpreter_agrees_with_the_definition():
         ),
     ],
 )
-def test_every_refusal_has_its_reason(lhs, rhs, device, words):
-    assert triton_kernel.refuse(MmSpec(lhs, rhs, device)) == words
+def test_every_refusal_has_its_reason(lhs, rhs, device, words, monkeypatch):
+    monkeypatch.setattr(triton_kernel, "unavailable", lambda: "")
+    refusal = triton_kernel.refuse(MmSpec(lhs, rhs, device))
+    assert (refusal and refusal.text) == words
     if words is None:
-        assert (
-            triton_kernel.refuse(MmSpec(lhs, rhs, device, True)) == "takes codes, but an operand is expanded to floats"
-        )
+        assert triton_kernel.refuse(MmSpec(lhs, rhs, device, True)) == EXPANDED
 
 
 def test_without_triton_it_says_so(monkeypatch):
-    monkeypatch.setattr(triton_kernel, "_has_triton", lambda: False)
-    assert triton_kernel.refuse(MmSpec(VECTOR, SQUARE, Device("cuda", (9, 0)))) == "Triton is not installed"
+    monkeypatch.setattr(triton_kernel, "unavailable", lambda: "triton is not installed")
+    refusal = triton_kernel.refuse(MmSpec(VECTOR, SQUARE, Device("cuda", (9, 0))))
+    assert refusal == Refusal("toolchain", "triton is not installed")
+
+
+def test_a_recipe_with_another_tile_is_computed_by_it_without_a_line_of_code(monkeypatch):
+    """On Hopper, where cuBLAS has blocks of 128 alone. Its casts have Triton kernels too."""
+    monkeypatch.setattr(triton_kernel, "unavailable", lambda: "")
+    blocks = recipes.get("fp8-block")
+    smaller = {
+        name: replace(gemm, **{side: replace(getattr(gemm, side), tile=tuple(min(size, 64) for size in getattr(gemm, side).tile))
+                               for side in ("lhs", "rhs")})
+        for name, gemm in blocks.gemms().items()
+    }  # fmt: skip
+    recipe = replace(blocks, name="fp8-block-64", **smaller)
+    hopper = Device("cuda", (9, 0), cuda=(12, 9))
+    for gemm in recipe.gemms().values():
+        choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, hopper))
+        assert choice.kernel.name == "triton" and {gemm.lhs.tile, gemm.rhs.tile} <= {(1, 64), (64, 64)}
+        for cast in (gemm.lhs, gemm.rhs):
+            assert casting._refuse_tile(Spec(hopper, torch.bfloat16, (256, 256), cast)) is None
 
 
 def test_the_operator_has_a_shape_for_the_compiler():
     with FakeTensorMode():
         codes, scale = torch.empty(30, 200, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(30, 2, device="cuda")
-        out = torch.ops.narrowgauge.block_mm(codes, scale, codes, scale, None, [1, 1], torch.bfloat16)
+        out = torch.ops.narrowgauge.block_mm(codes, scale, codes, scale, None, [1, 128, 1, 128], torch.bfloat16)
     assert tuple(out.shape) == (30, 30) and out.dtype == torch.bfloat16 and out.device.type == "cuda"
 
 
@@ -196,7 +237,7 @@ def test_on_this_gpu(lhs, rhs, shape):
     bias = torch.randn(shape[1], device="cuda")
     reason = triton_kernel.refuse(MmSpec(lhs, rhs, Device("cuda", torch.cuda.get_device_capability())))
     if reason:
-        pytest.skip(reason)
+        pytest.skip(reason.text)
     out = mm(left, right, bias=bias, backend="triton")
     values = [dequantize(q).double() for q in (left, right)]
     truth, size = values[0] @ values[1].T + bias, values[0].abs() @ values[1].abs().T + bias.abs()
@@ -214,6 +255,6 @@ def test_more_than_2_31_elements():
     codes[-1] = 1.0
     scale = torch.ones(rows, 2**12, device="cuda")
     out = triton_kernel.launch(
-        codes, scale, codes[-16:].contiguous(), scale[-16:].contiguous(), None, [1, 1], torch.float32
+        codes, scale, codes[-16:].contiguous(), scale[-16:].contiguous(), None, [1, 128, 1, 128], torch.float32
     )
     assert float(out[-1, -1]) == 2**19 and float(out[:-1].abs().max()) == 0

@@ -227,7 +227,7 @@ def gpu(poisoned_memory) -> torch.device:
     """A device that Triton takes; fresh memory on it is NaN or the largest integer."""
     reason = triton.refuse("cuda", torch.cuda.get_device_capability())
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(reason.text)
     return torch.device("cuda")
 
 

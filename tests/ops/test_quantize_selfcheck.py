@@ -1,4 +1,4 @@
-"""Kernels that quantize prove themselves before they compute: right ones pass, wrong ones are refused in words (exact).
+"""Kernels that quantize are checked before they compute: right ones pass, wrong ones are refused in words (exact).
 
 The device is the CPU; wrong kernels are the reference with one mistake.
 """
@@ -13,11 +13,12 @@ import torch
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4
 from narrowgauge.ops import selfcheck
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.hadamard import encoding
 from narrowgauge.ops.hadamard import selfcheck as rotation
 from narrowgauge.ops.hadamard.codes import Codes
 from narrowgauge.ops.quantize import definition, tile_amax
-from narrowgauge.ops.quantize import selfcheck as proof
+from narrowgauge.ops.quantize import selfcheck as casting
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.pair import _in_turn
 from narrowgauge.ops.quantize.spec import Spec
@@ -41,6 +42,11 @@ def spec(cast: Cast, **changes) -> Spec:
     return replace(Spec(HERE, torch.bfloat16, (64, 64), cast, noise), **changes)
 
 
+def examine(run, of: Spec, casts) -> selfcheck.Result:
+    check = casting.check(casts)
+    return selfcheck.examine("quantize", run, check, check.kind(of), CPU)
+
+
 def right(x, cast, amax, key, expand):
     return definition.quantize(x, cast, amax, None if key is None else key.uniform(tuple(x.shape)), expand)
 
@@ -51,18 +57,17 @@ def right_both(x, cast, amax_state, records, cols, keys):
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 def test_the_reference_passes(cast):
-    assert proof.examine(right, spec(cast), proof.check_one, CPU).reason is None
-    assert proof.examine(right_both, spec(cast), proof.check_pair, CPU).reason is None
+    assert examine(right, spec(cast), casting.check_one).reason is None
+    assert examine(right_both, spec(cast), casting.check_pair).reason is None
 
 
 def test_other_ways_of_calling_pass():
     cast = Cast(format=E4M3)
-    assert proof.examine(right, spec(cast, amax=True), proof.check_one, CPU).reason is None
-    assert proof.examine(right, spec(cast, expand=torch.bfloat16), proof.check_one, CPU).reason is None
-    assert proof.examine(right, spec(cast, dtype=torch.float16), proof.check_one, CPU).reason is None
+    assert examine(right, spec(cast, amax=True), casting.check_one).reason is None
+    assert examine(right, spec(cast, expand=torch.bfloat16), casting.check_one).reason is None
+    assert examine(right, spec(cast, dtype=torch.float16), casting.check_one).reason is None
     for cols in (False, True):
-        kind = replace(spec(cast), delayed=True, cols=cols)
-        assert proof.examine(_in_turn, kind, proof.check_pair, CPU).reason is None
+        assert examine(_in_turn, spec(cast, delayed=True, cols=cols), casting.check_pair).reason is None
 
 
 def one_code_off(x, cast, amax, key, expand):
@@ -103,10 +108,10 @@ def other_noise(x, cast, amax, key, expand):
     ids=["a code", "a scale", "nan", "strides", "noise", "raises", "shape"],
 )  # fmt: skip
 def test_wrong_kernels_are_found(run, cast, words):
-    verdict = proof.examine(run, spec(cast), proof.check_one, CPU)
-    assert verdict.worst == float("inf")
+    result = examine(run, spec(cast), casting.check_one)
+    assert result.worst == float("inf")
     with pytest.raises(AssertionError, match=words):
-        raise AssertionError(verdict.reason)
+        raise AssertionError(result.reason)
 
 
 def never_records(x, cast, live, *rest):
@@ -122,7 +127,7 @@ def ignores_the_window(x, cast, live, *rest):
 
 @pytest.mark.parametrize(("run", "words"), [(never_records, "its window"), (ignores_the_window, "its amax")])
 def test_a_window_that_is_kept_wrongly_is_found(run, words):
-    reason = proof.examine(run, replace(spec(Cast(format=E4M3)), delayed=True), proof.check_pair, CPU).reason
+    reason = examine(run, spec(Cast(format=E4M3), delayed=True), casting.check_pair).reason
     assert reason is not None and reason.startswith(words)
 
 
@@ -131,7 +136,7 @@ def test_a_second_orientation_with_the_first_ones_scales_is_found():
         rows, cols, amax = right_both(*call)
         return rows, replace(cols, scale=cols.scale.flip(0)), amax
 
-    reason = proof.examine(run, spec(CASTS[1]), proof.check_pair, CPU).reason
+    reason = examine(run, spec(CASTS[1]), casting.check_pair).reason
     assert reason is not None and "scale of x.T" in reason
 
 
@@ -139,18 +144,19 @@ def test_a_second_orientation_with_the_first_ones_scales_is_found():
 
 
 @pytest.fixture
-def book(monkeypatch):
-    monkeypatch.setattr(selfcheck, "BOOK", {})
+def no_results(monkeypatch):
+    monkeypatch.setattr(selfcheck, "RESULTS", {})
 
 
 def registry_of(run) -> Registry[Spec]:
     registry: Registry[Spec] = Registry("quantize")
-    registry.register(proof.proven("quantize", Kernel("fast", lambda spec: None, run), proof.check_one))
+    kernel = Kernel("fast", lambda spec: None, run)
+    registry.register(checked("quantize", kernel, lambda: casting.check(casting.check_one)))
     registry.register(Kernel("reference", lambda spec: None, right))
     return registry
 
 
-def test_a_proof_is_made_once_for_a_kind_of_call(book):
+def test_a_check_is_made_once_for_a_kind_of_call(no_results):
     calls = []
 
     def run(*call):
@@ -164,24 +170,24 @@ def test_a_proof_is_made_once_for_a_kind_of_call(book):
     registry.choose(spec(CASTS[0], dtype=torch.float32))
     assert len(calls) == 8
     registry.choose(spec(CASTS[0], device=Device("cuda", (9, 0))))
-    assert len(calls) == 8, "a device that is not here asks for no proof"
+    assert len(calls) == 8, "a device that is not here asks for no check"
 
 
-def test_a_refused_kernel_is_named_and_replaced(book):
+def test_a_refused_kernel_is_named_and_replaced(no_results):
     registry = registry_of(one_code_off)
     with pytest.warns(
         RuntimeWarning, match="quantize: the fast kernel is not used, .* because its codes is wrong on cpu"
     ):
         choice = registry.choose(spec(CASTS[0]))
-    assert choice.kernel.name == "reference" and "its codes is wrong on cpu" in choice.refusals[0][1]
+    assert choice.kernel.name == "reference" and "its codes is wrong on cpu" in choice.refusals[0][1].text
     with pytest.raises(BackendError, match="quantize: fast refused: its codes is wrong"):
         registry.choose(spec(CASTS[0]), "fast")
 
 
-def test_no_proof_while_a_graph_is_captured(book, monkeypatch):
+def test_no_check_while_a_graph_is_captured(no_results, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(BackendError, match=r"triton was never checked on cuda:0, .* Run one step before the capture"):
-        selfcheck.once("quantize", "triton", None, "cuda", 0, lambda device: (0.0, None))
+    with pytest.raises(BackendError, match=r"fast was never checked on cuda:0, .* Run one step before the capture"):
+        registry_of(right).choose(spec(CASTS[0], device=Device("cuda", (9, 0), index=0)))
 
 
 # --- rotation ------------------------------------------------------------------------------------------------------------------
@@ -190,13 +196,13 @@ def test_no_proof_while_a_graph_is_captured(book, monkeypatch):
 @pytest.mark.parametrize("order", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_rotation_passes(order, dtype):
-    worst, reason = rotation.compare(encoding._in_turn, order, INT4, dtype, CPU)
-    assert reason is None and 0.9 < worst < 1
+    found = selfcheck.examine("rotate", encoding.in_turn, rotation.CHECK, (order, INT4, dtype), CPU)
+    assert found.reason is None and 0.9 < found.worst < 1
 
 
 def changed(**parts):
     def run(x, hadamard, signs, *rest):
-        found = encoding._in_turn(x, hadamard, signs, *rest)
+        found = encoding.in_turn(x, hadamard, signs, *rest)
         return Codes(**{**found._asdict(), **{name: change(getattr(found, name)) for name, change in parts.items()}})
 
     return run
@@ -205,14 +211,14 @@ def changed(**parts):
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (lambda x, h, signs, *rest: encoding._in_turn(x, h, -signs.abs(), *rest), "its codes are wrong on cpu: off by"),
-        (changed(codes=lambda codes: codes.roll(16, 1)), "its codes are wrong on cpu: off by"),
-        (changed(bits=lambda bits: bits.flip(1)), "its bits of what was not clipped are wrong"),
-        (changed(packed=lambda pairs: (pairs >> 4) | (pairs << 4)), "its packed codes are not its codes"),
-        (lambda x, *rest: encoding._in_turn(x.nan_to_num(), *rest), "it makes numbers of NaN"),
+        (lambda x, h, signs, *rest: encoding.in_turn(x, h, -signs.abs(), *rest), "its codes is wrong on cpu"),
+        (changed(codes=lambda codes: codes.roll(16, 1)), "its codes is wrong on cpu"),
+        (changed(bits=lambda bits: bits.flip(1)), "its bits of what was not clipped is wrong"),
+        (changed(packed=lambda pairs: (pairs >> 4) | (pairs << 4)), "its packed codes is wrong"),
+        (lambda x, *rest: encoding.in_turn(x.nan_to_num(), *rest), "its codes is wrong on cpu: inf times"),
     ],
     ids=["signs", "blocks", "bits", "nibbles", "nan"],
 )
 def test_wrong_rotations_are_found(run, words):
-    worst, reason = rotation.compare(run, 32, INT4, torch.bfloat16, CPU)
-    assert reason is not None and reason.startswith(words) and worst > 1
+    found = selfcheck.examine("rotate", run, rotation.CHECK, (32, INT4, torch.bfloat16), CPU)
+    assert found.reason is not None and found.reason.startswith(words) and found.worst > 1

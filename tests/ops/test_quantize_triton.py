@@ -148,7 +148,7 @@ def test_on_the_cpu_the_same_kernels_as_before_compute():
     assert choose(spec(Cast(format=E4M3), cpu)).kernel.name == "reference"
     integers = choose(spec(Cast(format=INT4, rounding="stochastic"), cpu))
     assert integers.kernel.name in ("native-cpp", "reference")
-    assert dict(integers.refusals)["triton"] == "needs a CUDA device, the tensor is on cpu"
+    assert dict(integers.refusals)["triton"].text == "needs a CUDA device, the tensor is on cpu"
 
 
 def test_both_and_delayed_are_what_they_say_on_the_cpu():
@@ -177,7 +177,7 @@ def gpu(poisoned_memory) -> torch.device:
     """A device that Triton takes; fresh memory on it is NaN or the largest integer."""
     reason = triton.refuse("cuda", torch.cuda.get_device_capability())
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(reason.text)
     return torch.device("cuda")
 
 

@@ -12,11 +12,11 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, INT8, NF4
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.mm import KERNELS, plan
-from narrowgauge.ops.mm.cublas_block import NOT_IN_BLOCKS
-from narrowgauge.ops.mm.cublas_mx import NO_SUCH_TILES
+from narrowgauge.ops.mm.cublas import NOT_BY_ROW, NOT_FP8, NOT_IN_BLOCKS, NOT_INTEGERS, NOT_MX
 from narrowgauge.ops.mm.definition import compute_dtype
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts, onednn_without_vnni
+from narrowgauge.ops.mm.triton import NOT_IN_BLOCKS as NOT_IN_TILES
+from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, onednn_without_vnni
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
 
@@ -27,10 +27,7 @@ TURING = Device("cuda", (7, 5))
 PLAIN_CPU = Device("cpu", bf16_gemm=False, int8_gemm=False)
 FAST_CPU = Device("cpu", bf16_gemm=True, int8_gemm=True)
 
-TENSOR_OR_ROW = "needs two operands with one scale per tensor or row"
-NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
-NOT_INT8 = "needs two integer operands"
-NOT_FP8 = "needs two FP8 operands"
+NOT_INT4 = Refusal("operands", "needs two operands of INT4, one of which may be a bit-split gradient")
 
 
 def choose(gemm, device, forced=None, expanded=False):
@@ -85,12 +82,12 @@ def test_which_kernel_computes_which_recipe(device, found, gemm):
             "fp8-block",
             AMPERE,
             {
-                "native": TENSOR_OR_ROW,
+                "native": NOT_BY_ROW.text,
                 "native-block": "compute capability 8.0, FP8 needs 8.9",
                 "triton": "compute capability 8.0, FP8 needs 8.9",
             },
         ),
-        ("mxfp8", HOPPER, {"native": TENSOR_OR_ROW, "native-mx": "compute capability 9.0, MX needs 10.0"}),
+        ("mxfp8", HOPPER, {"native": NOT_BY_ROW.text, "native-mx": "compute capability 9.0, MX needs 10.0"}),
         ("fp8-current", Device("xpu"), {"native": "xpu has no FP8 units"}),
         (
             "int8",
@@ -109,42 +106,46 @@ def test_every_refusal_has_its_reason(name, device, changed):
     families = {
         "native": NOT_FP8,
         "native-block": NOT_IN_BLOCKS,
-        "native-mx": NO_SUCH_TILES,
-        "native-int8": NOT_INT8,
+        "native-mx": NOT_MX,
+        "native-int8": NOT_INTEGERS,
         "native-cpp": NOT_INT4,
-        "triton": NOT_IN_BLOCKS,
+        "triton": NOT_IN_TILES,
     }
-    assert dict(choice.refusals) == families | changed and list(dict(choice.refusals)) == list(families)
-    assert all(reason.startswith("needs two") for reason in families.values())
+    found = {name: refusal.text for name, refusal in choice.refusals}
+    assert found == {name: refusal.text for name, refusal in families.items()} | changed and list(found) == list(
+        families
+    )
+    assert all(refusal.code == "operands" for refusal in families.values())
+    assert set(choice.reasons) == set(changed.values()) - {NOT_BY_ROW.text}
 
 
 @pytest.mark.parametrize(
     ("lhs", "rhs", "reason"),
     [
         (Cast(format=E5M2), Cast(format=E5M2), "e5m2 x e5m2 does not exist in hardware"),
-        (Cast(format=E4M3), None, NOT_FP8),
-        (None, Cast(format=E4M3), NOT_FP8),
-        (Cast(format=E4M3), Cast(format=INT8), NOT_FP8),
-        (Cast(format=E4M3, tile=(WHOLE, 1)), Cast(format=E4M3), TENSOR_OR_ROW),
-        (Cast(format=E4M3), Cast(format=E4M3, tile=(1, 32)), TENSOR_OR_ROW),
+        (Cast(format=E4M3), None, NOT_FP8.text),
+        (None, Cast(format=E4M3), NOT_FP8.text),
+        (Cast(format=E4M3), Cast(format=INT8), NOT_FP8.text),
+        (Cast(format=E4M3, tile=(WHOLE, 1)), Cast(format=E4M3), NOT_BY_ROW.text),
+        (Cast(format=E4M3), Cast(format=E4M3, tile=(1, 32)), NOT_BY_ROW.text),
     ],
 )
 def test_what_a_scaled_gemm_cannot_do(lhs, rhs, reason):
-    assert choose(Gemm(lhs=lhs, rhs=rhs), BLACKWELL).refusals[0] == ("native", reason)
+    assert choose(Gemm(lhs=lhs, rhs=rhs), BLACKWELL).refusals[0][1].text == reason
 
 
 def test_a_scaled_gemm_mixes_formats_and_granularities():
     rows, tensor = Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=E5M2)
     assert choose(Gemm(lhs=tensor, rhs=rows), HOPPER).kernel.name == "native"
     words = "compute capability 8.9, row scales of E5M2 need 9.0"
-    assert choose(Gemm(lhs=tensor, rhs=rows), ADA).refusals[0][1] == words
+    assert choose(Gemm(lhs=tensor, rhs=rows), ADA).refusals[0][1] == Refusal("capability", words)
 
 
 def test_expanded_operands_are_for_the_reference():
     reason = "takes codes, but an operand is expanded to floats"
     for name, kernel in (("fp8-current", "native"), ("int8", "native-int8")):
         choice = choose(recipes.get(name).output, HOPPER, expanded=True)
-        assert choice.kernel.name == "reference" and dict(choice.refusals)[kernel] == reason
+        assert choice.kernel.name == "reference" and dict(choice.refusals)[kernel] == Refusal("expanded", reason)
 
 
 # --- forcing a kernel --------------------------------------------------------------------------------------------------------
@@ -174,12 +175,17 @@ def test_an_unknown_kernel_names_the_closest():
 
 def test_kernels_are_tried_in_the_order_of_registration():
     registry: Registry[int] = Registry("op")
-    registry.register(Kernel("even", lambda n: None if n % 2 == 0 else f"{n} is odd", print))
-    registry.register(Kernel("small", lambda n: None if n < 10 else f"{n} is large", print))
+    registry.register(Kernel("even", lambda n: None if n % 2 == 0 else Refusal("shape", f"{n} is odd"), print))
+    registry.register(Kernel("small", lambda n: None if n < 10 else Refusal("shape", f"{n} is large"), print))
     registry.register(Kernel("any", lambda n: None, print))
     assert registry.choose(4).kernel.name == "even" and registry.choose(4).refusals == ()
-    assert registry.choose(3).kernel.name == "small" and registry.choose(3).refusals == (("even", "3 is odd"),)
-    assert registry.choose(13).refusals == (("even", "13 is odd"), ("small", "13 is large"))
+    assert registry.choose(3).kernel.name == "small" and registry.choose(3).refusals == (
+        ("even", Refusal("shape", "3 is odd")),
+    )
+    assert registry.choose(13).refusals == (
+        ("even", Refusal("shape", "13 is odd")),
+        ("small", Refusal("shape", "13 is large")),
+    )
     assert registry.choose(4, "small").refusals == (), "a kernel that was passed over did not refuse"
     with pytest.raises(BackendError, match=r"op: even refused: 3 is odd\. Available here: small, any\.$"):
         registry.choose(3, "even")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from narrowgauge.ops import rotary, triton
 from narrowgauge.ops.registry import Device
+from narrowgauge.ops.selfcheck import examine
 from tests.compare import assert_same
 
 DTYPES = [
@@ -69,7 +70,7 @@ def test_turning_forth_and_back_by_true_angles_is_the_identity():
 )
 def test_refusals_say_why(monkeypatch, device, dtypes, head, is_empty, words):
     monkeypatch.setattr(triton, "unavailable", lambda: "")
-    assert rotary.refuse(rotary.Spec(device, dtypes, head, is_empty)).startswith(words)
+    assert rotary.refuse(rotary.Spec(device, dtypes, head, is_empty)).text.startswith(words)
 
 
 def test_a_gpu_takes_the_kernel(monkeypatch):
@@ -81,7 +82,7 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
 @each_dtypes
 @pytest.mark.parametrize("head", [8, 64, 80, 128, 256])
 def test_the_kernel_passes_its_proof(dtypes, head):
-    assert rotary.compare(dtypes, head, torch.device("cuda")) == (0.0, None)
+    assert examine("rotary", rotary.in_triton, rotary.CHECK, (dtypes, head), torch.device("cuda")).reason is None
 
 
 @pytest.mark.gpu

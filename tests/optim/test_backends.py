@@ -189,7 +189,7 @@ def test_wrong_kernels_are_found(run, words):
 
 def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
     """On the device that it was tried on, once; the others go on."""
-    monkeypatch.setattr(selfcheck, "BOOK", {})
+    monkeypatch.setattr(selfcheck, "RESULTS", {})
     monkeypatch.setattr(triton, "refuse", lambda *device: None)
     monkeypatch.setattr(backends, "refuse_triton", lambda *device: None)
     runs = []
@@ -206,7 +206,7 @@ def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
         backends.KERNELS.choose(spec)
     for _ in range(2):
         choice = backends.KERNELS.choose(spec)
-        assert choice.kernel.name != "triton" and "is wrong on cpu" in dict(choice.refusals)["triton"]
+        assert choice.kernel.name != "triton" and "is wrong on cpu" in dict(choice.refusals)["triton"].text
     assert len(runs) == proof.STEPS
     monkeypatch.setattr(backends, "_step_by_triton", lambda tasks, kept: in_torch(tasks))
     assert backends.KERNELS.choose(replace(spec, kind=kind("4bit"))).kernel.name == "triton"

@@ -92,7 +92,7 @@ int32_t narrowgauge_has_gemm() {
 }
 
 // Panels first ... last of x [rows, inner] with strides (row_stride, stride), `width` rows each (6 or 16).
-void narrowgauge_pack(const int8_t* x, int64_t first, int64_t last, int64_t rows, int64_t inner, int64_t row_stride,
+void narrowgauge_pack(int64_t first, int64_t last, const int8_t* x, int64_t rows, int64_t inner, int64_t row_stride,
                       int64_t stride, int32_t width, int32_t offset, int8_t* panels) {
   const int64_t size = (inner + DEPTH - 1) / DEPTH * DEPTH * width;
   for (int64_t p = first; p < last; p++) {
@@ -104,7 +104,7 @@ void narrowgauge_pack(const int8_t* x, int64_t first, int64_t last, int64_t rows
 
 // out [m, n] float32 for the left panels first ... last. Scales: one, or one per row of the operand. The panels of the unsigned
 // operand hold u + 7; where its own rows end, products are cut off, and where K ends, s is zero.
-void narrowgauge_gemm(const int8_t* left, const int8_t* right, int64_t first, int64_t last, int64_t m, int64_t n, int64_t inner,
+void narrowgauge_gemm(int64_t first, int64_t last, const int8_t* left, const int8_t* right, int64_t m, int64_t n, int64_t inner,
                       int32_t unsigned_left, int32_t steps, const float* left_scale, int32_t left_rows,
                       const float* right_scale, int32_t right_rows, float* out) {
 #ifdef __AVX2__

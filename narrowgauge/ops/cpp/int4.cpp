@@ -89,7 +89,7 @@ extern "C" {
 
 // x [rows, columns of stride] -> out [rows, out_columns]. Forward, inner = columns of x, filled up with zeros to out_columns;
 // inverse, only elements whose bit is set (bits may be null) enter, and out_columns = inner are kept of whole blocks.
-void narrowgauge_turn(const void* x, int32_t dtype, int64_t first, int64_t last, int64_t stride, int64_t inner, int64_t whole,
+void narrowgauge_turn(int64_t first, int64_t last, const void* x, int32_t dtype, int64_t stride, int64_t inner, int64_t whole,
                       const float* signs, const uint8_t* bits, int32_t block, int32_t inverse, float* out) {
   std::vector<float> row(whole), wide(whole);
   const float norm = float(1.0 / std::sqrt(double(block)));
@@ -121,7 +121,7 @@ void narrowgauge_turn(const void* x, int32_t dtype, int64_t first, int64_t last,
 
 // y [rows, columns] -> whole numbers nearest to y / scale, ties to even, within +-max; packed (two to a byte) and bits (what
 // was not clipped) only if they are not null.
-void narrowgauge_encode(const float* y, int64_t first, int64_t last, int64_t columns, float scale, float max, int8_t* codes,
+void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t columns, float scale, float max, int8_t* codes,
                         uint8_t* packed, uint8_t* bits) {
   const float magic = 0x1.8p23f;  // float32's own addition rounds to nearest even there
   const int64_t bytes = (columns + 7) / 8, pairs = (columns + 1) / 2;
@@ -158,7 +158,7 @@ void narrowgauge_encode(const float* y, int64_t first, int64_t last, int64_t col
 }
 
 // The inverse of packing: [rows, ceil(columns / 2)] -> [rows, columns].
-void narrowgauge_decode(const uint8_t* packed, int64_t first, int64_t last, int64_t columns, int8_t* codes) {
+void narrowgauge_decode(int64_t first, int64_t last, const uint8_t* packed, int64_t columns, int8_t* codes) {
   const int64_t pairs = (columns + 1) / 2;
   for (int64_t r = first; r < last; r++) {
     const uint8_t* source = packed + r * pairs;
@@ -173,7 +173,7 @@ void narrowgauge_decode(const uint8_t* packed, int64_t first, int64_t last, int6
 
 // x [rows, columns of stride] -> floor(x / scale) or one more, the latter where the noise is below the fraction. One scale, or
 // one for each row.
-void narrowgauge_round(const void* x, int32_t dtype, int64_t first, int64_t last, int64_t stride, int64_t columns,
+void narrowgauge_round(int64_t first, int64_t last, const void* x, int32_t dtype, int64_t stride, int64_t columns,
                        const float* scales, int32_t by_row, float max, uint32_t low, uint32_t high, int8_t* codes) {
   std::vector<float> wide(columns);
   for (int64_t r = first; r < last; r++) {
@@ -190,7 +190,7 @@ void narrowgauge_round(const void* x, int32_t dtype, int64_t first, int64_t last
   }
 }
 
-void narrowgauge_uniform(uint32_t low, uint32_t high, int64_t first, int64_t last, float* out) {
+void narrowgauge_uniform(int64_t first, int64_t last, uint32_t low, uint32_t high, float* out) {
   for (int64_t i = first; i < last; i++) out[i] = uniform(low, high, uint32_t(i));
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,33 +16,36 @@ from torch import Tensor
 from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp.build import in_rows, library
+from narrowgauge.ops.registry import Refusal
 
 SOURCES = ("int4.cpp", "gemm.h")
 LEFT, RIGHT, DEPTH, OFFSET = 6, 16, 4, 7  # as in gemm.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _P, _L, _I, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_float
-_SIGNATURES = {
-    "turn": (_P, _I, _L, _L, _L, _L, _L, _P, _P, _I, _I, _P),
-    "encode": (_P, _L, _L, _L, _F, _F, _P, _P, _P),
-    "decode": (_P, _L, _L, _L, _P),
-    "round": (_P, _I, _L, _L, _L, _L, _P, _I, _F, _U, _U, _P),
-    "uniform": (_U, _U, _L, _L, _P),
-    "pack": (_P, _L, _L, _L, _L, _L, _L, _I, _I, _P),
-    "gemm": (_P, _P, _L, _L, _L, _L, _L, _I, _I, _P, _I, _P, _I, _P),
+_SIGNATURES = {  # after (first, last), the rows that a call takes
+    "turn": (_P, _I, _L, _L, _L, _P, _P, _I, _I, _P),
+    "encode": (_P, _L, _F, _F, _P, _P, _P),
+    "decode": (_P, _L, _P),
+    "round": (_P, _I, _L, _L, _P, _I, _F, _U, _U, _P),
+    "uniform": (_U, _U, _P),
+    "pack": (_P, _L, _L, _L, _L, _I, _I, _P),
+    "gemm": (_P, _P, _L, _L, _L, _I, _I, _P, _I, _P, _I, _P),
 }
 
 
-def refuse(device: str) -> str | None:
+def refuse(device: str) -> Refusal | None:
     """Why the kernels cannot be used on a device of this type, or None."""
-    return refuse_place(device) or unavailable() or None
+    if (refusal := refuse_place(device)) is not None:
+        return refusal
+    return Refusal("toolchain", unavailable()) if unavailable() else None
 
 
-def refuse_place(device: str) -> str | None:
+def refuse_place(device: str) -> Refusal | None:
     """Why no compiled kernel can be called here, whether or not it can be built; or None."""
     if torch.compiler.is_compiling():
-        return "torch.compile cannot look into it"
-    return None if device == "cpu" else "for the CPU alone"
+        return Refusal("compiling", "torch.compile cannot look into it")
+    return None if device == "cpu" else Refusal("device", "for the CPU alone")
 
 
 @cache
@@ -64,19 +68,10 @@ def turn(
     x: Tensor, whole: int, inner: int, block: int, signs: Tensor | None, bits: Tensor | None, inverse: bool
 ) -> Tensor:
     """rotate: x [rows, inner] -> [rows, whole]; inverse, unrotate of what `bits` lets through: [rows, whole] -> [rows, inner]."""
-    x = _rows(x)
+    x, signs, bits = _rows(x), *(None if each is None else each.contiguous() for each in (signs, bits))
     out = torch.empty(len(x), inner if inverse else whole, dtype=torch.float32, device="cpu")
-    call, dtype = _library().narrowgauge_turn, DTYPES[x.dtype]
-    signs = None if signs is None else signs.contiguous()
-    bits = None if bits is None else bits.contiguous()
-    in_rows(
-        len(x),
-        len(x) * whole,
-        lambda first, last: call(
-            address(x), dtype, first, last, x.stride(0), inner, whole, address(signs), address(bits), block, inverse,
-            address(out),
-        ),
-    )  # fmt: skip
+    sizes = (DTYPES[x.dtype], x.stride(0), inner, whole)
+    _in_rows("turn", len(x), len(x) * whole, x, *sizes, signs, bits, block, inverse, out)
     return out
 
 
@@ -89,14 +84,7 @@ def encode(
     codes = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     pairs = torch.empty(rows, -(-columns // 2), dtype=torch.uint8, device="cpu") if packed else None
     inside = torch.empty(rows, -(-columns // 8), dtype=torch.uint8, device="cpu") if bits else None
-    call = _library().narrowgauge_encode
-    in_rows(
-        rows,
-        y.numel(),
-        lambda first, last: call(
-            address(y), first, last, columns, scale, largest, address(codes), address(pairs), address(inside)
-        ),
-    )
+    _in_rows("encode", rows, y.numel(), y, columns, scale, largest, codes, pairs, inside)
     return codes, pairs, inside
 
 
@@ -104,12 +92,7 @@ def decode(packed: Tensor, columns: int) -> Tensor:
     """uint8 [rows, ceil(columns / 2)] -> int8 [rows, columns]."""
     packed = packed.contiguous()
     codes = torch.empty(len(packed), columns, dtype=torch.int8, device="cpu")
-    call = _library().narrowgauge_decode
-    in_rows(
-        len(codes),
-        codes.numel(),
-        lambda first, last: call(address(packed), first, last, columns, address(codes)),
-    )
+    _in_rows("decode", len(codes), codes.numel(), packed, columns, codes)
     return codes
 
 
@@ -117,32 +100,15 @@ def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[in
     """x [rows, n] float32 or bfloat16 -> int8 codes of x / scale [rows or 1, 1], rounded with the noise of `key`."""
     x, scale = _rows(x), scale.to(torch.float32).contiguous()
     codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
-    call, dtype = _library().narrowgauge_round, DTYPES[x.dtype]
-    in_rows(
-        len(x),
-        x.numel(),
-        lambda first, last: call(
-            address(x),
-            dtype,
-            first,
-            last,
-            x.stride(0),
-            x.shape[1],
-            address(scale),
-            scale.numel() > 1,
-            largest,
-            *key,
-            address(codes),
-        ),
-    )
+    sizes = (DTYPES[x.dtype], x.stride(0), x.shape[1])
+    _in_rows("round", len(x), x.numel(), x, *sizes, scale, scale.numel() > 1, largest, *key, codes)
     return codes
 
 
 def uniform(shape: tuple[int, ...], key: tuple[int, int]) -> Tensor:
-    """float32 in [0, 1) of `shape`: the noise of `key` (see `noise`)."""
+    """float32 in [0, 1) of `shape`: the noise of `key` (see `ops.random`)."""
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    call = _library().narrowgauge_uniform
-    in_rows(out.numel(), out.numel(), lambda first, last: call(*key, first, last, address(out)))
+    _in_rows("uniform", out.numel(), out.numel(), *key, out)
     return out
 
 
@@ -159,17 +125,10 @@ def gemm(
     a = _panels(left, LEFT, OFFSET if unsigned_left else 0)
     b = _panels(right, RIGHT, 0 if unsigned_left else OFFSET)
     steps = (2**15 - 1) // (2 * 2 * OFFSET * largest)
-    scales = [scale.to(torch.float32).contiguous() for scale in (left_scale, right_scale)]
-    sizes = [int(scale.numel() > 1) for scale in scales]
-    call = _library().narrowgauge_gemm
-    in_rows(
-        -(-m // LEFT),
-        out.numel() * max(inner // 64, 1),
-        lambda first, last: call(
-            address(a), address(b), first, last, m, n, inner, unsigned_left, steps, address(scales[0]), sizes[0],
-            address(scales[1]), sizes[1], address(out),
-        ),
-    )  # fmt: skip
+    of_rows, of_columns = (scale.to(torch.float32).contiguous() for scale in (left_scale, right_scale))
+    scales = (of_rows, of_rows.numel() > 1, of_columns, of_columns.numel() > 1)
+    work = out.numel() * max(inner // 64, 1)
+    _in_rows("gemm", -(-m // LEFT), work, a, b, m, n, inner, unsigned_left, steps, *scales, out)
     return out
 
 
@@ -178,14 +137,7 @@ def _panels(x: Tensor, width: int, offset: int) -> Tensor:
     rows, inner = x.shape
     count = -(-rows // width)
     panels = torch.empty(count * width * -(-inner // DEPTH) * DEPTH, dtype=torch.int8, device="cpu")
-    call = _library().narrowgauge_pack
-    in_rows(
-        count,
-        x.numel(),
-        lambda first, last: call(
-            address(x), first, last, rows, inner, x.stride(0), x.stride(1), width, offset, address(panels)
-        ),
-    )
+    _in_rows("pack", count, x.numel(), x, rows, inner, *x.stride(), width, offset, panels)
     return panels
 
 
@@ -195,6 +147,13 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
+def _in_rows(name: str, rows: int, elements: int, *given: Any) -> None:
+    """The kernel over all rows, on as many threads as the elements are worth. Tensors are given by their addresses."""
+    call = getattr(_library(), f"narrowgauge_{name}")
+    given = tuple(address(each) if each is None or isinstance(each, Tensor) else each for each in given)
+    in_rows(rows, elements, lambda first, last: call(first, last, *given))
+
+
 @cache
 def _library() -> ctypes.CDLL:
     found = library(
@@ -202,6 +161,6 @@ def _library() -> ctypes.CDLL:
     )
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, f"narrowgauge_{name}")
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = (_L, _L, *arguments), None
     found.narrowgauge_has_gemm.restype = ctypes.c_int32
     return found

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from narrowgauge.formats import Format
 from narrowgauge.ops.cpp import int4 as cpp
-from narrowgauge.ops.hadamard import codes_definition
-from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
+from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
 
 
 class Codes(NamedTuple):
@@ -34,15 +33,22 @@ class Codes(NamedTuple):
     bits: Tensor | None
 
 
+def _encode_in_torch(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
+    ratio = y.to(torch.float32) / scale
+    codes = format.encode(ratio)
+    inside = pack_bits(ratio.abs() <= format.max) if bits else None
+    return codes, format.pack(codes) if packed else None, inside
+
+
 def _encode_in_cpp(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
     if y.numel() == 0:  # its scale may be empty too
-        return codes_definition.encode(y, scale, format, packed, bits)
+        return _encode_in_torch(y, scale, format, packed, bits)
     two = packed and format.codes_per_byte == 2
     codes, pairs, inside = cpp.encode(y, float(scale), format.max, two, bits)
     return codes, format.pack(codes) if packed and not two else pairs, inside
 
 
-def _refuse(device: Device) -> str | None:
+def _refuse(device: Device) -> Refusal | None:
     return cpp.refuse(device.type)
 
 
@@ -56,7 +62,7 @@ def _unclipped_in_torch(d: Tensor, bits: Tensor) -> Tensor:
 
 ENCODE: Registry[Device] = Registry("codes")
 ENCODE.register(Kernel("native-cpp", _refuse, _encode_in_cpp))
-ENCODE.register(Kernel("reference", lambda device: None, codes_definition.encode, by_torch=True))
+ENCODE.register(Kernel("reference", lambda device: None, _encode_in_torch, by_torch=True))
 
 UNPACK: Registry[Device] = Registry("codes, two to a byte")  # of 4-bit formats
 UNPACK.register(Kernel("native-cpp", _refuse, lambda packed, format, length: cpp.decode(packed, length)))
@@ -95,4 +101,18 @@ def unclipped(d: Tensor, bits: Tensor) -> Tensor:
     return inside
 
 
-pack_bits, unpack_bits = codes_definition.pack_bits, codes_definition.unpack_bits
+def pack_bits(bits: Tensor) -> Tensor:
+    """bool [outer, n] -> uint8 [outer, ceil(n / 8)], the first of eight in the lowest bit."""
+    full = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
+    return (full.reshape(len(bits), full.shape[1] // 8, 8) << _places(bits.device)).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, length: int) -> Tensor:
+    """The inverse of `pack_bits`: uint8 [outer, m] -> bool [outer, length]."""
+    return ((packed[:, :, None] >> _places(packed.device)) & 1).reshape(len(packed), packed.shape[1] * 8)[
+        :, :length
+    ] == 1
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

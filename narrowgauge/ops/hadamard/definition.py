@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import wrapper
-from narrowgauge.ops.hadamard.codes_definition import unpack_bits
+from narrowgauge.ops.hadamard.codes import unpack_bits
 
 # The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that a block of 16 agrees with it.
 _SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

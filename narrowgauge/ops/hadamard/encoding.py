@@ -8,83 +8,73 @@ reference's where the order of a sum decides between two neighbours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import Format, IntFormat
-from narrowgauge.ops import selfcheck
-from narrowgauge.ops.hadamard import rotate
-from narrowgauge.ops.hadamard import selfcheck as proof
+from narrowgauge.ops.checked import checked
+from narrowgauge.ops.hadamard import rotate, rotated_length
 from narrowgauge.ops.hadamard.codes import Codes, encode
-from narrowgauge.ops.registry import Device, Kernel, Registry, device_facts, device_of
+from narrowgauge.ops.hadamard.selfcheck import CHECK, Spec
+from narrowgauge.ops.registry import Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
+from narrowgauge.ops.triton.arguments import Matrix
+from narrowgauge.ops.triton.launch import launch
 from narrowgauge.recipe import Cast, Hadamard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SMALLEST_ORDER = 16  # what tensor cores contract: a NaN would reach the blocks that share a product with its own
 LARGEST_ORDER = 64  # a matrix of 128 leaves too few registers for float32 cut in three
+# 128 columns are runs of 256 bytes in 16 bits; 32 rows of them are 32 elements for each of 128 threads. Not measured yet on a GPU.
+ROWS, COLUMNS, WARPS = 32, 128, 4
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What a kernel is chosen by."""
-
-    device: Device
-    dtype: torch.dtype
-    shape: tuple[int, int]
-    order: int
-    format: Format
-
-
-def refuse(spec: Spec) -> str | None:
+def refuse(spec: Spec) -> Refusal | None:
     """Why the Triton kernel does not do it, or None."""
-    reason = refuse_device(spec.device.type, spec.device.capability)
-    if reason is None and not (isinstance(spec.format, IntFormat) and spec.format.bits == 4):
-        reason = f"encodes 4-bit integers, not {spec.format}"
-    if reason is None and spec.order > LARGEST_ORDER:
-        reason = f"rotates blocks of at most {LARGEST_ORDER}, not {spec.order}"
-    if reason is None and spec.dtype not in DTYPES:
-        reason = f"reads float32, bfloat16 and float16, not {spec.dtype}"
-    if reason is None and 0 in spec.shape:
-        reason = "there is nothing to round"
-    return reason
+    if (refusal := refuse_device(spec.device.type, spec.device.capability)) is not None:
+        return refusal
+    if not (isinstance(spec.format, IntFormat) and spec.format.bits == 4):
+        return Refusal("format", f"encodes 4-bit integers, not {spec.format}")
+    if not SMALLEST_ORDER <= spec.order <= LARGEST_ORDER:
+        return Refusal("shape", f"rotates blocks of {SMALLEST_ORDER} to {LARGEST_ORDER}, not {spec.order}")
+    if spec.dtype not in DTYPES:
+        return Refusal("dtype", f"reads float32, bfloat16 and float16, not {spec.dtype}")
+    return Refusal("shape", "there is nothing to round") if 0 in spec.shape else None
 
 
-def _refuse_or_fail(spec: Spec) -> str | None:
-    """As `refuse`, and where the kernel fails its proof on the device at hand."""
-    reason = refuse(spec)
-    if reason is not None or spec.device.index is None:
-        return reason
-    return selfcheck.once(
-        "rotate_and_encode", "triton", (spec.order, spec.format, spec.dtype), spec.device.type, spec.device.index,
-        lambda device: proof.compare(_in_triton, spec.order, spec.format, spec.dtype, device),
-    )  # fmt: skip
-
-
-def _in_triton(
+def in_triton(
     x: Tensor, hadamard: Hadamard, signs: Tensor | None, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> Codes:
-    from narrowgauge.ops.hadamard import triton_launch
+    """See the module."""
+    from narrowgauge.ops.hadamard import triton_kernel
+
+    x = x.detach() if x.stride(1) == 1 or x.shape[1] == 1 else x.detach().contiguous()
+    rows, columns = x.shape
+    whole = rotated_length(columns, hadamard)
+
+    def output(per_byte: int) -> Tensor:
+        return torch.empty(rows, -(-whole // per_byte), dtype=torch.uint8, device=x.device)
 
     capability = device_facts(x.device.type, x.device.index).capability
-    constants = cast_constants.constants_of(Cast(format=format), capability)
-    codes, pairs, inside = triton_launch.rotate_and_encode(
-        x.detach(), hadamard.block, signs, scale, constants, packed, bits
-    )
-    return Codes(codes.view(format.storage), pairs, inside)
+    out = triton_kernel.Outputs(output(1), output(2) if packed else None, output(8) if bits else None)
+    launch(
+        triton_kernel.rotate_and_encode, -(-rows // ROWS) * -(-whole // COLUMNS), Matrix.of(x), signs, scale, out, whole,
+        C=cast_constants.constants_of(Cast(format=format), capability), ORDER=hadamard.block,
+        PIECES=3 if x.dtype == torch.float32 else 1, ROWS=ROWS, COLUMNS=COLUMNS, warps=WARPS,
+    )  # fmt: skip
+    return Codes(out.codes.view(format.storage), out.packed, out.bits)
 
 
-def _in_turn(
+def in_turn(
     x: Tensor, hadamard: Hadamard, signs: Tensor | None, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> Codes:
     return encode(rotate(x, hadamard, signs), scale, format, packed=packed, bits=bits)
 
 
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
-KERNELS.register(Kernel("triton", _refuse_or_fail, _in_triton))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
+KERNELS.register(checked("rotate_and_encode", Kernel("triton", refuse, in_triton), lambda: CHECK))
+KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))
 
 
 def in_one_pass(x: Tensor, hadamard: Hadamard, format: Format) -> bool:

@@ -2,11 +2,10 @@
 
     y = x diag(signs) H       codes = encode(y / scale)       bits = |y / scale| <= largest
 
-A program takes ROWS x COLUMNS elements, as [ROWS * COLUMNS / SIZE, SIZE] times a matrix of SIZE, which is H without its factor: +1 and
--1, and zeros between blocks smaller than the 16 that a product takes. Tensor cores multiply 16-bit numbers by these exactly and
-add in float32; float32 numbers are cut into three bfloat16 that sum to them, and make three products (PIECES). The factor
-1 / sqrt(ORDER) comes last, so that orders of 4, 16 and 64 have the reference's bits wherever its sums are exact; else the two differ
-by the order of summation.
+A program takes ROWS x COLUMNS elements, as [ROWS * COLUMNS / ORDER, ORDER] times H without its factor: +1 and -1. Tensor cores
+multiply 16-bit numbers by these exactly and add in float32; float32 numbers are cut into three bfloat16 that sum to them, and make three
+products (PIECES). The factor 1 / sqrt(ORDER) comes last, so that orders of 16 and 64 have the reference's bits wherever its sums are
+exact; else the two differ by the order of summation.
 """
 
 from __future__ import annotations
@@ -22,19 +21,18 @@ from narrowgauge.ops.triton.scales import divided, divisor
 
 
 @triton.jit
-def _signs_of_h(ORDER: tl.constexpr, SIZE: tl.constexpr):
-    """(-1) ** popcount(i & j) within blocks of ORDER, 0 between them; float32 [SIZE, SIZE]."""
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    parity = i & j & (ORDER - 1)
+def _signs_of_h(ORDER: tl.constexpr):
+    """(-1) ** popcount(i & j), float32 [ORDER, ORDER]."""
+    parity = tl.arange(0, ORDER)[:, None] & tl.arange(0, ORDER)[None, :]
     parity = parity ^ (parity >> 4)
     parity = parity ^ (parity >> 2)
     parity = parity ^ (parity >> 1)
-    return tl.where(i // ORDER == j // ORDER, 1.0 - 2.0 * (parity & 1).to(tl.float32), 0.0)
+    return 1.0 - 2.0 * (parity & 1).to(tl.float32)
 
 
 @triton.jit
 def _product(values, signs, total, C: tl.constexpr):
-    """total + values @ signs: values in 16 bits, signs of +1, -1 and 0, total float32."""
+    """total + values @ signs: values in 16 bits, signs of +1 and -1, total float32."""
     if C.interpreted:
         total += tl.dot(values.to(tl.float32), signs)
     else:
@@ -43,9 +41,9 @@ def _product(values, signs, total, C: tl.constexpr):
 
 
 @triton.jit
-def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr):
-    """values [n, SIZE] times H, float32."""
-    signs = _signs_of_h(ORDER, SIZE)
+def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr):
+    """values [n, ORDER] times H, float32."""
+    signs = _signs_of_h(ORDER)
     total = tl.zeros(values.shape, tl.float32)
     if PIECES == 1:
         total = _product(values, signs, total, C)
@@ -71,7 +69,7 @@ class Outputs(NamedTuple):
 @triton.jit
 def rotate_and_encode(
     x, signs, scale, out, whole,
-    C: tl.constexpr, ORDER: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """x, a `Matrix` -> `Outputs` out. signs [whole] float32 or None; scale [1] float32; whole: columns in whole blocks of ORDER."""
     down, across = place_of_program(whole, COLUMNS)
@@ -83,7 +81,7 @@ def rotate_and_encode(
     if signs is not None:
         flips = tl.load(signs + column, mask=column < whole, other=1.0)
         values = (values.to(tl.float32) * flips[None, :]).to(values.dtype)
-    rotated = _rotated(tl.reshape(values, (ROWS * COLUMNS // SIZE, SIZE)), C, ORDER, SIZE, PIECES)
+    rotated = _rotated(tl.reshape(values, (ROWS * COLUMNS // ORDER, ORDER)), C, ORDER, PIECES)
     ratio = divided(rotated, divisor(tl.load(scale), C), C)
     inside = tl.reshape((tl.abs(ratio) <= C.largest).to(tl.int32), (ROWS, COLUMNS))
     found = tl.reshape(encode(ratio, ratio, C), (ROWS, COLUMNS))

@@ -11,46 +11,49 @@ Contract of `mm(lhs, rhs)`
 
 Products of decoded elements are exact; they are summed in float32 (FP8 tensor cores with fast_accumulate: about 14 bits).
 Where no narrow unit exists the operands are decoded to a float type that holds them exactly, so an emulated product differs
-from a native one by the order of summation only. On a GPU a kernel is taken only after it has proved itself there (selfcheck.py).
+from a native one by the order of summation only. On a GPU a kernel is taken only after it was right there on a sample (selfcheck.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.mm import cpp, cublas, cublas_block, cublas_mx, definition, triton
+from narrowgauge.ops.checked import checked
+from narrowgauge.ops.mm import cpp, cublas, definition, triton
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
 
+if TYPE_CHECKING:
+    from narrowgauge.ops.selfcheck import Check
 
-def proven(kernel: Kernel[MmSpec]) -> Kernel[MmSpec]:
-    """The kernel, refused as well where it fails its proof on the device at hand (see `Device.index`)."""
 
-    def refuse(spec: MmSpec) -> str | None:
-        reason = kernel.refuse(spec)
-        if reason is not None or spec.device.index is None:
-            return reason
-        from narrowgauge.ops.mm import selfcheck  # on a GPU alone
+def check_of_products() -> Check[MmSpec]:
+    from narrowgauge.ops.mm.selfcheck import CHECK  # where a kernel is checked alone
 
-        return selfcheck.proven(kernel).refuse(spec)
-
-    return replace(kernel, refuse=refuse)
+    return CHECK
 
 
 KERNELS: Registry[MmSpec] = Registry("mm")
-KERNELS.register(proven(Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True)))
-KERNELS.register(proven(Kernel("native-block", cublas_block.refuse, cublas_block.run, by_torch=True)))
-KERNELS.register(proven(Kernel("native-mx", cublas_mx.refuse, cublas_mx.run, by_torch=True)))
-KERNELS.register(proven(Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True)))
-KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
-KERNELS.register(proven(Kernel("triton", triton.refuse, triton.run)))
+KERNELS.register(
+    checked("mm", Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True), check_of_products)
+)
+KERNELS.register(
+    checked("mm", Kernel("native-block", cublas.refuse_block, cublas.run_block, by_torch=True), check_of_products)
+)
+KERNELS.register(checked("mm", Kernel("native-mx", cublas.refuse_mx, cublas.run_mx, by_torch=True), check_of_products))
+KERNELS.register(
+    checked("mm", Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True), check_of_products)
+)
+KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products))
+KERNELS.register(checked("mm", Kernel("triton", triton.refuse, triton.run), check_of_products))
 KERNELS.register(Kernel("reference", lambda spec: None, definition.run, by_torch=True))
 
 
@@ -78,6 +81,14 @@ def plan(
     if choice.kernel.name != "reference":
         return Plan(choice, None)
     return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts))
+
+
+def why_emulated(gemm: Gemm, device: torch.device) -> str | None:
+    """Why `device` multiplies two narrow operands in a wider type, a clause; None where it does not, or they are not both narrow."""
+    how = plan(gemm, device)
+    if how.expand is None or gemm.lhs is None or gemm.rhs is None:
+        return None
+    return "; ".join(how.choice.reasons) or "no kernel is made for these operands"
 
 
 def mm(

@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import INT4, INT4X2
-from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.mm.spec import EXPANDED, TWO_SCALES, MmSpec
+from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.scaling import WHOLE
 
 LONGEST_SUM = (2**31 - 1) // (14 * 98)  # of products within 32 bits
 
 
-def refuse(spec: MmSpec) -> str | None:
+def refuse(spec: MmSpec) -> Refusal | None:
     """INT4 times INT4 or times a bit-split gradient, with one scale per tensor or row."""
     casts = (spec.lhs, spec.rhs)
     formats = [None if cast is None else cast.format for cast in casts]
     if INT4 not in formats or any(format not in (INT4, INT4X2) for format in formats):
-        return "needs two operands of INT4, one of which may be a bit-split gradient"
+        return Refusal("operands", "needs two operands of INT4, one of which may be a bit-split gradient")
     if any(cast is not None and cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) for cast in casts):
-        return "takes one scale per tensor or per row"
+        return Refusal("tile", "takes one scale per tensor or per row")
     if spec.expanded:
-        return "takes codes, but an operand is expanded to floats"
+        return EXPANDED
     if any(cast is not None and cast.has_global_scale for cast in casts):
-        return "takes one scale, but a cast has a second one for the tensor (headroom)"
+        return TWO_SCALES
     from narrowgauge.ops.cpp import int4 as cpp
 
-    reason = cpp.refuse(spec.device.type)
-    if reason is not None:
-        return reason
-    return None if cpp.has_gemm() else "this CPU has no AVX2 instructions"
+    if (refusal := cpp.refuse(spec.device.type)) is not None:
+        return refusal
+    return None if cpp.has_gemm() else Refusal("capability", "this CPU has no AVX2 instructions")
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
@@ -48,7 +48,7 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
         # The left operand is INT4 in the forward product and the right one in the others; of two INT4 either serves.
         unsigned_left = lhs.cast.format != INT4X2
         largest = int(max(INT4X2.max if INT4X2 in (lhs.cast.format, rhs.cast.format) else INT4.max, INT4.max))
-        left, right = _codes(lhs), _codes(rhs)
+        left, right = lhs.one_to_a_byte(), rhs.one_to_a_byte()
         starts = range(0, lhs.shape[1], LONGEST_SUM)
         scales = (lhs.scale, rhs.scale)
         if len(starts) == 1:
@@ -65,7 +65,3 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)
-
-
-def _codes(operand: QTensor) -> Tensor:
-    return operand.cast.format.unpack(operand.data, operand.inner) if operand.is_packed else operand.data

@@ -1,26 +1,37 @@
-"""FP8 in tiles of 1x128 and 128x128 where cuBLAS has no such GEMM: Ada, Hopper before CUDA 12.9, Blackwell (see triton_blocks.py).
+"""FP8 in tiles of any power of two where cuBLAS has no such GEMM: other sides than 128, Ada, Hopper before CUDA 12.9, Blackwell.
 
-Takes what `native_block` takes, 128x128 by 128x128 and E5M2 against E4M3 besides. No filling up: the kernel masks what overruns.
-Compiled at the first call (seconds, kept by Triton in its own cache). While torch.compile traces it is one opaque operator,
-`narrowgauge::block_mm`, so no graph breaks.
+Tiles of (a, b): a from 1 up, b along the contracted axis from 64 up, each operand its own. Shorter b (MX) are left to cuBLAS and to the
+emulation: sums would leave the tensor core after 32 products, and the additions in registers would take as long as a product in
+bfloat16. No filling up: the kernel (triton_blocks.py) masks what overruns. Compiled at the first call (seconds, kept by Triton in its own
+cache). While torch.compile traces it is one opaque operator, `narrowgauge::block_mm`, so no graph breaks.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import refuse_wrappers
 from narrowgauge.formats import E4M3, E5M2
-from narrowgauge.ops.mm.cublas import empty_product, refuse_without_units
-from narrowgauge.ops.mm.cublas_block import NOT_IN_BLOCKS, SQUARE, VECTOR
+from narrowgauge.ops.mm.cublas import empty_product, mx_kind, refuse_without_units
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.registry import constant_while_compiling
+from narrowgauge.ops.registry import Refusal
+from narrowgauge.ops.triton import unavailable
 from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.mm.triton_blocks import Blocks
+
+SHORTEST, LONGEST_STEP = (
+    64,
+    128,
+)  # a tile along the contracted axis; what the tensor cores sum before a scale multiplies it
+NOT_IN_BLOCKS = Refusal("operands", "needs two FP8 operands in tiles")
 
 
 @dataclass(frozen=True)
@@ -44,31 +55,34 @@ def shape_for(capability: tuple[int, int], rows: int) -> Shape:
     return Shape(m=64, n=128, warps=4, stages=4) if rows <= 64 else Shape(m=128, n=128, warps=8, stages=4)
 
 
-def refuse(spec: MmSpec) -> str | None:
-    """FP8 in blocks of 128 on compute capability 8.9 and above, with Triton installed."""
-    casts = (spec.lhs, spec.rhs)
-    if any(cast is None or cast.format not in (E4M3, E5M2) or cast.tile not in (VECTOR, SQUARE) for cast in casts):
+def refuse(spec: MmSpec) -> Refusal | None:
+    """FP8 in tiles on compute capability 8.9 and above, with Triton installed."""
+    if any(
+        cast is None or cast.format not in (E4M3, E5M2) or WHOLE in cast.tile or mx_kind(cast) for cast in spec.casts
+    ):
         return NOT_IN_BLOCKS
-    if (reason := refuse_without_units(spec)) is not None:
-        return reason
-    return None if _has_triton() else "Triton is not installed"
+    for cast in spec.casts:
+        if cast is not None and not _fits(cast):
+            return Refusal(
+                "tile", f"takes tiles of powers of two, {SHORTEST} or more along the contracted axis, not {cast.tile}"
+            )
+    if (refusal := refuse_without_units(spec)) is not None:
+        return refusal
+    return Refusal("toolchain", unavailable()) if unavailable() else None
 
 
-@constant_while_compiling
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _fits(cast: Cast) -> bool:
+    return not any(side & (side - 1) for side in cast.tile) and cast.tile[1] >= SHORTEST
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """fast_accumulate has no effect: sums leave the tensor core after 128 products. One rounding, to out_dtype."""
-    m, n = lhs.shape[0], rhs.shape[0]
-    if 0 in (m, n, lhs.shape[1]):
-        return empty_product(m, n, lhs.device, bias, out_dtype)
+    """fast_accumulate has no effect: sums leave the tensor core after 128 products or less. One rounding, to out_dtype."""
+    if (empty := empty_product(lhs, rhs, bias, out_dtype)) is not None:
+        return empty
     call = torch.ops.narrowgauge.block_mm if torch.compiler.is_compiling() else launch
     return call(
         lhs.data.contiguous(), lhs.scale.contiguous(), rhs.data.contiguous(), rhs.scale.contiguous(),
-        bias, [lhs.cast.tile[0], rhs.cast.tile[0]], out_dtype,
+        bias, [*lhs.cast.tile, *rhs.cast.tile], out_dtype,
     )  # fmt: skip
 
 
@@ -78,11 +92,11 @@ def launch(
     rhs: Tensor,
     rhs_scale: Tensor,
     bias: Tensor | None,
-    tile_rows: list[int],
+    tiles: list[int],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """lhs [M, K], rhs [N, K] and their scales [outer / tile_rows, K / 128], all contiguous -> [M, N]."""
-    from narrowgauge.ops.mm.triton_blocks import Blocks, block_mm
+    """lhs [M, K], rhs [N, K] and their scales, all contiguous -> [M, N]. tiles: sides of those of lhs, then of rhs."""
+    from narrowgauge.ops.mm.triton_blocks import block_mm
 
     refuse_wrappers(lhs, lhs_scale, rhs, rhs_scale, bias)
     (m, k), n = lhs.shape, rhs.shape[0]
@@ -94,15 +108,23 @@ def launch(
     with torch.cuda.device(lhs.device if lhs.device.type == "cuda" else -1):  # Triton launches on the current device
         block_mm[grid](
             lhs, rhs, lhs_scale, rhs_scale, None if bias is None else bias.contiguous(), out, m, n, k,
-            B=Blocks(tile_rows[0], tile_rows[1], shape.m, shape.n, shape.group_m),
+            B=constants(tiles, shape),
             num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
 
+def constants(tiles: list[int], shape: Shape) -> Blocks:
+    """What the kernel is compiled with."""
+    from narrowgauge.ops.mm.triton_blocks import Blocks
+
+    step = min(tiles[1], tiles[3], LONGEST_STEP)
+    return Blocks(tiles[0], tiles[1], tiles[2], tiles[3], shape.m, shape.n, step, shape.group_m)
+
+
 torch.library.define(
     "narrowgauge::block_mm",
-    "(Tensor lhs, Tensor lhs_scale, Tensor rhs, Tensor rhs_scale, Tensor? bias, int[] tile_rows, ScalarType out_dtype) -> Tensor",
+    "(Tensor lhs, Tensor lhs_scale, Tensor rhs, Tensor rhs_scale, Tensor? bias, int[] tiles, ScalarType out_dtype) -> Tensor",
 )
 torch.library.impl("narrowgauge::block_mm", "CUDA", launch)
 
@@ -114,7 +136,7 @@ def _shape_of_block_mm(
     rhs: Tensor,
     rhs_scale: Tensor,
     bias: Tensor | None,
-    tile_rows: list[int],
+    tiles: list[int],
     out_dtype: torch.dtype,
 ) -> Tensor:
     return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=out_dtype)

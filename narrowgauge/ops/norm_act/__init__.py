@@ -31,13 +31,16 @@ from torch import Tensor
 
 from narrowgauge.ops.norm_act import act_backward_cast, act_cast, norm_cast, triton
 from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, CastResult, Kind, NormActSpec
-from narrowgauge.ops.registry import Kernel, Registry
+from narrowgauge.ops.registry import Kernel, Refusal, Registry
 
 __all__ = ["KINDS", "CastRequest", "CastResult", "Kind", "NormActSpec", "backward_of", "forward_of", "value"]
 
 
 def _op(
-    name: str, refuse: Callable[[NormActSpec], str | None], kernel: Callable[..., Any], definition: Callable[..., Any]
+    name: str,
+    refuse: Callable[[NormActSpec], Refusal | None],
+    kernel: Callable[..., Any],
+    definition: Callable[..., Any],
 ) -> Registry[NormActSpec]:
     op: Registry[NormActSpec] = Registry(name)
     op.register(Kernel("triton", refuse, kernel))

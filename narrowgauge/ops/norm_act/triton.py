@@ -20,7 +20,7 @@ from torch import Tensor
 from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, NormActSpec, Requests
 from narrowgauge.ops.quantize import triton as quantizing
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.registry import Refusal, device_facts
 from narrowgauge.ops.triton import refuse as refuse_device
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
@@ -30,51 +30,56 @@ LONGEST_ROW = 8192  # of a norm, whose backward pass keeps rows and the sums for
 Statistics = tuple[Tensor, ...]
 
 
-def refuse(spec: NormActSpec) -> str | None:
+def refuse(spec: NormActSpec) -> Refusal | None:
     """Why these kernels do not compute that, or None."""
-    reason = refuse_device(spec.device.type, spec.device.capability)
-    if reason is not None:
-        return reason
+    refusal = refuse_device(spec.device.type, spec.device.capability)
+    if refusal is not None:
+        return refusal
     if 0 in spec.shape:
-        return "there is nothing to compute"
+        return Refusal("shape", "there is nothing to compute")
     for dtype in spec.dtypes:
         if dtype not in quantizing.DTYPES:
-            return f"reads float32, bfloat16 and float16, not {dtype}"
+            return Refusal("dtype", f"reads float32, bfloat16 and float16, not {dtype}")
     if spec.kind.is_norm and spec.shape[1] > LONGEST_ROW:
-        return f"norms rows of at most {LONGEST_ROW} elements, not {spec.shape[1]}"
+        return Refusal("shape", f"norms rows of at most {LONGEST_ROW} elements, not {spec.shape[1]}")
     for cast, transposed in spec.casts:
-        reason = _refuse_cast(cast, transposed) or quantizing.refuse(
+        refusal = _refuse_cast(cast, transposed) or quantizing.refuse(
             Spec(spec.device, spec.dtypes[0], spec.shape, cast)
         )
-        if reason is not None:
-            return reason
+        if refusal is not None:
+            return refusal
     return None
 
 
-def refuse_backward(spec: NormActSpec) -> str | None:
+def refuse_backward(spec: NormActSpec) -> Refusal | None:
     """As `refuse`, of gradients."""
-    reason = refuse(spec)
-    if reason is None and any(cast.tile != (WHOLE, WHOLE) for cast, _ in spec.casts):
-        reason = "casts gradients by one scale per tensor"
-    return reason
+    refusal = refuse(spec)
+    if refusal is None and any(cast.tile != (WHOLE, WHOLE) for cast, _ in spec.casts):
+        refusal = Refusal("tile", "casts gradients by one scale per tensor")
+    return refusal
 
 
-def _refuse_cast(cast: Cast, transposed: bool) -> str | None:
+def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:
     if cast.rounding != "nearest":
-        return f"rounds to nearest, not {cast.rounding}"
+        return Refusal("rounding", f"rounds to nearest, not {cast.rounding}")
     if isinstance(cast.calibrate, ClippedRms | LearnedStep):
-        return f"takes the largest magnitude, not {cast.calibrate}"
+        return Refusal("calibration", f"takes the largest magnitude, not {cast.calibrate}")
     if cast.format.codes_per_byte > 1:
-        return f"writes a byte per element, and two {cast.format} share one"
+        return Refusal("format", f"writes a byte per element, and two {cast.format} share one")
     if cast.scale.two_level:
-        return f"knows the largest magnitude that {cast.scale} wants after a pass over all rows"
+        return Refusal("scale", f"knows the largest magnitude that {cast.scale} wants after a pass over all rows")
+    return _refuse_tile(cast, transposed)
+
+
+def _refuse_tile(cast: Cast, transposed: bool) -> Refusal | None:
+    reason = ""
     if cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) and (cast.tile[0] != 1 or cast.tile[1] > 128):
-        return f"casts tensors, rows and pieces of rows, not tiles of {cast.tile}"
-    if transposed and cast.tile == (1, WHOLE):
-        return "knows the maxima of columns after a pass over all rows"
-    if transposed and WHOLE not in cast.tile:
-        return "pieces of columns as well as of rows do not stay in registers beside what computes them"
-    return None
+        reason = f"casts tensors, rows and pieces of rows, not tiles of {cast.tile}"
+    elif transposed and cast.tile == (1, WHOLE):
+        reason = "knows the maxima of columns after a pass over all rows"
+    elif transposed and WHOLE not in cast.tile:
+        reason = "pieces of columns as well as of rows do not stay in registers beside what computes them"
+    return Refusal("tile", reason) if reason else None
 
 
 def norm_cast(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:

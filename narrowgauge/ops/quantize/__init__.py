@@ -21,13 +21,14 @@ scale per tensor or row whose noise comes as a Key.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.quantize import cpp, definition, triton
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
@@ -36,24 +37,24 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import scale_shape
 
+if TYPE_CHECKING:
+    from narrowgauge.ops.selfcheck import Check
 
-def proven(op: str, kernel: Kernel[Spec], check: str) -> Kernel[Spec]:
-    """The kernel, refused as well where it fails its proof, a function of selfcheck.py, on the device at hand (see `Device.index`)."""
 
-    def refuse(spec: Spec) -> str | None:
-        reason = kernel.refuse(spec)
-        if reason is not None or spec.device.index is None:
-            return reason
-        from narrowgauge.ops.quantize import selfcheck  # on a GPU alone
+def check_by(casts: str) -> Callable[[], Check[Spec]]:
+    """The check of kernels that are called as this function of selfcheck.py calls them."""
 
-        return selfcheck.proven(op, kernel, getattr(selfcheck, check)).refuse(spec)
+    def load() -> Check[Spec]:
+        from narrowgauge.ops.quantize import selfcheck  # where a kernel is checked alone
 
-    return replace(kernel, refuse=refuse)
+        return selfcheck.check(getattr(selfcheck, casts))
+
+    return load
 
 
 KERNELS: Registry[Spec] = Registry("quantize")
-KERNELS.register(proven("quantize", Kernel("triton", triton.refuse, triton.run), "check_one"))
-KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run))
+KERNELS.register(checked("quantize", Kernel("triton", triton.refuse, triton.run), check_by("check_one")))
+KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run, check=check_by("check_one")))
 KERNELS.register(Kernel("reference", lambda spec: None, definition.quantize, by_torch=True))
 
 tile_amax = definition.tile_amax

@@ -13,39 +13,42 @@ from narrowgauge.formats import IntFormat
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
+from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import WHOLE, scale_shape, tile_sizes
 
 
-def refuse(spec: Spec) -> str | None:
+def refuse(spec: Spec) -> Refusal | None:
     """Why this kernel does not quantize such a tensor, or None."""
     if spec.is_empty:
-        return "there is nothing to round"
+        return Refusal("shape", "there is nothing to round")
     return _refuse_nearest(spec) if spec.noise is None else _refuse_stochastic(spec)
 
 
-def _refuse_stochastic(spec: Spec) -> str | None:
+def _refuse_stochastic(spec: Spec) -> Refusal | None:
     if spec.noise != "key" or not isinstance(spec.cast.format, IntFormat):
-        return "rounds integers stochastically with the noise of a key, nothing else"
+        return Refusal("rounding", "rounds integers stochastically with the noise of a key, nothing else")
     if spec.cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or spec.cast.has_global_scale or spec.amax:
-        return "takes one scale per tensor or row, from the tensor"
+        return Refusal("tile", "takes one scale per tensor or row, from the tensor")
     from narrowgauge.ops.cpp import int4 as cpp
 
     return cpp.refuse(spec.device.type)
 
 
-def _refuse_nearest(spec: Spec) -> str | None:
+def _refuse_nearest(spec: Spec) -> Refusal | None:
     from narrowgauge.ops.cpp import cast as cast_kernel
     from narrowgauge.ops.cpp import int4 as cpp
 
     if not cast_kernel.rounds(spec.cast.format) or spec.cast.scale.two_level:
-        return "rounds integers and floats with a mantissa to nearest, by one scale per tile"
+        return Refusal("format", "rounds integers and floats with a mantissa to nearest, by one scale per tile")
     if spec.expand is None and not isinstance(spec.cast.format, IntFormat):
-        return "makes decoded values of floats, not their codes"
+        return Refusal("expanded", "makes decoded values of floats, not their codes")
     if spec.dtype not in cast_kernel.DTYPES:
-        return f"reads float32 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
-    return cpp.refuse_place(spec.device.type) or cast_kernel.unavailable() or None
+        return Refusal("dtype", f"reads float32 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}")
+    if (refusal := cpp.refuse_place(spec.device.type)) is not None:
+        return refusal
+    return Refusal("toolchain", cast_kernel.unavailable()) if cast_kernel.unavailable() else None
 
 
 def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None) -> QTensor:

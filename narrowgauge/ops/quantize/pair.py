@@ -13,11 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.quantize import definition, proven, quantize, triton
+from narrowgauge.ops.checked import checked
+from narrowgauge.ops.quantize import check_by, definition, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
-from narrowgauge.ops.registry import Kernel, Registry
+from narrowgauge.ops.registry import Kernel, Refusal, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
@@ -36,19 +37,19 @@ def _in_turn(
     return rows, quantize(x.T, cast, amax=amax, noise=noise[1]) if cols else None, amax
 
 
-def refuse(spec: Spec) -> str | None:
+def refuse(spec: Spec) -> Refusal | None:
     """Why the kernels that read x once do not quantize such a tensor, or None."""
     if spec.delayed and (spec.cast.tile != (WHOLE, WHOLE) or spec.cast.rounding != "nearest"):
-        return "rounds to nearest by one scale per tensor"
+        return Refusal("tile", "rounds to nearest by one scale per tensor")
     if spec.delayed and not spec.cols and spec.cast.format.codes_per_byte > 1 and spec.shape[1] % 2:
-        return f"packs two codes into a byte, and rows have {spec.shape[1]}"
+        return Refusal("shape", f"packs two codes into a byte, and rows have {spec.shape[1]}")
     if not spec.delayed and not spec.cols:
-        return "gives nothing beside one cast, which `quantize` makes"
+        return Refusal("operands", "gives nothing beside one cast, which `quantize` makes")
     return triton.refuse(spec)
 
 
 KERNELS: Registry[Spec] = Registry("quantize_pair")
-KERNELS.register(proven("quantize_pair", Kernel("triton", refuse, triton.pair), "check_pair"))
+KERNELS.register(checked("quantize_pair", Kernel("triton", refuse, triton.pair), check_by("check_pair")))
 KERNELS.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
 
 

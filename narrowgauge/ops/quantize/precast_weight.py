@@ -19,16 +19,19 @@ after the weight has been written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.checked import checked
 from narrowgauge.ops.quantize import definition, selfcheck, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxBuffers, update_amax
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Kernel, Registry, device_facts
+from narrowgauge.ops.registry import Kernel, Refusal, Registry, device_facts
+from narrowgauge.ops.selfcheck import Comparison
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.validity import Key, validity
 from narrowgauge.qtensor import QTensor
@@ -106,25 +109,26 @@ class PrecastWeight:
         )  # a graph would take it again and again
 
 
-def refuse(cast: Cast) -> str | None:
-    """Why the step cannot leave what such a cast needs, a clause, or None."""
+def refuse(cast: Cast) -> Refusal | None:
+    """Why the step cannot leave what such a cast needs, or None."""
     if cast.tile != (WHOLE, WHOLE):
-        return f"tiles of {cast.tile} share a scale among elements that no program of the step has together in both orientations"
+        shared = "share a scale among elements that no program of the step has together in both orientations"
+        return Refusal("tile", f"tiles of {cast.tile} {shared}")
     if cast.rounding != "nearest":
-        return "stochastic rounding draws anew at every forward pass"
+        return Refusal("rounding", "stochastic rounding draws anew at every forward pass")
     if not isinstance(cast.calibrate, Current | Window):
-        return f"the scale is not of the largest magnitude but by {cast.calibrate}"
+        return Refusal("calibration", f"the scale is not of the largest magnitude but by {cast.calibrate}")
     if cast.format.codes_per_byte > 1:
-        return "two codes share a byte, in one orientation those of two rows"
+        return Refusal("format", "two codes share a byte, in one orientation those of two rows")
     if cast.has_global_scale:
-        return "a second number scales the tensor"
+        return Refusal("scale", "a second number scales the tensor")
     return cast_constants.refuse(cast)
 
 
 def refuse_here(weight: Tensor, cast: Cast) -> str:
-    """Why no kernel takes up on the weight's device what the step leaves, a clause, or ''. May prove a kernel."""
+    """Why no kernel takes up on the weight's device what the step leaves, a clause, or ''. May check a kernel."""
     choice = KERNELS.choose(Spec.of(weight, cast))
-    return "; ".join(why for _, why in choice.refusals) if choice.kernel.name == "reference" else ""
+    return "; ".join(why.text for _, why in choice.refusals) if choice.kernel.name == "reference" else ""
 
 
 @torch.no_grad()
@@ -184,14 +188,14 @@ def _in_triton(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, rec
     )
 
 
-def _refuse(spec: Spec) -> str | None:
+def _refuse(spec: Spec) -> Refusal | None:
     return refuse(spec.cast) or triton.refuse(spec)
 
 
-def check(run: Any, spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> str | None:
-    """For the proof: codes that serve, codes by an amax that is not in use, and a first step; the same bits as casting anew."""
+def check(run: Any, spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> Iterator[Comparison]:
+    """For the self-check: codes that serve, codes by an amax that is not in use, and a first step; the same bits as casting anew."""
     if x.stride(1) != 1:
-        return None  # a weight lies in memory row by row
+        return  # a weight lies in memory row by row
     delayed = isinstance(spec.cast.calibrate, Window)
     for in_use, expected in ((3.0, 3.0), (3.0, 5.0), (3.0, 0.0), (0.0, 3.0)) if delayed else ((0.0, 0.0),):
         precast = _sample(x.cpu(), spec.cast, expected, device)
@@ -201,13 +205,12 @@ def check(run: Any, spec: Spec, device: torch.device, x: Tensor, poisoned: bool)
             live = precast.window.live
         plain, turned, used = run(x, precast, live, True)
         if live is None:
-            reason = selfcheck.compare_both(plain, turned, spec, device, x)
+            found = selfcheck.compare_both(plain, turned, spec, x)
         else:
-            truth = torch.tensor([in_use, 0.5, 0.0])
-            reason = selfcheck.compare_delayed((plain, turned), used, live, truth, spec, device, x, poisoned)
-        if reason is not None:
-            return f"{reason}, in use {in_use} and expected {expected}"
-    return None
+            before = torch.tensor([in_use, 0.5, 0.0])
+            found = selfcheck.compare_delayed((plain, turned), used, live, before, spec, x, poisoned)
+        for each in found:
+            yield each._replace(name=f"{each.name}, in use {in_use} and expected {expected}")
 
 
 @dataclass
@@ -242,7 +245,7 @@ def _sample(x: Tensor, cast: Cast, expected: float, device: torch.device) -> Pre
 
 
 KERNELS: Registry[Spec] = Registry("quantize_precast")
-KERNELS.register(selfcheck.proven("quantize_precast", Kernel("triton", _refuse, _in_triton), check))
+KERNELS.register(checked("quantize_precast", Kernel("triton", _refuse, _in_triton), lambda: selfcheck.check(check)))
 KERNELS.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
-from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.registry import Refusal, device_facts
 from narrowgauge.ops.triton import refuse as refuse_device
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
@@ -32,33 +32,35 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_BLOCK = 128
 
 
-def refuse(spec: Spec) -> str | None:
+def refuse(spec: Spec) -> Refusal | None:
     """Why these kernels do not quantize such a tensor, or None."""
-    if (reason := refuse_device(spec.device.type, spec.device.capability)) is not None:
-        return reason
+    if (refusal := refuse_device(spec.device.type, spec.device.capability)) is not None:
+        return refusal
     from narrowgauge.ops.triton import cast_constants
 
-    if (reason := cast_constants.refuse(spec.cast)) is not None:
-        return reason
+    if (refusal := cast_constants.refuse(spec.cast)) is not None:
+        return refusal
     if spec.is_empty:
-        return "there is nothing to round"
+        return Refusal("shape", "there is nothing to round")
     if spec.dtype not in DTYPES:
-        return f"reads float32, bfloat16 and float16, not {spec.dtype}"
+        return Refusal("dtype", f"reads float32, bfloat16 and float16, not {spec.dtype}")
     if spec.noise == "tensor":
-        return "makes its noise itself, from a key"
+        return Refusal("noise", "makes its noise itself, from a key")
     return _refuse_tile(spec)
 
 
-def _refuse_tile(spec: Spec) -> str | None:
+def _refuse_tile(spec: Spec) -> Refusal | None:
     cast = spec.cast
     if not spec.amax and not isinstance(cast.calibrate, Current | Window):
-        return f"takes the largest magnitude, not {cast.calibrate}"
+        return Refusal("calibration", f"takes the largest magnitude, not {cast.calibrate}")
     if WHOLE in cast.tile:
-        known = cast.tile in ((WHOLE, WHOLE), (1, WHOLE))
-        return None if known else f"scales tensors, rows and blocks, not tiles of {cast.tile}"
+        if cast.tile in ((WHOLE, WHOLE), (1, WHOLE)):
+            return None
+        return Refusal("tile", f"scales tensors, rows and blocks, not tiles of {cast.tile}")
     if any(size & (size - 1) or size > LARGEST_BLOCK for size in cast.tile):
-        return f"takes blocks whose sides are powers of two of at most {LARGEST_BLOCK}, not {cast.tile}"
-    return "takes the amax of a block from the block" if spec.amax else None
+        sides = f"takes blocks whose sides are powers of two of at most {LARGEST_BLOCK}, not {cast.tile}"
+        return Refusal("tile", sides)
+    return Refusal("calibration", "takes the amax of a block from the block") if spec.amax else None
 
 
 def run(

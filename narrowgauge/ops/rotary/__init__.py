@@ -18,13 +18,15 @@ order of halves that Llama has.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops import selfcheck
-from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
+from narrowgauge.ops.checked import checked
+from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
+from narrowgauge.ops.selfcheck import Check, Comparison
 from narrowgauge.ops.triton import refuse as refuse_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,28 +76,16 @@ def _gradient(y: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor
     return (y * cos).to(dtype) + torch.cat((second, -first), dim=-1)
 
 
-def refuse(spec: Spec) -> str | None:
+def refuse(spec: Spec) -> Refusal | None:
     """Why the kernel does not do it, or None."""
-    reason = refuse_device(spec.device.type, spec.device.capability)
-    if reason is None and spec.is_empty:
-        reason = "there is nothing to turn"
-    if reason is None and (spec.head % 2 or spec.head > LONGEST_HEAD):
-        reason = f"turns heads of even length up to {LONGEST_HEAD}, not {spec.head}"
+    if (refusal := refuse_device(spec.device.type, spec.device.capability)) is not None:
+        return refusal
+    if spec.is_empty:
+        return Refusal("shape", "there is nothing to turn")
+    if spec.head % 2 or spec.head > LONGEST_HEAD:
+        return Refusal("shape", f"turns heads of even length up to {LONGEST_HEAD}, not {spec.head}")
     wrong = [dtype for dtype in spec.dtypes if dtype not in DTYPES]
-    if reason is None and wrong:
-        reason = f"reads float32, bfloat16 and float16, not {wrong[0]}"
-    return reason
-
-
-def _refuse_or_fail(spec: Spec) -> str | None:
-    """As `refuse`, and where the kernel fails its proof on the device at hand."""
-    reason = refuse(spec)
-    if reason is not None or spec.device.index is None:
-        return reason
-    kind = (spec.dtypes, spec.head)
-    return selfcheck.once(
-        "rotary", "triton", kind, spec.device.type, spec.device.index, lambda device: compare(*kind, device)
-    )  # fmt: skip
+    return Refusal("dtype", f"reads float32, bfloat16 and float16, not {wrong[0]}") if wrong else None
 
 
 def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
@@ -116,22 +106,20 @@ def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, in
     return results
 
 
-def compare(dtypes: tuple[torch.dtype, ...], head: int, device: torch.device) -> tuple[float, str | None]:
-    """The kernel's proof: all bits of values and gradients of a small sample, in both layouts of a head (see `ops.selfcheck`)."""
+def _compare(
+    run: Callable[..., Pair], kind: tuple[tuple[torch.dtype, ...], int], device: torch.device
+) -> Iterator[Comparison]:
+    """All bits of values and gradients of a small sample, in both layouts of a head."""
     for transposed in (True, False):
-        q, k, cos, sin = _sample(dtypes, head, transposed)
+        q, k, cos, sin = _sample(*kind, transposed)
         results = (torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype))
         for inverse in (False, True):
             wanted = (q.dtype, k.dtype) if inverse else results
             first, second = (q.to(results[0]), k.to(results[1])) if inverse else (q, k)
-            expected = reference(first, second, cos, sin, wanted, inverse)
-            here = [x.to(device) for x in (first, second, cos, sin)]
-            found = in_triton(here[0], here[1], here[2], here[3], wanted, inverse)
-            for name, got, x in zip(("q", "k"), found, expected, strict=True):
-                reason = selfcheck.difference(f"gradient of {name}" if inverse else name, got, x, device)
-                if reason is not None:
-                    return float("inf"), reason
-    return 0.0, None
+            truth = reference(first, second, cos, sin, wanted, inverse)
+            found = run(*(x.to(device) for x in (first, second, cos, sin)), wanted, inverse)
+            for name, got, x in zip(("q", "k"), found, truth, strict=True):
+                yield Comparison(f"gradient of {name}" if inverse else name, got, x)
 
 
 def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> list[Tensor]:
@@ -143,6 +131,15 @@ def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> lis
     return [x.to(dtype) for x, dtype in zip((*given, angles.cos(), angles.sin()), dtypes, strict=True)]
 
 
+def _examples() -> Iterator[Spec]:
+    wide = torch.float32
+    for narrow in (torch.float16, torch.bfloat16):
+        for dtypes in ((narrow,) * 4, (narrow, narrow, wide, wide)):
+            for head in (8, 80):  # of a power of two, and another
+                yield Spec(Device("cpu"), dtypes, head)
+
+
+CHECK: Check[Spec] = Check(lambda spec: (spec.dtypes, spec.head), _compare, _examples)
 KERNELS: Registry[Spec] = Registry("rotary")
-KERNELS.register(Kernel("triton", _refuse_or_fail, in_triton))
+KERNELS.register(checked("rotary", Kernel("triton", refuse, in_triton), lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, reference, by_torch=True))

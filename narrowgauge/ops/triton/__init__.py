@@ -24,23 +24,25 @@ from importlib import metadata
 
 import torch
 
+from narrowgauge.ops.registry import Refusal, constant_while_compiling
+
 OLDEST = (3, 6)  # what torch 2.11, the oldest that is supported, comes with
 LEAST_CAPABILITY = (8, 0)
 FP8_CONVERSIONS = (8, 9)  # cvt.rn.satfinite.e4m3x2.f32 and its like; below, integer arithmetic
 EVERYWHERE = (3, 9)  # before, Triton has float32 pass through float16 on 8.9, which rounds twice
 
 
-def refuse(device: str, capability: tuple[int, int]) -> str | None:
+def refuse(device: str, capability: tuple[int, int]) -> Refusal | None:
     """Why Triton kernels cannot be used on a device of this type and compute capability, or None."""
     if torch.compiler.is_compiling():
-        return "torch.compile fuses the reference itself"
+        return Refusal("compiling", "torch.compile fuses the reference itself")
     if device != "cuda":
-        return f"needs a CUDA device, the tensor is on {device}"
+        return Refusal("device", f"needs a CUDA device, the tensor is on {device}")
     if torch.version.hip is not None:
-        return "written for NVIDIA GPUs"
+        return Refusal("capability", "written for NVIDIA GPUs")
     if capability < LEAST_CAPABILITY:
-        return f"compute capability {_dotted(capability)}, needs {_dotted(LEAST_CAPABILITY)}"
-    return unavailable() or None
+        return Refusal("capability", f"compute capability {_dotted(capability)}, needs {_dotted(LEAST_CAPABILITY)}")
+    return Refusal("toolchain", unavailable()) if unavailable() else None
 
 
 def has_conversions(capability: tuple[int, int]) -> bool:
@@ -52,6 +54,7 @@ def has_conversions(capability: tuple[int, int]) -> bool:
     return capability >= (FP8_CONVERSIONS if everywhere else (9, 0))
 
 
+@constant_while_compiling
 @cache
 def unavailable() -> str:
     """Why Triton cannot be used here, or ''. Does not import it."""

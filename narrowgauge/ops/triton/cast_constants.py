@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from narrowgauge.formats import E4M3, FloatFormat, IntFormat
+from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import LEAST_CAPABILITY, has_conversions
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, WHOLE, ceil_carry, smallest_scale
@@ -65,16 +66,18 @@ class CastConstants:
         return not self.interpreted
 
 
-def refuse(cast: Cast) -> str | None:
+def refuse(cast: Cast) -> Refusal | None:
     """Why the device functions do not know this cast, or None."""
     if not isinstance(cast.format, FloatFormat | IntFormat):
-        return f"computes floats and integers, not the levels of {cast.format}"
+        return Refusal("format", f"computes floats and integers, not the levels of {cast.format}")
     if cast.scale.two_level and WHOLE in cast.tile:
-        return f"scales blocks by {cast.scale}, not tiles of {cast.tile}"
+        return Refusal("tile", f"scales blocks by {cast.scale}, not tiles of {cast.tile}")
     if cast.scale != FP32 and not cast.scale.power_of_two and cast.scale not in TWO_LEVEL:
-        return f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}"
+        return Refusal(
+            "scale", f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}"
+        )
     if cast.format.max < 4:
-        return f"the reciprocal of a scale of {cast.format} can leave float32"
+        return Refusal("format", f"the reciprocal of a scale of {cast.format} can leave float32")
     return None
 
 

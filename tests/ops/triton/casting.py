@@ -23,6 +23,7 @@ from narrowgauge.ops.quantize import precast_weight, triton_launch, triton_trans
 from narrowgauge.ops.quantize import selfcheck as of_casts
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.selfcheck import examine as examined
 from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
 from narrowgauge.optim.triton import kernel as triton_kernel
 from narrowgauge.recipe import Cast, Window
@@ -105,7 +106,8 @@ def compare(
 def examine(cast: Cast, dtype: torch.dtype) -> None:
     """What a GPU is asked for before it takes up what a step left."""
     spec = Spec.of(torch.zeros(2, 2, dtype=dtype), cast)
-    verdict = of_casts.examine(precast_weight._in_triton, spec, precast_weight.check, torch.device("cpu"))
+    check = of_casts.check(precast_weight.check)
+    verdict = examined("quantize_precast", precast_weight._in_triton, check, check.kind(spec), torch.device("cpu"))
     assert verdict.reason is None, verdict.reason
 
 

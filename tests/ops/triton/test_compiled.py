@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8
-from narrowgauge.recipe import WHOLE, Cast
+from narrowgauge.ops.registry import Device
+from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
 from tests.ops.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
 from tests.selection import quick
 
 from narrowgauge.ops.triton import has_conversions  # isort: skip
 from narrowgauge.ops.quantize import triton_launch  # isort: skip
-from narrowgauge.ops.hadamard import triton_launch as rotating  # isort: skip
+from narrowgauge.ops.hadamard import encoding  # isort: skip
 from narrowgauge.ops.triton.cast_constants import constants_of  # isort: skip
 
 CASTS = {
@@ -106,14 +107,17 @@ def test_other_inputs_compile_without_spills(cast, columns, dtype):
         assert each.spills <= allowed, f"{each.name}: {each.usage}"
 
 
-@pytest.mark.parametrize(("order", "dtype", "sm"), quick([32], [(32, torch.bfloat16, 90), (64, torch.float32, 80)]))
-def test_the_rotation_uses_tensor_cores(order, dtype, sm):
+@pytest.mark.parametrize(
+    ("order", "dtype", "sm"), quick([(32, torch.bfloat16, 90)], [(32, torch.bfloat16, 90), (64, torch.float32, 80)])
+)
+def test_the_rotation_uses_tensor_cores(order, dtype, sm, monkeypatch):
     """Of 16-bit numbers, in float32; float32 as three of them. No spills."""
-    x, constants = torch.empty(512, 4096, dtype=dtype), constants_of(Cast(format=INT4), TARGETS[sm])
+    monkeypatch.setattr(encoding, "device_facts", lambda *device: Device("cuda", TARGETS[sm]))
+    x, hadamard = torch.empty(512, 4096, dtype=dtype), Hadamard(block=order)
     found = compiled(
-        [rotating],
+        [encoding],
         sm,
-        lambda: rotating.rotate_and_encode(x, order, torch.ones(4096), torch.ones(1, 1), constants, True, True),
+        lambda: encoding.in_triton(x, hadamard, torch.ones(4096), torch.ones(1, 1), INT4, True, True),
     )["rotate_and_encode"]
     assert found.spills == 0, found.usage
     assert any("mma" in name and "f32.bf16.bf16" in name for name in found.instructions())

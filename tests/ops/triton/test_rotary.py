@@ -1,4 +1,4 @@
-"""The kernel of rotary embedding: its proof in Triton's interpreter (exact), and compiled without spilled registers."""
+"""The kernel of rotary embedding: its self-check in Triton's interpreter (exact), and compiled without spilled registers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ from tests.selection import quick
 
 from narrowgauge.ops.triton import launch as launching  # isort: skip
 
-PROOF = """
+FEW_AT_A_TIME = """
 import torch
 from narrowgauge.ops import rotary
-wide, half = torch.float32, torch.float16
-for dtypes in ((wide,) * 4, (half,) * 4, (half, half, wide, wide)):
-    for head in (8, 80):
-        worst, reason = rotary.compare(dtypes, head, torch.device("cpu"))
-        assert reason is None, (dtypes, head, reason)
+from narrowgauge.ops.selfcheck import examine
 rotary.ELEMENTS = 32  # two heads at a time, of five and two
-worst, reason = rotary.compare((half,) * 4, 8, torch.device("cpu"))
-assert reason is None, reason
+half = torch.float16
+result = examine("rotary", rotary.in_triton, rotary.CHECK, ((half,) * 4, 8), torch.device("cpu"))
+assert result.reason is None, result
 print("passed")
 """
 
 
-def test_it_passes_its_proof_in_the_interpreter(monkeypatch):
-    """Heads of a power of two and others, more of them than a program takes at a time; not bfloat16, to which it rounds wrongly."""
+def test_more_heads_than_a_program_takes_at_a_time(monkeypatch):
+    """Whole heads are examined with all other kernels (interpreted.py); not bfloat16, to which the interpreter rounds wrongly."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "passed" in run_ok([PYTHON, "-W", "ignore", "-c", PROOF], timeout_s=280).stdout
+    assert "passed" in run_ok([PYTHON, "-W", "ignore", "-c", FEW_AT_A_TIME], timeout_s=280).stdout
 
 
 @pytest.mark.parametrize(
