@@ -77,7 +77,8 @@ def registries() -> list[Registry]:
 
 OPS = {
     "mm", "quantize", "quantize_pair", "quantize_precast", "rotate", "rotate_and_encode",
-    "codes", "codes, two to a byte", "unclipped", "norm_cast", "norm_backward", "act_cast", "act_backward_cast", "rotary", "optim",
+    "codes", "codes, two to a byte", "unclipped", "rotary", "optim",
+    "norm_cast", "norm_backward", "act_cast", "act_backward_cast",
 }  # fmt: skip
 
 

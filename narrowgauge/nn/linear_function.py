@@ -74,7 +74,12 @@ class LinearFunction(torch.autograd.Function):
             rotation = Rotation.draw(recipe.grad_input.rotate, gy)
             lhs, rhs = g.rows(rotation), w.cols(rotation, g)
             d = _mm(
-                plan.grad_input, recipe.grad_input, lhs, rhs, None, _made_in(plan.grad_input, context, gy, ctx.x_dtype)
+                plan.grad_input,
+                recipe.grad_input,
+                lhs,
+                rhs,
+                None,
+                plan.gradient_dtype(plan.grad_input, context.out_dtype, ctx.x_dtype),
             )
             d, x_step = x.gradient(g.finished("grad_input", d))
             grad_input = d.to(ctx.x_dtype)
@@ -87,7 +92,7 @@ class LinearFunction(torch.autograd.Function):
                 lhs,
                 rhs,
                 None,
-                _made_in(plan.grad_weight, context, gy, weight.dtype),
+                plan.gradient_dtype(plan.grad_weight, context.out_dtype, weight.dtype),
             )
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d.to(weight.dtype)
@@ -104,18 +109,6 @@ def _mm(
 ) -> Tensor:
     out: Tensor = plan.choice.kernel.run(lhs, rhs, bias, dtype, gemm.fast_accumulate)
     return out
-
-
-def _made_in(plan: Plan, context: LinearContext, gy: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type in which a product computes a gradient that becomes `dtype`; float32 for what an epilogue works on.
-
-    Under bfloat16 autocast, on a CPU that multiplies bfloat16, a gradient is rounded to bfloat16 on its way, once: by 2**-8 of each
-    element at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
-    """
-    if context.plan.straight_through:
-        return torch.float32
-    on_narrow_units = plan.expand == torch.bfloat16 and gy.device.type == "cpu"
-    return torch.bfloat16 if on_narrow_units and context.out_dtype == torch.bfloat16 else dtype
 
 
 def plan_of(recipe: Recipe, device: torch.device, hidden_by: str = "") -> LinearPlan:

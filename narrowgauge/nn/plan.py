@@ -109,6 +109,7 @@ class LinearPlan:
     gy: OperandPlan
     straight_through: bool
     has_memory: bool
+    on_cpu: bool
 
     @classmethod
     def of(cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Any]], hidden_by: str = "") -> LinearPlan:
@@ -119,7 +120,19 @@ class LinearPlan:
         return cls(
             recipe, plans["output"], plans["grad_input"], plans["grad_weight"], roles["x"], roles["w"], roles["gy"],
             straight_through=recipe.backward == "straight-through", has_memory=recipe.has_memory,
+            on_cpu=device.type == "cpu",
         )  # fmt: skip
+
+    def gradient_dtype(self, product: Plan, out_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        """The type in which a product computes a gradient that becomes `dtype`; float32 for what an epilogue works on.
+
+        Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to bfloat16 on its way, once: by 2**-8 of each element
+        at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
+        """
+        if self.straight_through:
+            return torch.float32
+        on_narrow_units = self.on_cpu and product.expand == out_dtype == torch.bfloat16
+        return torch.bfloat16 if on_narrow_units else dtype
 
     def step_cast(self) -> tuple[Cast | None, str]:
         """(the cast of a weight that its optimizer's step can leave beside it, '') or (None, why it cannot, a clause)."""

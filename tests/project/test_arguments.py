@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tests.processes import ROOT
 
 MOST = 12
-EXEMPT = {"narrowgauge/optim/triton/kernel.py:_write_moment"}  # to be grouped as the others are
+EXEMPT: set[str] = set()
 
 
 def crowded(source: str) -> Iterator[tuple[str, int]]:

@@ -105,6 +105,9 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
 def in_rows(rows: int, elements: int, call: Callable[[int, int], object]) -> None:
     """call(first, last) over all rows, on as many threads as the elements are worth."""
     count = max(min(parts(elements), rows), 1)
+    if count == 1:
+        call(0, rows)
+        return
     in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
 
 

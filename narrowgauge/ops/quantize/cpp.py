@@ -62,7 +62,8 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
     scale = cast.scale(definition.calibrated_amax(x, cast), cast.format)
     codes = cpp.round_stochastically(x, scale, cast.format.max, (noise.low, noise.high))
     data = cast.format.pack(codes) if expand is None and cast.format.codes_per_byte > 1 else codes
-    return QTensor(data=data if expand is None else data.to(expand), scale=scale, cast=cast, inner=x.shape[1])
+    data = data if expand is None else data.to(expand)
+    return QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], checked=True)
 
 
 def _nearest(x: Tensor, cast: Cast, amax: Tensor | None, expand: torch.dtype | None) -> QTensor:
@@ -73,10 +74,12 @@ def _nearest(x: Tensor, cast: Cast, amax: Tensor | None, expand: torch.dtype | N
         # The reference sums squares and magnitudes in float32; of the largest magnitude the type does not matter.
         sums = isinstance(cast.calibrate, ClippedRms | LearnedStep)
         amax = definition.calibrated_amax(x.to(torch.float32) if sums else x, cast)
-    scale, shared = definition.scales(amax.to(torch.float32).expand(scale_shape(shape, cast.tile)), cast)
+    else:
+        amax = amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
+    scale, shared = definition.scales(amax, cast)
     divisor = scale if shared is None else scale * shared
     dtype = torch.int8 if expand is None else expand
     data = cast_kernel.round_nearest(x, divisor, tile_sizes(shape, cast.tile), cast.format, dtype)
     if expand is None and cast.format.codes_per_byte > 1:
         data = cast.format.pack(data)
-    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=shared)
+    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=shared, checked=True)

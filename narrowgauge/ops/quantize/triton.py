@@ -12,7 +12,7 @@ Refused, with the reason: what torch.compile fuses itself, table formats, scales
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from torch import Tensor
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Refusal, device_facts
-from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton import refuse as refuse_device
-from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE, scale_shape
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.triton.cast_constants import CastConstants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_BLOCK = 128
@@ -33,8 +34,11 @@ LARGEST_BLOCK = 128
 
 def refuse(spec: Spec) -> Refusal | None:
     """Why these kernels do not quantize such a tensor, or None."""
-    refusal = refuse_device(spec.device.type, spec.device.capability) or cast_constants.refuse(spec.cast)
-    if refusal is not None:
+    if (refusal := refuse_device(spec.device.type, spec.device.capability)) is not None:
+        return refusal
+    from narrowgauge.ops.triton import cast_constants
+
+    if (refusal := cast_constants.refuse(spec.cast)) is not None:
         return refusal
     if spec.is_empty:
         return Refusal("shape", "there is nothing to round")
@@ -98,6 +102,8 @@ def _kernels() -> Any:
 
 
 def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> CastConstants:
+    from narrowgauge.ops.triton.cast_constants import constants_of
+
     capability = device_facts(x.device.type, x.device.index).capability
     return constants_of(cast, capability, expand is not None)
 

@@ -84,7 +84,7 @@ def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch,
     assert [sentence.split(":")[0] for sentence in event["advice"]] == [
         "Launch steps as CUDA graphs",
         "Take fewer accumulation steps",
-        "Compile the model, which joins small kernels",
+        "Compile the model, which fuses small kernels",
     ]
     said = capsys.readouterr().err
     assert "step 3: the GPU was idle for 7" in said and "--cuda-graph" in said
