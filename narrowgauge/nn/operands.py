@@ -12,7 +12,7 @@ the product says so. Everything works on plain tensors, so that torch.compile tr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandRequest
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.ops.random import draw
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, Window
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.random import DeviceKey, Key
 
 Saved = tuple[Tensor | None, ...]
 
@@ -105,7 +107,7 @@ class Operand:
 
         x, noise = self.tensor, (None, None)
         if cast.rounding == "stochastic":
-            noise = tuple(draw(tuple(each.shape), x.device) for each in (x, x.T))  # type: ignore[assignment]
+            noise = tuple(_noise(tuple(each.shape), x.device) for each in (x, x.T))  # type: ignore[assignment]
         records = self.request.context.records
         return quantize_pair(x, cast, amax_state=self.request.state, records=records, cols=both, noise=noise)
 
@@ -160,7 +162,7 @@ class Operand:
             return made
         if plan.role == "w" and plan.rows is not None and plan.rows.rounding == "stochastic":
             # Draws what casting drew: activation checkpointing repeats a forward that cast with one that finds the cast here.
-            draw(tuple(rotation(self.tensor).shape), self.tensor.device)
+            _noise(tuple(rotation(self.tensor).shape), self.tensor.device)
         return casts.rows
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
@@ -183,7 +185,7 @@ class Operand:
         """x [outer, inner] as it enters a product: 16 bits, or quantized by its own amax or its window's."""
         if cast is None:
             return high_precision(x, self.request.context.out_dtype)
-        noise = draw(tuple(x.shape), x.device) if cast.rounding == "stochastic" else None
+        noise = _noise(tuple(x.shape), x.device) if cast.rounding == "stochastic" else None
         amax = self.casts.amax if isinstance(cast.calibrate, Window) else None
         if torch.compiler.is_compiling():
             return quantize(x, cast, amax=amax, noise=noise, expand=expand)
@@ -295,3 +297,9 @@ def _row_major(operand: QTensor | Tensor) -> QTensor | Tensor:
         if isinstance(operand, QTensor)
         else operand.contiguous()
     )
+
+
+def _noise(shape: tuple[int, ...], device: torch.device) -> Tensor | Key | DeviceKey:
+    from narrowgauge.ops.random import draw  # where casts round stochastically alone
+
+    return draw(shape, device)

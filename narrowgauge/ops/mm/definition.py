@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
-from narrowgauge.ops.mm.cpu import cpu_mm
 from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -70,6 +69,8 @@ def run(
     if narrow and _takes_onednn(left):
         factor, rows = _one_number(left_scale, right_scale), (_per_row(left_scale), _per_row(right_scale))
         if all(scale is None or _has_powers_of_two(x) for scale, x in zip(rows, (lhs, rhs), strict=True)):
+            from narrowgauge.ops.mm.cpu import cpu_mm
+
             out = cpu_mm(left, right, factor, torch.bfloat16)
             return times_scales(out, *(None if scale is None else scale.to(torch.bfloat16) for scale in rows))
     longest = _longest_exact_sum(lhs, rhs, left_scale, right_scale)
@@ -124,6 +125,8 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
         return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
     lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
     if _takes_onednn(lhs):
+        from narrowgauge.ops.mm.cpu import cpu_mm
+
         return cpu_mm(lhs, rhs, None, torch.float32)
     return torch.mm(lhs, rhs.T)
 

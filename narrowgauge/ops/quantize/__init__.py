@@ -31,13 +31,13 @@ from narrowgauge.formats import TableFormat
 from narrowgauge.ops.checked import checked
 from narrowgauge.ops.quantize import cpp, definition, triton
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import scale_shape
 
 if TYPE_CHECKING:
+    from narrowgauge.ops.random import DeviceKey, Key
     from narrowgauge.ops.selfcheck import Check
 
 

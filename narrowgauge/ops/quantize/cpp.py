@@ -6,17 +6,21 @@ to nearest       integers, and floats to decoded values for products that are co
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import IntFormat
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import WHOLE, scale_shape, tile_sizes
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.random import Key
 
 
 def refuse(spec: Spec) -> Refusal | None:

@@ -6,13 +6,13 @@ A ragged tensor is first filled up with zeros, which change no amax, and cut aga
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import (
@@ -25,6 +25,9 @@ from narrowgauge.scaling import (
     times_scale,
     two_level_scales,
 )
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.random import DeviceKey, Key
 
 _SHRINK = 2.0**-100  # of numbers whose squares overflow: nothing that counts beside them vanishes
 

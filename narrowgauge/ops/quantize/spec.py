@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.recipe import Cast
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.random import DeviceKey, Key
 
 
 @dataclass(frozen=True)

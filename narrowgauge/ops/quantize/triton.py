@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.random import DeviceKey, Key
 from narrowgauge.ops.registry import Refusal, device_facts
 from narrowgauge.ops.triton import refuse as refuse_device
 from narrowgauge.qtensor import QTensor
@@ -26,6 +25,7 @@ from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE, scale_shape
 
 if TYPE_CHECKING:
+    from narrowgauge.ops.random import DeviceKey, Key
     from narrowgauge.ops.triton.cast_constants import CastConstants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
