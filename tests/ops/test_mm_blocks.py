@@ -128,7 +128,7 @@ def test_torch_miscounts_the_scales_of_mxfp4():
     assert gemms.refuse_mx(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
 
 
-@pytest.mark.parametrize("kernel, lhs, rhs", [(BLOCKS, VECTOR, SQUARE), (MX, MXFP8, MXFP8)], ids=str)
+@pytest.mark.parametrize("kernel, lhs, rhs", [(BLOCKS, VECTOR, SQUARE), (MX, MXFP8, MXFP8)], ids=["blocks", "mxfp8"])
 def test_torch_compile_traces_the_product(kernel, lhs, rhs):
     """Without a break, which torch 2.11 made at torch.nn.functional.scaled_mm. On the meta device: shapes alone."""
     left, right = (
