@@ -8,9 +8,9 @@ kilobytes that travel from pinned memory in one copy per step, in the order of t
 
 Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded
 E4M3 has 8 in a thread: with 16 it takes 254 of the 255 registers there are, and so has a weight whose cast is left as well
-(`ops.quantize.precast_weight`) in rows that cannot be loaded 16 bytes at a time, or beside noise. Its programs are 8 rows of 256
-elements, so runs of w.T are 8 bytes. Of 16 rows in 8 warps they would be 16, but with 160 to 200 registers a thread such a program
-is alone on its multiprocessor. Not measured on a GPU yet.
+(`ops.quantize.precast_weight`) in rows that cannot be loaded 16 bytes at a time, in float32, or beside noise or a scaled master.
+Its programs are 8 rows of 256 elements, so runs of w.T are 8 bytes. Of 16 rows in 8 warps they would be 16, but with 160 to 200
+registers a thread such a program is alone on its multiprocessor. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     casts = NOTHING
     if kind.cast is not None:
         casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
-    crowded = casts == CODES and (not kind.aligned or kind.master == "stochastic")
+    wide_weight = kind.weight == torch.float32 and kind.master is None
+    crowded = casts == CODES and (not kind.aligned or wide_weight or kind.master in ("stochastic", "fp16-scaled"))
     elements = EXPANDING_ELEMENTS if first.expands or second.expands or crowded else ELEMENTS
     return Form(
         rule=rules.number(kind.rule), nesterov=kind.nesterov, first=first, second=second,
