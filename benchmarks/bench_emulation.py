@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    everything = {name: step for name, step in cases().items() if name not in options.skip}
+    everything = {name: step for name, step in cases(options.skip).items() if name not in options.skip}
     timings = measure(everything, rounds=options.rounds, warmup=1)
     lines = rows(timings, baseline=next(iter(timings)))
     for line in lines:
@@ -51,7 +51,7 @@ def main() -> None:
     record("emulation", lines, RESULTS / "emulation.jsonl")
 
 
-def cases() -> dict[str, Callable[[], object]]:
+def cases(skip: Sequence[str]) -> dict[str, Callable[[], object]]:
     """Name -> one forward and backward pass."""
     import narrowgauge as ng
     from narrowgauge.ops.registry import device_facts
@@ -67,7 +67,8 @@ def cases() -> dict[str, Callable[[], object]]:
         ng.advance(model)
         found["bf16-recipe" if name == "bf16" else name] = step(model, autocast=True)
     found["fp32"] = step(copy.deepcopy(plain), autocast=False)
-    found["torchao"] = step(torchao_model(plain), autocast=True)
+    if "torchao" not in skip:
+        found["torchao"] = step(torchao_model(plain), autocast=True)
     return found
 
 
