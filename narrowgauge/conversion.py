@@ -73,7 +73,7 @@ def convert(
     tokens    (auto) rows of a forward pass: the sequences of a micro-batch times their length
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
     choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
-    fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fusing); stays until None
+    fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fuse); stays until None
 
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.

@@ -1,4 +1,4 @@
-"""The optimizer step on NVIDIA GPUs: many tensors in one launch of the kernel in `triton_kernel`, without waiting for the GPU.
+"""The optimizer step on NVIDIA GPUs: many tensors in one launch of the kernel in kernel.py, without waiting for the GPU.
 
 Tensors of one Form (states, master, types, rule) whose group and step count are the same are a Batch and take one launch; a model with
 decayed matrices, undecayed vectors and float32 embeddings takes three. A launch for each tensor would cost more than the work on a tensor
