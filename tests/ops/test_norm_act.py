@@ -49,6 +49,24 @@ def test_gradients_are_those_of_the_function(name):
         assert ((got - tensor.grad).abs() <= 64 * 2.0**-23 * size).all()
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_of_narrow_tensors_are_rounded_once(name):
+    """Those of the same values in float32, rounded: nothing on the way is bfloat16."""
+    kind = Kind(name, 1e-5)
+    narrow = tensors_of(name, dtype=torch.bfloat16)
+    gy = torch.randn(9, 40).bfloat16()
+
+    def gradients(dtype):
+        tensors = [each.to(dtype) for each in narrow]
+        statistics = norm_cast.statistics(kind, tensors) if kind.is_norm else ()
+        orders = [None, None] if name == "swiglu" else [None]
+        made, of_parameters = backward_of(kind).kernels[-1].run(kind, tensors, statistics, gy.to(dtype), orders)
+        return [each.value for each in made] + of_parameters
+
+    for got, wide in zip(gradients(torch.bfloat16), gradients(torch.float32), strict=True):
+        assert_same(got, wide.bfloat16())
+
+
 def test_a_norm_is_that_of_its_module():
     x = torch.randn(5, 48)
     norm = nn.LayerNorm(48)
