@@ -143,8 +143,8 @@ def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tupl
 def _built(compiler: str, texts: dict[str, str], place: Path, name: str) -> tuple[Path | None, str]:
     with tempfile.TemporaryDirectory(dir=place) as folder:
         code, built = Path(folder) / next(iter(texts)), Path(folder) / "kernel.so"
-        for name, source in texts.items():
-            (Path(folder) / name).write_text(source, encoding="utf-8")
+        for file, source in texts.items():
+            (Path(folder) / file).write_text(source, encoding="utf-8")
         for tuning in TUNINGS:
             found = subprocess.run(
                 [compiler, *FLAGS, *tuning, str(code), "-o", str(built)], capture_output=True, encoding="utf-8"
