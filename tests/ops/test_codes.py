@@ -210,8 +210,11 @@ def coded(rows: int, inner: int, format: object, tile: tuple[int, int], largest:
 def test_products_of_codes_are_exact(m, n, k, formats, tile, largest):
     lhs, rhs = (coded(rows, k, format, tile, largest) for rows, format in zip((m, n), formats, strict=True))
     bias = torch.randn(n)
-    found, expected = (mm(lhs, rhs, bias=bias, backend=backend) for backend in ("native-cpp", "reference"))
-    assert_same(found, expected)
+    for dtype in (torch.float32, torch.bfloat16):
+        found, expected = (
+            mm(lhs, rhs, bias=bias, out_dtype=dtype, backend=backend) for backend in ("native-cpp", "reference")
+        )
+        assert_same(found, expected)
 
 
 @needs_gemm
