@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from narrowgauge import formats, memory, optim, recipes
     from narrowgauge.conversion import advance, convert, suspended
-    from narrowgauge.description import describe
+    from narrowgauge.conversion.description import describe
+    from narrowgauge.conversion.switching import switch
     from narrowgauge.nn.linear import QLinear, linear
     from narrowgauge.ops.mm import mm
     from narrowgauge.ops.quantize import dequantize, quantize
     from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast, Gemm, Recipe
-    from narrowgauge.switching import switch
 
 __version__ = "0.1.0"
 

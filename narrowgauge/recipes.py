@@ -237,7 +237,7 @@ SHORTHANDS: dict[str, tuple[str, str]] = {
 }
 
 
-# What `convert` takes in place of a recipe: for each Linear the fastest of bf16 and the FP8 recipes at its sizes (narrowgauge/auto).
+# What `convert` takes in place of a recipe: for each Linear the fastest of bf16 and the FP8 recipes at its sizes (conversion/auto.py).
 AUTO = "auto"
 AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-current at its sizes, by a measurement"
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
-from narrowgauge.description import Note
+from narrowgauge.conversion.description import Note
 from narrowgauge.ops.registry import Device
 from tests.small_model import IDS, Model, recipe_names
 

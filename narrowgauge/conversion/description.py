@@ -22,7 +22,7 @@ from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
-from narrowgauge.unconverted import other_weights
+from narrowgauge.structure import other_weights
 
 
 class Note(NamedTuple):
