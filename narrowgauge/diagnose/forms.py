@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-Form = Callable[
-    [Any], str
-]  # '' for a valid value, else the end of a clause: " = -1 is not ...", ".step = -1 is not ..."
+# '' for a valid value, else the end of a clause: " = -1 is not ...", ".step = -1 is not ..."
+Form = Callable[[Any], str]
 
 
 def refuse(value: Any, form: Form) -> str:
@@ -46,10 +45,7 @@ def text(value: Any) -> str:
 
 
 def one_of(*choices: Any) -> Form:
-    def check(value: Any) -> str:
-        return "" if value in choices else f" = {shown(value)} is not one of {', '.join(map(repr, choices))}"
-
-    return check
+    return lambda value: "" if value in choices else f" = {shown(value)} is not one of {', '.join(map(repr, choices))}"
 
 
 def either(*forms: Form) -> Form:
@@ -61,7 +57,7 @@ def listed(form: Form) -> Form:
     def check(value: Any) -> str:
         if not isinstance(value, list):
             return f" = {shown(value)} is not a list"
-        return next((f"[{place}]{words}" for place, each in enumerate(value) if (words := form(each))), "")
+        return first_problem((f"[{place}]", form, each) for place, each in enumerate(value))
 
     return check
 
@@ -72,23 +68,28 @@ def table(form: Form) -> Form:
     def check(value: Any) -> str:
         if not isinstance(value, Mapping):
             return f" = {shown(value)} is not a table"
-        return next((f".{key}{words}" for key, each in value.items() if (words := form(each))), "")
+        return first_problem((f".{key}", form, each) for key, each in value.items())
 
     return check
 
 
 def record(required: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
     """A mapping with `required` and `optional` keys; other keys may hold anything."""
+    forms = {**required, **(optional or {})}
 
     def check(value: Any) -> str:
         if not isinstance(value, Mapping):
             return f" = {shown(value)} is not a table"
         if missing := [key for key in required if key not in value]:
             return f" has no {', '.join(map(repr, missing))}"
-        forms = {**required, **(optional or {})}
-        return next((f".{key}{words}" for key in forms if key in value and (words := forms[key](value[key]))), "")
+        return first_problem((f".{key}", form, value[key]) for key, form in forms.items() if key in value)
 
     return check
+
+
+def first_problem(parts: Iterable[tuple[str, Form, Any]]) -> str:
+    """The first of (place, form, value) whose value is wrong, or ''."""
+    return next((place + words for place, form, value in parts if (words := form(value))), "")
 
 
 def shown(value: Any) -> str:
