@@ -72,18 +72,20 @@ class Curve:
 
 
 def loss_curves(
-    run: Curve,
-    reference: Curve | None,
+    runs: Sequence[Curve],
     unigram_entropy: float | None,
     marks: Mapping[str, Sequence[int]],
     radius: int,
     unit: str = "nats/token",
 ) -> str:
-    """Training losses, raw and smoothed; validation losses as points; `marks` (label -> steps) as vertical lines."""
+    """Training losses, raw and smoothed; validation losses as points; `marks` (label -> steps) as vertical lines.
+
+    runs  the run, after its reference if it has one
+    """
     with canvas(1000, 360) as (figure, axes):
-        curves = [(curve, smoothed(curve, radius)) for curve in (reference, run) if curve is not None]
-        for (curve, line), is_run in zip(curves, (False, True)[-len(curves) :], strict=True):
-            draw_curve(axes, curve, line, is_run)
+        curves = [(curve, smoothed(curve, radius)) for curve in runs]
+        for curve, line in curves:
+            draw_curve(axes, curve, line, is_run=curve is runs[-1])
         axes.set_ylim(*loss_limits(curves, unigram_entropy))
         axes.set_xlim(*step_limits(step for curve, _ in curves for step, _ in curve.training))
         if unigram_entropy is not None:

@@ -110,15 +110,3 @@ def happenings(recorded: Recorded) -> list[str]:
         text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the scaling window."
         found.append((events[0]["step"], text))
     return [f"Step {format_text.count(step)}: {text}" for step, text in sorted(found)]
-
-
-def environment(recorded: Recorded) -> list[str]:
-    """Versions, device and precision of the run."""
-    labels = {
-        "narrowgauge": "narrowgauge ",
-        "torch": "PyTorch ",
-        "python": "Python ",
-        "device": "",
-        "precision": "precision ",
-    }
-    return [f"{label}{recorded.run[key]}" for key, label in labels.items() if recorded.run.get(key)]
