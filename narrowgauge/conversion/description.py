@@ -6,7 +6,7 @@ print(describe(model))       equal layers share a line; `describe(model)` itself
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -21,34 +21,30 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.recipe import GEMMS, Gemm, Recipe
+from narrowgauge.recipe import Gemm, Recipe
 from narrowgauge.structure import other_weights
 
 
 class Note(NamedTuple):
-    """Words, or words around a reading: what a layer measured, not what it is, from the lowest to the highest of several layers."""
+    """Words, or words around readings: what layers measured, not what they are. Shows the lowest and the highest."""
 
     words: str
-    low: float | None = None
-    high: float | None = None
     after: str = ""
+    readings: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        if self.low is None:
+        if not self.readings:
             return self.words
-        low, high = f"{self.low:.2g}", f"{self.high:.2g}"
+        low, high = f"{min(self.readings):.2g}", f"{max(self.readings):.2g}"
         return self.words + (low if low == high else f"{low} to {high}") + self.after
 
-    def without_reading(self) -> Note:
-        return self._replace(low=None, high=None)
+    def without_readings(self) -> Note:
+        return self._replace(readings=())
 
     @staticmethod
     def spanning(notes: Sequence[Note]) -> Note:
         """One for notes that are equal but for their readings."""
-        lows, highs = [
-            [x for x in column if x is not None] for column in zip(*((n.low, n.high) for n in notes), strict=True)
-        ]
-        return notes[0]._replace(low=min(lows), high=max(highs)) if lows else notes[0]
+        return notes[0]._replace(readings=tuple(reading for note in notes for reading in note.readings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,74 +86,47 @@ class Description(list[Row]):
     def __str__(self) -> str:
         groups: dict[Row, list[Row]] = {}
         for row in self:  # layers whose names differ in numbers only
-            alike = replace(
-                row, name=re.sub(r"\b\d+\b", "*", row.name), notes=tuple(note.without_reading() for note in row.notes)
-            )
-            groups.setdefault(alike, []).append(row)
-        lines = [line for alike, rows in groups.items() for line in _lines(alike, rows)]
-        fused = dict.fromkeys(re.sub(r"\b\d+\b", "*", str(each)) for each in self.fused)
-        return "\n".join([*lines, *(["Casts in the pass that computes the input:"] * bool(fused)), *fused])
+            notes = tuple(note.without_readings() for note in row.notes)
+            groups.setdefault(replace(row, name=_without_numbers(row.name), notes=notes), []).append(row)
+        lines = []
+        for row, rows in groups.items():
+            title = rows[0].name if len(rows) == 1 else f"{row.name} ({len(rows)} layers)"
+            note = ", ".join(str(Note.spanning(each)) for each in zip(*(row.notes for row in rows), strict=True))
+            lines.append(f"{title}  {row.shape}  {row.recipe}" + (f"  ({note})" if note else ""))
+            if row.recipe != "none":
+                columns = ("output", "grad_input", "grad_weight", "backend")
+                lines += [f"    {column:11}  {getattr(row, column)}" for column in columns]
+        if self.fused:
+            lines.append("Casts in the pass that computes the input:")
+        return "\n".join([*lines, *dict.fromkeys(_without_numbers(str(each)) for each in self.fused)])
 
 
-def _lines(row: Row, rows: list[Row]) -> list[str]:
-    """The lines of one group of rows, which are equal but for the numbers in their names and their readings."""
-    title = rows[0].name if len(rows) == 1 else f"{row.name} ({len(rows)} layers)"
-    note = ", ".join(str(Note.spanning(each)) for each in zip(*(row.notes for row in rows), strict=True))
-    head = f"{title}  {row.shape}  {row.recipe}" + (f"  ({note})" if note else "")
-    if row.recipe == "none":
-        return [head]
-    return [
-        head,
-        f"    output       {row.output}",
-        f"    grad_input   {row.grad_input}",
-        f"    grad_weight  {row.grad_weight}",
-        f"    backend      {row.backend}",
-    ]
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
 
 
 def describe(model: nn.Module) -> Description:
     """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table.
 
-    Weights that are no Linear's but are multiplied as one (see `unconverted`) have a row too, with the recipe "none".
+    Weights that are no Linear's but are multiplied as one (see `structure`) have a row too, with the recipe "none".
     """
     description, head = Description(), output_head(model)
     description.fused = tuple(fusions(model))
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            description.append(_row(model, name, module, head))
+        if isinstance(module, QLinear) and module.recipe is not None:
+            description.append(_row(model, name, module, module.recipe))
+        elif isinstance(module, nn.Linear):
+            decision = module.decision if isinstance(module, QLinear) else None
+            why = str(decision or reason_to_keep(name, module, [], head) or "no pattern named it")
+            description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
         else:
             for weight in other_weights(name, module):
                 description.append(_wide_row(weight.name, weight.shape, "no nn.Linear", weight.reason))
     return description
 
 
-def _row(model: nn.Module, name: str, layer: nn.Linear, head: nn.Module | None) -> Row:
-    shape = f"{layer.in_features} -> {layer.out_features}"
-    recipe = layer.recipe if isinstance(layer, QLinear) else None
-    if not isinstance(layer, QLinear) or recipe is None:
-        return _wide_row(
-            name,
-            shape,
-            "ordinary Linear",
-            _decided(layer) or reason_to_keep(name, layer, [], head) or "no pattern named it",
-        )
-    return Row(
-        name=name,
-        shape=shape,
-        recipe=recipe.name,
-        output=str(recipe.output),
-        grad_input=str(recipe.grad_input),
-        grad_weight=str(recipe.grad_weight) + _kept(recipe),
-        backend=_backends(layer, recipe),
-        notes=_notes(model, name, layer),
-        emulated=any(why_emulated(gemm, layer.weight.device) for gemm in recipe.gemms().values()),
-    )
-
-
-def _decided(layer: nn.Linear) -> str:
-    """What "auto" decided, in words, or ''."""
-    decision = layer.decision if isinstance(layer, QLinear) else None
-    return "" if decision is None else str(decision)
+def _shape(layer: nn.Linear) -> str:
+    return f"{layer.in_features} -> {layer.out_features}"
 
 
 def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
@@ -167,23 +136,29 @@ def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
     )  # fmt: skip
 
 
-def _kept(recipe: Recipe) -> str:
-    if recipe.save != "quantized":
-        return ""
-    return ", x kept as codes" + (" and what was clipped" if recipe.backward == "straight-through" else "")
-
-
-def _backends(layer: QLinear, recipe: Recipe) -> str:
-    """ "native" or "reference (native: why not)" for each product, one entry if all three agree."""
-    entries = {name: _backend(gemm, layer) for name, gemm in recipe.gemms().items()}
-    if len(set(entries.values())) == 1:
-        return entries["output"]
-    return "; ".join(f"{name}: {entries[name]}" for name in GEMMS)
+def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
+    kept = ", x kept as codes" if recipe.save == "quantized" else ""
+    if kept and recipe.backward == "straight-through":
+        kept += " and what was clipped"
+    backends = {product: _backend(gemm, layer) for product, gemm in recipe.gemms().items()}
+    backend = "; ".join(f"{product}: {words}" for product, words in backends.items())
+    return Row(
+        name=name,
+        shape=_shape(layer),
+        recipe=recipe.name,
+        output=str(recipe.output),
+        grad_input=str(recipe.grad_input),
+        grad_weight=str(recipe.grad_weight) + kept,
+        backend=backends["output"] if len(set(backends.values())) == 1 else backend,
+        notes=(*_notes(model, name, layer), *_four_bit_notes(layer, recipe)),
+        emulated=any(why_emulated(gemm, layer.weight.device) for gemm in recipe.gemms().values()),
+    )
 
 
 def _backend(gemm: Gemm, layer: QLinear) -> str:
+    """ "native" or "reference (native: why not)"."""
     how = plan(gemm, layer.weight.device)
-    if gemm == Gemm() or gemm.lhs is None or gemm.rhs is None:
+    if gemm.lhs is None or gemm.rhs is None:
         in_float32 = how.expand == torch.float32
         return "torch" + (" (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else "")
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in how.choice.relevant)
@@ -193,33 +168,33 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
     return f"emulated exactly in {dtype} ({reasons or why_emulated(gemm, layer.weight.device)})"
 
 
-def _notes(model: nn.Module, name: str, layer: QLinear) -> tuple[Note, ...]:
-    notes = [words for words in (layer.reason, _decided(layer)) if words]
+def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
+    if layer.reason:
+        yield Note(layer.reason)
+    if layer.decision is not None:
+        yield Note(str(layer.decision))
     if layer.is_suspended:
-        notes.append("suspended")
+        yield Note("suspended")
     if not layer.weight.requires_grad:
-        notes.append("weight frozen: no grad_weight")
+        yield Note("weight frozen: no grad_weight")
     if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
-        notes.append(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
+        yield Note(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
     if is_read_by_owner(model, name):
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        notes.append(f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect")
-    return (*map(Note, notes), *_four_bit_notes(layer))
+        yield Note(f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect")
 
 
-def _four_bit_notes(layer: QLinear) -> list[Note]:
+def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
     """What a rotation fills up, and what learned steps and sampling are doing."""
-    notes = []
-    rotation = layer.recipe.output.rotate if layer.recipe is not None else None
+    rotation = recipe.output.rotate
     if rotation is not None and layer.in_features % rotation.block:
         filled = rotated_length(layer.in_features, rotation)
-        notes.append(Note(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation"))
+        yield Note(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation")
     if layer.steps is not None and layer.steps.is_cold:
-        notes.append(Note("steps from the data, learned later"))
+        yield Note("steps from the data, learned later")
     if layer.sampling is not None and holds_numbers(layer.sampling.variance):
         for product, variance in zip(layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True):
             if product in layer.sampling.settings:
                 does = f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
-                known = Note(f"{does} (sampling adds ", variance, variance, " relative variance)")
-                notes.append(known if variance < UNREAD / 2**32 else Note(f"{does} so far"))
-    return notes
+                known = Note(f"{does} (sampling adds ", " relative variance)", (variance,))
+                yield known if variance < UNREAD / 2**32 else Note(f"{does} so far")
