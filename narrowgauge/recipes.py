@@ -1,10 +1,9 @@
-"""The named recipes. A new one is a constant at the end of this file and its place in ALL.
+"""The named recipes. A new one is a constant here and its place in ALL.
 
     get("fp8-current")    the recipe
     names()               all names, in the order of the table in the README
 
-Where peers disagree, the choice made here and its reason stand beside it;
-the other choice is one `dataclasses.replace` away.
+Where peers disagree, the choice made here and its reason stand beside it; the other choice is one `dataclasses.replace` away.
 """
 
 from __future__ import annotations
@@ -182,12 +181,12 @@ _SPLIT = Cast(format=INT4X2, tile=(1, WHOLE), rounding="stochastic")
 _LUQ = Cast(format=E3M0, rounding="stochastic")
 _SR = Cast(format=INT4, rounding="stochastic")
 _TOKENS = Cast(format=INT4, tile=(1, WHOLE), rounding="stochastic")
-_TOKENS_TURNED = Cast(format=INT4, tile=(WHOLE, 1), rounding="stochastic")
+_TOKENS_TRANSPOSED = Cast(format=INT4, tile=(WHOLE, 1), rounding="stochastic")
 INT4_HQ_BS = _int4("int4-hq-bs", _RMS, Hadamard(), _SPLIT, _SPLIT)
 INT4_HQ_LSS = _int4("int4-hq-lss", _LSQ, Hadamard(), _SPLIT, _SPLIT, LeverageScore())
 INT4_LSQ_LUQ = _int4("int4-lsq-luq", _LSQ, None, _LUQ, _LUQ)
 INT4_MINMAX_SR = _int4("int4-minmax-sr", _RMS, Hadamard(), _SR, _SR)
-INT4_ROW_SR = _int4("int4-row-sr", _RMS, Hadamard(), _TOKENS, _TOKENS_TURNED)
+INT4_ROW_SR = _int4("int4-row-sr", _RMS, Hadamard(), _TOKENS, _TOKENS_TRANSPOSED)
 
 ALL: tuple[Recipe, ...] = (
     BF16, FP8_DELAYED, FP8_CURRENT, FP8_ROW, FP8_BLOCK, MXFP8, INT8_ROW,
