@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -298,9 +299,10 @@ class GraphedStep:
 
     def update(self) -> None:
         """Optimizer, `advance`, gradients and loss to zero."""
-        replayed, part = self._replayed, Part(self._update)
+        eager, replayed = partial(self._update, self.optimizer.step), self._replayed
+        part = Part(eager)
         if replayed is not None:
-            part = Part(self._update, self._record_update, replayed.before_replay, refuse=replayed.refuse)
+            part = Part(eager, partial(self._update, replayed.capture), replayed.before_replay, refuse=replayed.refuse)
         self.graphs.run("update", part)
         self._end()
 
@@ -348,14 +350,8 @@ class GraphedStep:
         norm = clip_gradients(self._parameters, self.clip)
         self._readings.copy_(torch.stack((self._loss, norm.to(self._loss.dtype))))
 
-    def _update(self) -> None:
-        self.optimizer.step()
-        advance(self.model)
-        self._clear()
-
-    def _record_update(self) -> None:
-        assert self._replayed is not None
-        self._replayed.capture()
+    def _update(self, step: Callable[[], object]) -> None:
+        step()
         advance(self.model)
         self._clear()
 

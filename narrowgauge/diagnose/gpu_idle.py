@@ -68,15 +68,13 @@ class Launches:
 class Setup:
     """How a run launches its steps; the advice depends on it.
 
-    graphs           True if steps run as CUDA graphs; graphs_refused is the reason why they cannot, or ''
-    tensor_parallel  number of ranks that share each layer
+    graphs  True if steps run as CUDA graphs; graphs_refused is the reason why they cannot, or ''
     """
 
     graphs: bool = False
     graphs_refused: str = ""
     compiled: bool = False
     micro_batches: int = 1
-    tensor_parallel: int = 1
 
 
 def measure(intervals: Iterable[Interval]) -> Launches | None:
@@ -108,11 +106,6 @@ def advice(found: Launches, setup: Setup) -> list[str]:
             sentences.append("Launch steps as CUDA graphs: --cuda-graph.")
         elif not setup.graphs:
             sentences.append(f"CUDA graphs would help, but cannot be had: {setup.graphs_refused}.")
-        if setup.tensor_parallel > 1:
-            sentences.append(
-                f"Take pipeline before tensor parallelism: {setup.tensor_parallel} ranks share each layer, which shortens its "
-                "kernels and adds communication; pipeline stages keep kernels whole."
-            )
         if setup.micro_batches > 1:
             sentences.append(
                 f"Take fewer accumulation steps: micro_batches = {setup.micro_batches} makes micro-batches too small; lower it as far "

@@ -76,10 +76,6 @@ def test_busy_and_idle_are_the_whole(pairs, random):
         (Setup(graphs_refused="8-bit states"), ["cannot be had: 8-bit states", "larger micro-batch", "--compile"]),
         (Setup(graphs=True, compiled=True), ["larger micro-batch"]),
         (Setup(graphs=True, compiled=True, micro_batches=8), ["micro_batches = 8"]),
-        (
-            Setup(tensor_parallel=4, compiled=True, micro_batches=2),
-            ["--cuda-graph", "pipeline before tensor parallelism: 4 ranks", "fewer accumulation steps"],
-        ),
     ],
 )
 def test_advice_names_what_is_left_to_change(setup, words):
