@@ -376,11 +376,7 @@ class Recipe:
         _require(self, "save", self.save in ("original", "quantized"), "choose 'original' or 'quantized'.")
         choices = ("recast", "straight-through")
         _require(self, "backward", self.backward in choices, "choose 'recast' or 'straight-through'.")
-        for role, cast in self._casts():
-            if cast.format in (E8M0, DYNAMIC_UNSIGNED):
-                self._refuse(f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.")
-        self._check_saved()
-        self._check_calibration()
+        self._check_operands()
         if self.backward == "straight-through":
             self._check_straight_through()
         elif self.samples():
@@ -393,7 +389,10 @@ class Recipe:
     def _refuse(self, why: str) -> NoReturn:
         raise ConfigError(f"Recipe {self.name!r}: {why}")
 
-    def _check_saved(self) -> None:
+    def _check_operands(self) -> None:
+        for role, cast in self._casts():
+            if cast.format in (E8M0, DYNAMIC_UNSIGNED):
+                self._refuse(f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.")
         if self.save == "quantized" and self.grad_weight.rhs is None:
             self._refuse("save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'.")
         rotate = self.grad_weight.rotate
@@ -402,14 +401,9 @@ class Recipe:
                 "save='quantized' keeps x rotated with signs that the gradient will not meet again. "
                 "Use signs='fixed' in grad_weight, or save='original'."
             )
-
-    def _check_calibration(self) -> None:
-        windows: dict[str, set[tuple[Calibrate, Format]]] = {}
-        for role, cast in self._casts():
-            if isinstance(cast.calibrate, Window):
-                windows.setdefault(role, set()).add((cast.calibrate, cast.format))
-        for role, found in windows.items():
-            if len(found) > 1:
+        for role, casts in self.roles().items():
+            windows = {(c.calibrate, c.format) for c in casts if c is not None and isinstance(c.calibrate, Window)}
+            if len(windows) > 1:
                 self._refuse(
                     f"{role} is cast with two different windows. Delayed scaling keeps one amax history per tensor; use the same "
                     "Window and format in both products."
