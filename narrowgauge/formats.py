@@ -53,7 +53,7 @@ class Format:
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """x, any float dtype -> float32 of the same shape: the representable value chosen for each element."""
-        raise TypeError(f"{type(self).__name__} does not define round; use one of {', '.join(NAMES)}.")
+        return self.decode(self.encode(x, noise))
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """x, any float dtype -> codes of dtype `storage` and the same shape."""
@@ -241,9 +241,6 @@ class ExponentFormat(Format):
     def smallest(self) -> float:
         return 2.0**-127
 
-    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        return self.decode(self.encode(x, noise))
-
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is not None:
             raise ConfigError(f"encode: {self.name} holds scales and has no stochastic rounding. Leave out noise.")
@@ -276,9 +273,6 @@ class TableFormat(Format):
     @property
     def smallest(self) -> float:
         return min(abs(level) for level in self.levels if level != 0)
-
-    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        return self.decode(self.encode(x, noise))
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         levels, boundaries = _table(self, x.device), _boundaries(self, x.device)
