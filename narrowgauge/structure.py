@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -125,31 +125,26 @@ _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weig
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts")
 
 
-class Weight(NamedTuple):
-    """A weight outside the Linears: its dotted name (of Conv1D that of the module), its shape and why it stays, in words."""
+def other_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """(dotted name, shape, why it stays, in words) of each weight that `module` itself multiplies as a Linear would.
 
-    name: str
-    shape: str
-    reason: str
-
-
-def other_weights(name: str, module: nn.Module) -> Iterator[Weight]:
-    """The weights that `module`, called `name` in its model, multiplies itself as a Linear would; not those of its children."""
+    name  of the module in its model; the weight of a Conv1D is called by it
+    """
     prefix = f"{name}." if name else ""
     if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.ndim == 2:
-            yield Weight(name, f"{weight.shape[0]} -> {weight.shape[1]}", _CONV1D)
+            yield (name, f"{weight.shape[0]} -> {weight.shape[1]}", _CONV1D)
     elif isinstance(module, nn.MultiheadAttention):
         for own in _PROJECTIONS:
             weight = getattr(module, own)
             if weight is not None:
-                yield Weight(prefix + own, f"{weight.shape[1]} -> {weight.shape[0]}", _ATTENTION)
+                yield (prefix + own, f"{weight.shape[1]} -> {weight.shape[0]}", _ATTENTION)
     elif _holds_experts(name, module):
         for own, weight in module.named_parameters(recurse=False):
             if weight.ndim == 3:
                 count, rows, columns = weight.shape
-                yield Weight(prefix + own, f"{count} experts of {rows} x {columns}", _EXPERTS)
+                yield (prefix + own, f"{count} experts of {rows} x {columns}", _EXPERTS)
 
 
 def _holds_experts(name: str, module: nn.Module) -> bool:
@@ -187,17 +182,3 @@ def _read_weights(forward: Callable[..., Any]) -> frozenset[str]:
             operands += [node.left, node.right]
     found = (_READ.match(ast.unparse(operand)) for operand in operands)
     return frozenset(match[1] for match in found if match)
-
-
-def refuse_fast_path(model: nn.Module, refuses: Callable[[nn.Module], bool]) -> None:
-    """nn.TransformerEncoderLayer in eval() without gradients reads its Linears' weights in one fused kernel, which knows no recipe.
-
-    Layers with a Linear that `refuses` compute by their modules, as in training; the others as torch decides. torch has no switch of
-    one layer for it but the number that says which activation the kernel would compute: 0, none that it knows.
-    """
-    for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer):
-            known = {"relu": 1, "gelu": 2, "ReLU": 1, "GELU": 2}
-            name = getattr(layer.activation, "__name__", type(layer.activation).__name__)
-            by_kernel = known.get(name, 0)
-            layer.activation_relu_or_gelu = 0 if any(map(refuses, (layer.linear1, layer.linear2))) else by_kernel

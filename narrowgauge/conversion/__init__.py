@@ -35,7 +35,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import Recipe
-from narrowgauge.structure import blocks, matches, read_weights, refuse_fast_path
+from narrowgauge.structure import blocks, matches, read_weights
 
 HEADS = ("lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 ROUTERS = ("router", "gate", "shared_expert_gate")
@@ -76,7 +76,7 @@ def convert(
         for _, quantized in _quantized(model):
             _restore(quantized)
         unfuse(model)
-        refuse_fast_path(model, _has_recipe)
+        _refuse_fast_path(model)
         return model
     resolved = _resolved(recipe)
     linears = dict(_linears(model))
@@ -118,7 +118,7 @@ def convert(
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.share_inputs(shared)
-    refuse_fast_path(model, _has_recipe)
+    _refuse_fast_path(model)
     _warn(model)
     step_end.follow_model(model)
     if fuse:
@@ -142,8 +142,18 @@ def _resolved(recipe: Patterns) -> dict[str, str | Recipe | None]:
     return resolved
 
 
-def _has_recipe(layer: nn.Module) -> bool:
-    return isinstance(layer, QLinear) and layer.recipe is not None
+def _refuse_fast_path(model: nn.Module) -> None:
+    """nn.TransformerEncoderLayer in eval() without gradients reads its Linears' weights in one fused kernel, which knows no recipe.
+
+    Layers with a recipe compute by their modules, as in training; the others as torch decides. torch has no switch of one layer for
+    it but the number that says which activation the kernel would compute: 0, none that it knows.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            known = {"relu": 1, "gelu": 2, "ReLU": 1, "GELU": 2}
+            name = getattr(layer.activation, "__name__", type(layer.activation).__name__)
+            has_recipe = any(isinstance(each, QLinear) and each.recipe for each in (layer.linear1, layer.linear2))
+            layer.activation_relu_or_gelu = 0 if has_recipe else known.get(name, 0)
 
 
 def is_read_by_owner(model: nn.Module, name: str) -> bool:

@@ -120,8 +120,8 @@ def describe(model: nn.Module) -> Description:
             why = str(decision or reason_to_keep(name, module, [], head) or "no pattern named it")
             description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
         else:
-            for weight in other_weights(name, module):
-                description.append(_wide_row(weight.name, weight.shape, "no nn.Linear", weight.reason))
+            for weight, shape, reason in other_weights(name, module):
+                description.append(_wide_row(weight, shape, "no nn.Linear", reason))
     return description
 
 
