@@ -33,21 +33,18 @@ def write(run_folder: Path) -> Path:
 
     Raises ConfigError if this is not a run folder, StorageError if the page cannot be written.
     """
-    text = render(read(Path(run_folder)))
-    path = Path(run_folder) / "report.html"
-    # errors="replace": a sample may hold a lone surrogate.
-    storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
-    return path
-
-
-def render(recorded: Recorded) -> str:
+    recorded = read(Path(run_folder))
     source = importlib.resources.files("narrowgauge.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
         environment.filters[spelled.__name__] = spelled
-    return environment.from_string(source).render(page(recorded))
+    text = environment.from_string(source).render(page(recorded))
+    path = recorded.folder / "report.html"
+    # errors="replace": a sample may hold a lone surrogate.
+    storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
+    return path
 
 
 def page(recorded: Recorded) -> dict[str, Any]:
