@@ -79,7 +79,7 @@ def convert(
         _refuse_fast_path(model)
         return model
     resolved = _resolved(recipe)
-    linears = dict(_linears(model))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not linears:
         raise ConfigError(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
@@ -269,14 +269,8 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     return found
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield name, module
-
-
 def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
-    return ((name, layer) for name, layer in _linears(model) if isinstance(layer, QLinear))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QLinear))
 
 
 def _restore(layer: QLinear) -> None:

@@ -38,14 +38,6 @@ class Estimate:
     half_width: float | None
     count: int
 
-    @property
-    def low(self) -> float | None:
-        return None if self.half_width is None else self.mean - self.half_width
-
-    @property
-    def high(self) -> float | None:
-        return None if self.half_width is None else self.mean + self.half_width
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
@@ -138,7 +130,8 @@ class Comparison:
             return (
                 f"{over}, too few to tell a difference from noise, the training losses of {run} and {reference}: {gap}."
             )
-        band = f"95{PERCENT} band from {signed(tail.low, places)} to {signed(tail.high, places)}"
+        low, high = (signed(tail.mean + side * tail.half_width, places) for side in (-1, 1))
+        band = f"95{PERCENT} band from {low} to {high}"
         if self.training_finding == "noise":
             compared, meaning = "cannot be told from", "which is within the noise"
         else:
@@ -184,24 +177,25 @@ def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, ref
     )
 
 
-def smooth(values: Sequence[float], radius: int, points: int = 600) -> list[tuple[int, float]]:
-    """(place, smoothed value) at up to `points` places, by a local linear fit.
+def smooth(curve: Sequence[tuple[int, float]], radius: int, points: int = 600) -> list[tuple[int, float]]:
+    """(step, value) smoothed at up to `points` places, by a local linear fit.
 
     The fit is a least-squares line through the finite values within `radius` places, evaluated at the place: it neither lags
     nor flattens at the ends, as a moving mean does. The value is NaN where the curve itself is not finite.
     """
-    return [(i, _local_line(values, i, radius)) for i in spread(len(values), points)]
-
-
-def _local_line(values: Sequence[float], place: int, radius: int) -> float:
-    if not math.isfinite(values[place]):
-        return math.nan
-    first = max(place - radius, 0)
-    near = [(i, value) for i, value in enumerate(values[first : place + radius + 1], first) if math.isfinite(value)]
-    if len(near) < 2:
-        return values[place]
-    slope, intercept = statistics.linear_regression(*zip(*near, strict=True))
-    return slope * place + intercept
+    found = []
+    for place in spread(len(curve), points):
+        step, value = curve[place]
+        first = max(place - radius, 0)
+        window = enumerate(curve[first : place + radius + 1], first)
+        near = [(each, value) for each, (_, value) in window if math.isfinite(value)]
+        if not math.isfinite(value):
+            value = math.nan
+        elif len(near) > 1:
+            slope, intercept = statistics.linear_regression(*zip(*near, strict=True))
+            value = slope * place + intercept
+        found.append((step, value))
+    return found
 
 
 def spread(total: int, points: int) -> list[int]:

@@ -83,7 +83,7 @@ def loss_curves(
     runs  the run, after its reference if it has one
     """
     with canvas(1000, 360) as (figure, axes):
-        curves = [(curve, smoothed(curve, radius)) for curve in runs]
+        curves = [(curve, smooth(curve.training, radius)) for curve in runs]
         for curve, line in curves:
             draw_curve(axes, curve, line, is_run=curve is runs[-1])
         axes.set_ylim(*loss_limits(curves, unigram_entropy))
@@ -95,10 +95,6 @@ def loss_curves(
         draw_marks(axes, marks)
         label_axes(axes, f"loss, {unit.replace('/', ' per ')}")
         return svg(figure, "loss", "Training and validation loss over the steps")
-
-
-def smoothed(curve: Curve, radius: int) -> Points:
-    return [(curve.training[i][0], loss) for i, loss in smooth([loss for _, loss in curve.training], radius)]
 
 
 def draw_curve(axes: Axes, curve: Curve, line: Points, is_run: bool) -> None:
