@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.conversion.auto import decisions
+from narrowgauge.conversion.auto import Decision, decisions
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.fuse import unfuse
@@ -90,31 +90,31 @@ def convert(
     kept = {name: reason_to_keep(name, linears[name], patterns, head) for name, patterns in matching.items()}
     if all(kept.values()):
         raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}.")
+    given: dict[str, tuple[Recipe | None, str, Decision | None]] = {}  # layer -> its recipe, reason and decision
     wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> why it stays wide
     left_to_auto: dict[str, nn.Linear] = {}
     for name, patterns in matching.items():
-        layer, chosen = linears[name], resolved[patterns[-1]]
+        chosen = resolved[patterns[-1]]
         if kept[name] is not None:
             continue
         if isinstance(chosen, str):
-            left_to_auto[name] = layer
-        elif chosen is not None:
-            quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
-            if patterns[-1] not in wide:
-                wide[patterns[-1]] = wide_by_policy(model, chosen, patterns[-1])
-            reason = wide[patterns[-1]].get(name, "")
-            quantized.recipe = recipes.BF16 if reason else chosen
-            quantized.reason = reason
-        elif isinstance(layer, QLinear):
-            layer.recipe = None
+            left_to_auto[name] = linears[name]
+            continue
+        if chosen is not None and patterns[-1] not in wide:
+            wide[patterns[-1]] = wide_by_policy(model, chosen, patterns[-1])
+        reason = wide.get(patterns[-1], {}).get(name, "")
+        given[name] = recipes.BF16 if reason else chosen, reason, None
     if left_to_auto:
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
-            layer = left_to_auto[name]
-            quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
             # bf16 needs no recipe on a GPU; a CPU without bfloat16 units is faster with it.
-            as_it_is = decision.recipe == "bf16" and layer.weight.device.type == "cuda"
-            quantized.recipe = None if as_it_is else recipes.get(decision.recipe)
-            quantized.decision = decision
+            as_it_is = decision.recipe == "bf16" and linears[name].weight.device.type == "cuda"
+            given[name] = None if as_it_is else recipes.get(decision.recipe), "", decision
+    for name, (own, reason, made) in given.items():
+        layer = linears[name]
+        if isinstance(layer, QLinear) or own is not None or made is not None:
+            quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
+            quantized.recipe = own  # which resets the other two
+            quantized.reason, quantized.decision = reason, made
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.share_inputs(shared)
