@@ -462,8 +462,13 @@ class Recipe:
     @property
     def has_memory(self) -> bool:
         """Whether a layer holds state for it from step to step."""
-        # Not bool of a dict, which Dynamo did not trace before torch 2.13.
-        return len(self.windows()) + len(self.steps()) + len(self.samples()) > 0
+        for gemm in (self.output, self.grad_input, self.grad_weight):  # plain loops: asked at every call of `linear`
+            if gemm.sample is not None:
+                return True
+            for cast in (gemm.lhs, gemm.rhs):
+                if cast is not None and isinstance(cast.calibrate, (Window, LearnedStep)):
+                    return True
+        return False
 
     def steps(self) -> dict[str, LearnedStep]:
         """Role -> its learned step; roles without one are absent."""
