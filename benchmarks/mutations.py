@@ -47,7 +47,7 @@ FOLDERS = {"optim": "optimizer", "data": "data"}
 CHECKPOINT = re.compile(r"train/(checkpoint|manifest|state|storage|best)\b")
 # Neither of the four: text, choices that are measured, and what only reads a model's structure.
 LEFT_OUT = re.compile(
-    r"(train|cli|diagnose|report|auto|memory|integrations|distributed|plan|export)/|__main__|errors|describe|description|unconverted"
+    r"(train|cli|diagnose|report|auto|memory|integrations|distributed|plan|export)/|__main__|errors|describe|description|structure|unconverted"
     r"|readings|patterns|model_blocks|blocks\.py|block_size|convert|conversion|graphs|cuda_graphs|switch|compiled|registry"
     r"|verdicts|selfcheck|proof|probe"
 )

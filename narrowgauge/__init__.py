@@ -18,66 +18,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from narrowgauge import formats, memory, optim, recipes
     from narrowgauge.conversion import advance, convert, suspended
-    from narrowgauge.description import describe
+    from narrowgauge.conversion.description import describe
+    from narrowgauge.conversion.switching import switch
     from narrowgauge.nn.linear import QLinear, linear
     from narrowgauge.ops.mm import mm
     from narrowgauge.ops.quantize import dequantize, quantize
     from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast, Gemm, Recipe
-    from narrowgauge.switching import switch
 
 __version__ = "0.1.0"
 
-# Public name -> where it lives; a module lives in itself.
-_HOMES = {
-    "formats": "formats",
-    "recipes": "recipes",
-    "optim": "optim",
-    "memory": "memory",
-    "Cast": "recipe",
-    "Gemm": "recipe",
-    "Recipe": "recipe",
-    "QTensor": "qtensor",
-    "quantize": "ops.quantize",
-    "dequantize": "ops.quantize",
-    "mm": "ops.mm",
-    "linear": "nn.linear",
-    "QLinear": "nn.linear",
-    "convert": "conversion",
-    "describe": "description",
-    "suspended": "conversion",
-    "advance": "conversion",
-    "switch": "switching",
-}
-
 __all__ = [
-    "Cast",
-    "Gemm",
-    "QLinear",
-    "QTensor",
-    "Recipe",
-    "advance",
-    "convert",
-    "dequantize",
-    "describe",
-    "formats",
-    "linear",
-    "memory",
-    "mm",
-    "optim",
-    "quantize",
-    "recipes",
-    "suspended",
-    "switch",
-]
+    "Cast", "Gemm", "QLinear", "QTensor", "Recipe", "advance", "convert", "dequantize", "describe", "formats", "linear",
+    "memory", "mm", "optim", "quantize", "recipes", "suspended", "switch",
+]  # fmt: skip
+
+# Module -> the public names that live in it; a module that is public itself is not here.
+_HOMES = {
+    "recipe": ("Cast", "Gemm", "Recipe"),
+    "qtensor": ("QTensor",),
+    "ops.quantize": ("quantize", "dequantize"),
+    "ops.mm": ("mm",),
+    "nn.linear": ("linear", "QLinear"),
+    "conversion": ("convert", "suspended", "advance"),
+    "conversion.description": ("describe",),
+    "conversion.switching": ("switch",),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'narrowgauge' has no attribute {name!r}")
-    home = import_module(f"narrowgauge.{_HOMES[name]}")
-    value = home if name == _HOMES[name] else getattr(home, name)
-    globals()[name] = value
+    home = next((module for module, names in _HOMES.items() if name in names), name)
+    found = import_module(f"narrowgauge.{home}")
+    globals()[name] = value = found if home == name else getattr(found, name)
     return value
 
 

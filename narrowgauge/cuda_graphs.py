@@ -20,10 +20,11 @@ replay, because the graph registers the device's default generator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +71,31 @@ def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: objec
     elif torch.version.hip is not None:
         reasons.append("written for NVIDIA GPUs")
     reasons += refuse_run(model, optimizer, scaler)
-    return reasons + (_refuse_uncapturable(optimizer) if device.type == "cuda" else [])
+    if device.type == "cuda":  # what `make_capturable` removes
+        kind, groups = type(optimizer).__name__, [group for group in optimizer.param_groups if "capturable" in group]
+        if not all(group["capturable"] for group in groups):
+            reasons.append(f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable")
+        elif not all(isinstance(group["lr"], Tensor) for group in groups):
+            reasons.append(
+                f"lr of {kind} is a number, which a graph would keep; call narrowgauge.cuda_graphs.make_capturable"
+            )
+    return reasons
 
 
 def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -> list[str]:
     """The reasons that depend on recipes and optimizer, not on the device."""
-    reasons = list(_refuse_recipes(model))
+    reasons = []
+    seen: set[str] = set()
+    for name, layer in model.named_modules():
+        recipe = layer.recipe if isinstance(layer, QLinear) else None
+        if recipe is None or recipe.name in seen:
+            continue
+        seen.add(recipe.name)
+        which = f"recipe {recipe.name} (first in {name})"
+        if recipe.steps():
+            reasons.append(f"{which} learns steps, which the host initialises from the data")
+        if recipe.samples():
+            reasons.append(f"{which} samples rows, which the host decides after each step")
     if isinstance(optimizer, NarrowOptimizer):
         if optimizer.steps_in_backward:
             reasons.append("the optimizer steps inside backward, before the gradient's norm is known")
@@ -86,42 +106,8 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
     return reasons
 
 
-def _refuse_uncapturable(optimizer: Any) -> list[str]:
-    """The reasons that `make_capturable` removes."""
-    kind = type(optimizer).__name__
-    able = [group for group in optimizer.param_groups if "capturable" in group]
-    if not all(group["capturable"] for group in able):
-        return [f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable"]
-    if not all(isinstance(group["lr"], Tensor) for group in able):
-        return [f"lr of {kind} is a number, which a graph would keep; call narrowgauge.cuda_graphs.make_capturable"]
-    return []
-
-
-def _refuse_recipes(model: nn.Module) -> Iterator[str]:
-    seen: set[str] = set()
-    for name, layer in model.named_modules():
-        recipe = layer.recipe if isinstance(layer, QLinear) else None
-        if recipe is None or recipe.name in seen:
-            continue
-        seen.add(recipe.name)
-        if recipe.steps():
-            yield f"recipe {recipe.name} (first in {name}) learns steps, which the host initialises from the data"
-        if recipe.samples():
-            yield f"recipe {recipe.name} (first in {name}) samples rows, which the host decides after each step"
-
-
-class Recorder(Protocol):
-    """Turns calls into graphs."""
-
-    def warm(self, call: Callable[[], None]) -> None:
-        """Runs it, so that a capture can follow."""
-
-    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Records it without running it; the result runs what was recorded. Raises RuntimeError if it cannot be recorded."""
-
-
 class CudaRecorder:
-    """CUDA graphs in one pool of memory.
+    """Turns calls into CUDA graphs in one pool of memory.
 
     generators  of CUDA besides the device's default one, from which a part draws
     """
@@ -132,10 +118,15 @@ class CudaRecorder:
         self.stream = torch.cuda.Stream(device)
 
     def warm(self, call: Callable[[], None]) -> None:
-        with self._beside():
+        """Runs it on the capture stream, in order with the current one, so that a capture can follow."""
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
             call()
+        here.wait_stream(self.stream)
 
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Records it without running it; the result runs what was recorded. Raises RuntimeError if it cannot be recorded."""
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
@@ -143,15 +134,6 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             call()
         return graph.replay
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Runs the body on the capture stream, ordered with the current stream."""
-        here = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
-            yield
-        here.wait_stream(self.stream)
 
 
 @dataclass
@@ -170,39 +152,38 @@ class Graphs:
     """
 
     def __init__(
-        self, recorder: Recorder, device: torch.device, warmup: int = WARMUP, most_shapes: int = MOST_SHAPES
+        self, recorder: CudaRecorder, device: torch.device, warmup: int = WARMUP, most_shapes: int = MOST_SHAPES
     ) -> None:
         if warmup < 1 or most_shapes < 1:
             raise ConfigError(f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.")
         self.recorder, self.device, self.warmup, self.most_shapes = recorder, device, warmup, most_shapes
         self.notes: list[str] = []
+        self._noted: set[tuple[str, str]] = set()  # (part, why it stays eager) that `notes` has a sentence of
         self._parts: dict[Any, _PartState] = {}
 
     def run(self, name: str, part: Part, inputs: Batch | None = None) -> None:
         """Runs the part with these inputs, eagerly or as its graph."""
         inputs = inputs or {}
         key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
-        recorded = self._parts.setdefault(key, _PartState())
-        waits = recorded.runs < self.warmup or not part.ready()
-        if recorded.replay is None and (waits or self._stays_eager(name, part, key)):
-            recorded.runs += 1
-            moved = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
-            _copy(inputs, moved)
-            self.recorder.warm(lambda: part.run(**moved))
-            return
-        if recorded.replay is None:
-            recorded.static = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
-        _copy(inputs, recorded.static)
-        if recorded.replay is None:
-            recorded.replay = self._captured(name, part, recorded)
+        state = self._parts.setdefault(key, _PartState())
+        if state.replay is not None:
+            _copy(inputs, state.static)
+        else:
+            static = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
+            _copy(inputs, static)
+            if state.runs < self.warmup or not part.ready() or self._stays_eager(name, part, key):
+                state.runs += 1
+                self.recorder.warm(lambda: part.run(**static))
+                return
+            state.static, state.replay = static, self._captured(name, part, static)
         part.before_replay()
-        recorded.replay()
+        state.replay()
 
-    def _captured(self, name: str, part: Part, recorded: _PartState) -> Callable[[], None]:
+    def _captured(self, name: str, part: Part, static: dict[str, Tensor]) -> Callable[[], None]:
         call = part.record or part.run
         part.around_capture()
         try:
-            return self.recorder.capture(lambda: call(**recorded.static))
+            return self.recorder.capture(lambda: call(**static))
         except RuntimeError as error:
             raise BackendError(
                 f"cuda graphs: {name} cannot be captured: {str(error).strip().splitlines()[0]} Something in it waits for the "
@@ -212,24 +193,19 @@ class Graphs:
             part.around_capture()
 
     def _stays_eager(self, name: str, part: Part, key: Any) -> bool:
-        """Whether this part or this shape is not captured; adds a note once."""
+        """Whether this part or this shape is not captured; the first time, `notes` says why."""
         if reason := part.refuse():
-            self._note(f"{name} stays eager", f": {reason}.")
-            return True
-        taken = sum(other[0] == name and each.replay is not None for other, each in self._parts.items())
-        if taken < self.most_shapes:
+            why, note = "refused", f"{name} stays eager: {reason}."
+        elif self.captured.get(name, 0) >= self.most_shapes:
+            shapes = ", ".join(f"{input} {list(shape)}" for input, shape, _ in key[1])
+            others = f"the others stay eager, such as {shapes}. Lower length_buckets."
+            why, note = "shapes", f"{name}: more than {self.most_shapes} shapes of micro-batches, {others}"
+        else:
             return False
-        shapes = ", ".join(f"{input} {list(shape)}" for input, shape, _ in key[1])
-        self._note(
-            f"{name}: more than {self.most_shapes} shapes of micro-batches, the others stay eager, such as ",
-            f"{shapes}. Lower length_buckets.",
-        )
+        if (name, why) not in self._noted:
+            self._noted.add((name, why))
+            self.notes.append(note)
         return True
-
-    def _note(self, beginning: str, rest: str) -> None:
-        """Once for each beginning."""
-        if not any(each.startswith(beginning) for each in self.notes):
-            self.notes.append(beginning + rest)
 
     def clear(self) -> None:
         """Drops all graphs."""
@@ -238,11 +214,7 @@ class Graphs:
     @property
     def captured(self) -> dict[str, int]:
         """Name of a part -> its graphs."""
-        found: dict[str, int] = {}
-        for (name, _), recorded in self._parts.items():
-            if recorded.replay is not None:
-                found[name] = found.get(name, 0) + 1
-        return found
+        return Counter(name for (name, _), state in self._parts.items() if state.replay is not None)
 
 
 def _copy(inputs: Batch, targets: Mapping[str, Tensor]) -> None:
@@ -289,7 +261,7 @@ class GraphedStep:
         warmup: int = WARMUP,
         most_shapes: int = MOST_SHAPES,
         generators: Iterable[torch.Generator] = (),
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         device = next(model.parameters()).device
         reasons = refuse(model, optimizer, device) if recorder is None else []
@@ -327,11 +299,10 @@ class GraphedStep:
 
     def update(self) -> None:
         """Optimizer, `advance`, gradients and loss to zero."""
-        replayed = self._replayed
-        if replayed is None:
-            part = Part(self._update)
-        else:
-            part = Part(self._update, self._record_update, replayed.before_replay, refuse=replayed.refuse)
+        eager, replayed = partial(self._update, self.optimizer.step), self._replayed
+        part = Part(eager)
+        if replayed is not None:
+            part = Part(eager, partial(self._update, replayed.capture), replayed.before_replay, refuse=replayed.refuse)
         self.graphs.run("update", part)
         self._end()
 
@@ -379,14 +350,8 @@ class GraphedStep:
         norm = clip_gradients(self._parameters, self.clip)
         self._readings.copy_(torch.stack((self._loss, norm.to(self._loss.dtype))))
 
-    def _update(self) -> None:
-        self.optimizer.step()
-        advance(self.model)
-        self._clear()
-
-    def _record_update(self) -> None:
-        assert self._replayed is not None
-        self._replayed.capture()
+    def _update(self, step: Callable[[], object]) -> None:
+        step()
         advance(self.model)
         self._clear()
 

@@ -53,7 +53,7 @@ class Format:
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """x, any float dtype -> float32 of the same shape: the representable value chosen for each element."""
-        raise TypeError(f"{type(self).__name__} does not define round; use one of {', '.join(NAMES)}.")
+        return self.decode(self.encode(x, noise))
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """x, any float dtype -> codes of dtype `storage` and the same shape."""
@@ -241,9 +241,6 @@ class ExponentFormat(Format):
     def smallest(self) -> float:
         return 2.0**-127
 
-    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        return self.decode(self.encode(x, noise))
-
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is not None:
             raise ConfigError(f"encode: {self.name} holds scales and has no stochastic rounding. Leave out noise.")
@@ -276,9 +273,6 @@ class TableFormat(Format):
     @property
     def smallest(self) -> float:
         return min(abs(level) for level in self.levels if level != 0)
-
-    def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        return self.decode(self.encode(x, noise))
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         levels, boundaries = _table(self, x.device), _boundaries(self, x.device)
@@ -315,22 +309,6 @@ def _boundaries(format: TableFormat, device: torch.device) -> Tensor:
     return torch.where(nearest.double() > exact, lower, nearest).to(device)
 
 
-SPLIT_BASE = 14  # of INT4X2
-
-
-def digits(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of INT4X2 -> the INT4 codes (high, low) with 14 * high + low = code, both in -7 ... 7 (int8, the same shape).
-
-    Bit splitting (arXiv 2306.11987, 4.1) writes a gradient as two INT4 numbers: t = x / scale, high = round(t / 14) and
-    low = the rest, rounded stochastically. High being whole, 14 * high + low is nothing but t rounded stochastically to whole
-    numbers, whatever high is. So the sum is encoded as one number, which INT8 units multiply in one product instead of two,
-    and the digits are taken from it where they are wanted. The base is 14: the rest lies in -7 ... 7 with both ends, so with
-    15 it would need +-8; and nothing clips, since amax / scale = 98 = 7 * 14.
-    """
-    high = (codes.to(torch.float32) / SPLIT_BASE).round().to(torch.int8)
-    return high, codes - SPLIT_BASE * high
-
-
 def _dynamic_levels(signed: bool) -> tuple[float, ...]:
     """The 8-bit dynamic exponent map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2.2.
 
@@ -365,6 +343,10 @@ E3M0 = FloatFormat(name="e3m0", bits=4, exponent=3, mantissa=0, max=16, storage=
 E2M1 = FloatFormat(name="e2m1", bits=4, exponent=2, mantissa=1, max=6, storage=torch.uint8)
 E8M0 = ExponentFormat(name="e8m0", bits=8, max=2.0**127, storage=torch.uint8)
 INT8 = IntFormat(name="int8", bits=8, max=127, storage=torch.int8)
+# Bit splitting (arXiv 2306.11987, 4.1) writes a gradient as two INT4 numbers, 14 * high + low: t = x / scale, high = round(t / 14)
+# and low = the rest, rounded stochastically. High being whole, the sum is nothing but t rounded stochastically to whole numbers,
+# whatever high is. So it is encoded as one number, which INT8 units multiply in one product instead of two. The base is 14: the
+# rest lies in -7 ... 7 with both ends, so with 15 it would need +-8; and nothing clips, since amax / scale = 98 = 7 * 14.
 INT4X2 = IntFormat(name="int4x2", bits=8, max=98, storage=torch.int8)
 INT4 = IntFormat(name="int4", bits=4, max=7, storage=torch.int8)
 NF4 = TableFormat(name="nf4", bits=4, max=1, storage=torch.uint8, levels=_NF4_LEVELS)

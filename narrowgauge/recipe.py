@@ -14,9 +14,9 @@ variant is made with `dataclasses.replace`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, Format, IntFormat
@@ -36,23 +36,23 @@ LARGEST_MARGIN = 32  # beyond it every element of a narrow format would be zero,
 
 Algorithm = Literal["max", "most_recent"]
 
-# What to do when a part of a Cast is of the wrong type.
-_NEXT = {
-    "format": "it must be a Format. Take a constant of narrowgauge.formats, or look a name up with formats.get.",
-    "scale": "it must be a ScaleRule. Take a constant of narrowgauge.scaling.",
-    "calibrate": "it must be CURRENT or a Window(...), ClippedRms(...) or LearnedStep(...).",
-}
+
+def _require(owner: object, name: str, valid: bool, wanted: str) -> None:
+    """Raises ConfigError unless `valid`: "Window: length is 0; it must be a whole number of steps, at least 1."."""
+    if not valid:
+        title = f"Recipe {owner.name!r}" if isinstance(owner, Recipe) else type(owner).__name__
+        raise ConfigError(f"{title}: {name} is {getattr(owner, name)!r}; {wanted}")
 
 
-# --- where the largest magnitude that a scale is made from comes from --------------------------------------------------------------
-
-
-def is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole(value: object, least: float = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+# --- where the largest magnitude that a scale is made from comes from --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,11 @@ class Window:
     algorithm: Algorithm = "max"
 
     def __post_init__(self) -> None:
-        if not is_whole(self.length):
-            raise ConfigError(f"Window: length is {self.length!r}; it must be a whole number of steps.")
-        if not is_whole(self.margin) or abs(self.margin) > LARGEST_MARGIN:
-            raise ConfigError(
-                f"Window: margin is {self.margin!r}; it is an exponent of two, a whole number from "
-                f"{-LARGEST_MARGIN} to {LARGEST_MARGIN}."
-            )
-        if self.length < 1:
-            raise ConfigError(f"Window: length is {self.length}; it must be at least 1.")
-        if self.algorithm not in ("max", "most_recent"):
-            raise ConfigError(f"Window: algorithm is {self.algorithm!r}; choose 'max' or 'most_recent'.")
+        _require(self, "length", is_whole(self.length), "it must be a whole number of steps, at least 1.")
+        exponent = is_whole(self.margin, -LARGEST_MARGIN) and self.margin <= LARGEST_MARGIN
+        limits = f"from {-LARGEST_MARGIN} to {LARGEST_MARGIN}."
+        _require(self, "margin", exponent, f"it is an exponent of two, a whole number {limits}")
+        _require(self, "algorithm", self.algorithm in ("max", "most_recent"), "choose 'max' or 'most_recent'.")
 
     def __str__(self) -> str:
         margin = f", margin {self.margin}" if self.margin else ""
@@ -109,10 +103,7 @@ class ClippedRms:
     clip: float = 2.475
 
     def __post_init__(self) -> None:
-        if not is_positive(self.clip):
-            raise ConfigError(
-                f"ClippedRms: clip is {self.clip!r}; it must be a positive number of standard deviations."
-            )
+        _require(self, "clip", is_positive(self.clip), "it must be a positive number of standard deviations.")
 
     def __str__(self) -> str:
         return f"{self.clip:g} rms"
@@ -133,9 +124,7 @@ class LearnedStep:
 
     def __post_init__(self) -> None:
         for name in ("cold_steps", "residual_every"):
-            value = getattr(self, name)
-            if not is_whole(value) or value < 1:
-                raise ConfigError(f"LearnedStep: {name} is {value!r}; it must be a whole number of at least 1.")
+            _require(self, name, is_whole(getattr(self, name)), "it must be a whole number of at least 1.")
 
     def __str__(self) -> str:
         return "learned step"
@@ -173,39 +162,37 @@ class Cast:
     headroom: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value, wanted in (
-            ("format", self.format, Format),
-            ("scale", self.scale, ScaleRule),
-            ("calibrate", self.calibrate, Calibrate),
-        ):
-            if not isinstance(value, wanted):
-                raise ConfigError(f"Cast: {name} is {value!r}; {_NEXT[name]}")
-        if not isinstance(self.tile, tuple) or not all(is_whole(size) for size in self.tile):
-            raise ConfigError(
-                f"Cast: tile is {self.tile!r}; it must be a tuple of two whole numbers, such as (1, 128)."
-            )
-        if len(self.tile) != 2 or any(size == 0 or size < WHOLE for size in self.tile):
-            raise ConfigError(f"Cast: tile is {self.tile}; give two sizes of at least 1, or -1 for a whole axis.")
-        if isinstance(self.calibrate, Window) and self.tile != (WHOLE, WHOLE):
+        wanted = "it must be a Format. Take a constant of narrowgauge.formats, or look a name up with formats.get."
+        _require(self, "format", isinstance(self.format, Format), wanted)
+        wanted = "it must be a ScaleRule. Take a constant of narrowgauge.scaling."
+        _require(self, "scale", isinstance(self.scale, ScaleRule), wanted)
+        wanted = "it must be CURRENT or a Window(...), ClippedRms(...) or LearnedStep(...)."
+        _require(self, "calibrate", isinstance(self.calibrate, Calibrate), wanted)
+        is_pair = isinstance(self.tile, tuple) and all(is_whole(size, -math.inf) for size in self.tile)
+        _require(self, "tile", is_pair, "it must be a tuple of two whole numbers, such as (1, 128).")
+        sizes = len(self.tile) == 2 and all(size == WHOLE or size >= 1 for size in self.tile)
+        _require(self, "tile", sizes, "give two sizes of at least 1, or -1 for a whole axis.")
+        if isinstance(self.calibrate, Window) and not self.is_per_tensor:
             raise ConfigError(
                 f"Cast: a Window remembers one amax per tensor, but the tile is {self.tile}. "
                 "Use tile=(-1, -1) or calibrate=CURRENT."
             )
-        if isinstance(self.calibrate, LearnedStep) and (
-            self.tile != (WHOLE, WHOLE) or self.scale != FP32 or not isinstance(self.format, IntFormat)
-        ):
+        one_step = self.is_per_tensor and self.scale == FP32 and isinstance(self.format, IntFormat)
+        if isinstance(self.calibrate, LearnedStep) and not one_step:
             raise ConfigError(
                 f"Cast: a LearnedStep is one float32 step per tensor between integers, but the cast is {self.format} with "
                 f"tile {self.tile} and scale {self.scale}. Use an integer format, tile=(-1, -1) and scale=FP32."
             )
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ConfigError(f"Cast: rounding is {self.rounding!r}; choose 'nearest' or 'stochastic'.")
-        number = isinstance(self.headroom, int | float) and not isinstance(self.headroom, bool)
-        if not number or not 1 <= self.headroom <= LARGEST_HEADROOM:
-            raise ConfigError(
-                f"Cast: headroom is {self.headroom!r}; it must be a number from 1 (none) to {LARGEST_HEADROOM}: more "
-                "than the rules can saturate by would only waste resolution."
-            )
+        _require(self, "rounding", self.rounding in ("nearest", "stochastic"), "choose 'nearest' or 'stochastic'.")
+        headroom = is_positive(self.headroom) and 1 <= self.headroom <= LARGEST_HEADROOM
+        wanted = (
+            f"it must be a number from 1 (none) to {LARGEST_HEADROOM}: more than the rules can saturate by would only"
+        )
+        _require(self, "headroom", headroom, f"{wanted} waste resolution.")
+
+    @property
+    def is_per_tensor(self) -> bool:
+        return self.tile == (WHOLE, WHOLE)
 
     @property
     def has_global_scale(self) -> bool:
@@ -219,7 +206,7 @@ class Cast:
 
     def __str__(self) -> str:
         outer, inner = ("all" if size == WHOLE else str(size) for size in self.tile)
-        tile = "tensor" if self.tile == (WHOLE, WHOLE) else "row" if self.tile == (1, WHOLE) else f"{outer}x{inner}"
+        tile = "tensor" if self.is_per_tensor else "row" if self.tile == (1, WHOLE) else f"{outer}x{inner}"
         words = [str(self.format), tile, str(self.scale)]
         if self.calibrate != CURRENT:
             words.append(str(self.calibrate))
@@ -247,13 +234,10 @@ class Hadamard:
     signs: Literal["none", "fixed", "random"] = "none"
 
     def __post_init__(self) -> None:
-        if not is_whole(self.block) or not 2 <= self.block <= LARGEST_BLOCK or self.block & (self.block - 1):
-            raise ConfigError(
-                f"Hadamard: block is {self.block!r}; it must be a power of two from 2 to {LARGEST_BLOCK}. "
-                "Gemm(rotate=None) does not rotate."
-            )
-        if self.signs not in ("none", "fixed", "random"):
-            raise ConfigError(f"Hadamard: signs is {self.signs!r}; choose 'none', 'fixed' or 'random'.")
+        power = is_whole(self.block, 2) and self.block <= LARGEST_BLOCK and not self.block & (self.block - 1)
+        wanted = f"it must be a power of two from 2 to {LARGEST_BLOCK}. Gemm(rotate=None) does not rotate."
+        _require(self, "block", power, wanted)
+        _require(self, "signs", self.signs in ("none", "fixed", "random"), "choose 'none', 'fixed' or 'random'.")
 
     def __str__(self) -> str:
         return f"Hadamard {self.block}" + (f", {self.signs} signs" if self.signs != "none" else "")
@@ -273,20 +257,15 @@ class LeverageScore:
     max_variance: float = 0.02
 
     def __post_init__(self) -> None:
-        if not is_positive(self.keep) or self.keep > 1:
-            raise ConfigError(
-                f"LeverageScore: keep is {self.keep!r}; it is the share of rows kept, above 0 and at most 1."
-            )
-        if not is_positive(self.max_variance) and self.max_variance != math.inf:
-            raise ConfigError(
-                f"LeverageScore: max_variance is {self.max_variance!r}; it must be a positive number. "
-                "math.inf samples always; Gemm(sample=None) never."
-            )
+        share = is_positive(self.keep) and self.keep <= 1
+        _require(self, "keep", share, "it is the share of rows kept, above 0 and at most 1.")
+        limit = is_positive(self.max_variance) or self.max_variance == math.inf
+        wanted = "it must be a positive number. math.inf samples always; Gemm(sample=None) never."
+        _require(self, "max_variance", limit, wanted)
 
     def __str__(self) -> str:
-        limit = (
-            "" if self.max_variance == math.inf else f" while it adds less than {self.max_variance:g} relative variance"
-        )
+        always = self.max_variance == math.inf
+        limit = "" if always else f" while it adds less than {self.max_variance:g} relative variance"
         return f"{self.keep:.0%} of rows by leverage score{limit}"
 
 
@@ -307,29 +286,24 @@ class Gemm:
     fast_accumulate: bool = False
 
     def __post_init__(self) -> None:
-        for name, cast in (("lhs", self.lhs), ("rhs", self.rhs)):
-            if cast is not None and not isinstance(cast, Cast):
-                raise ConfigError(f"Gemm: {name} is {cast!r}; it must be a Cast, or None for 16 bits.")
-        if self.rotate is not None and not isinstance(self.rotate, Hadamard):
-            raise ConfigError(f"Gemm: rotate is {self.rotate!r}; it must be a Hadamard(...), or None for no rotation.")
-        if self.sample is not None and not isinstance(self.sample, LeverageScore):
-            raise ConfigError(
-                f"Gemm: sample is {self.sample!r}; it must be a LeverageScore(...), or None for all rows."
-            )
-        if self.rotate is not None and any(
-            cast is not None and isinstance(cast.calibrate, Window) for cast in (self.lhs, self.rhs)
-        ):
+        for name in ("lhs", "rhs"):
+            is_cast = isinstance(getattr(self, name), Cast | None)
+            _require(self, name, is_cast, "it must be a Cast, or None for 16 bits.")
+        wanted = "it must be a Hadamard(...), or None for no rotation."
+        _require(self, "rotate", isinstance(self.rotate, Hadamard | None), wanted)
+        wanted = "it must be a LeverageScore(...), or None for all rows."
+        _require(self, "sample", isinstance(self.sample, LeverageScore | None), wanted)
+        _require(self, "fast_accumulate", isinstance(self.fast_accumulate, bool), "choose True or False.")
+        windows = [cast for cast in (self.lhs, self.rhs) if cast is not None and isinstance(cast.calibrate, Window)]
+        if self.rotate is not None and windows:
             raise ConfigError(
                 "Gemm: a Window remembers amax of the tensor as it is, and the rotated one has another. "
                 "Use calibrate=CURRENT or rotate=None."
             )
-        if not isinstance(self.fast_accumulate, bool):
-            raise ConfigError(f"Gemm: fast_accumulate is {self.fast_accumulate!r}; choose True or False.")
 
     def __str__(self) -> str:
-        words = (
-            "16-bit" if self.lhs is None and self.rhs is None else f"{self.lhs or '16-bit'} x {self.rhs or '16-bit'}"
-        )
+        wide = self.lhs is None and self.rhs is None
+        words = "16-bit" if wide else f"{self.lhs or '16-bit'} x {self.rhs or '16-bit'}"
         return ", ".join([words, *(str(part) for part in (self.rotate, self.sample) if part is not None)])
 
 
@@ -351,14 +325,10 @@ class WideBlocks:
     smallest: int = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share < 1:
-            raise ConfigError(
-                f"WideBlocks: share is {self.share!r}; it must lie between 0 and 1. wide_blocks=None keeps none."
-            )
+        share = is_positive(self.share) and self.share < 1
+        _require(self, "share", share, "it must lie between 0 and 1. wide_blocks=None keeps none.")
         for name in ("first", "first_from", "smallest"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"WideBlocks: {name} is {value!r}; it must be a whole number of blocks, 0 or more.")
+            _require(self, name, is_whole(getattr(self, name), 0), "it must be a whole number of blocks, 0 or more.")
 
     def of(self, count: int) -> frozenset[int]:
         """The indices, from 0, of the blocks that stay wide in a stack of `count`."""
@@ -369,9 +339,8 @@ class WideBlocks:
         return frozenset((*range(first), *range(count - kept + first, count)))
 
     def __str__(self) -> str:
-        return (
-            f"last {self.share:.0%} of the blocks in bf16 (of {self.first_from} and more, {self.first} of them first)"
-        )
+        where = f"of {self.first_from} and more, {self.first} of them first"
+        return f"last {self.share:.0%} of the blocks in bf16 ({where})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,103 +370,82 @@ class Recipe:
         if not isinstance(self.name, str):
             raise ConfigError(f"Recipe: name is {self.name!r}; it must be a string.")
         for product, gemm in self.gemms().items():
-            if not isinstance(gemm, Gemm):
-                raise ConfigError(
-                    f"Recipe {self.name!r}: {product} is {gemm!r}; it must be a Gemm. Gemm() leaves it in 16 bits."
-                )
-        for role, casts in self.roles().items():
-            for cast in casts:
-                if cast is not None and cast.format in (E8M0, DYNAMIC_UNSIGNED):
-                    raise ConfigError(
-                        f"Recipe {self.name!r}: {role} is cast to {cast.format}, which has no negative numbers. "
-                        "Choose a signed format."
-                    )
-        if self.wide_blocks is not None and not isinstance(self.wide_blocks, WideBlocks):
-            raise ConfigError(
-                f"Recipe {self.name!r}: wide_blocks is {self.wide_blocks!r}; it must be a WideBlocks(...), or None."
+            _require(self, product, isinstance(gemm, Gemm), "it must be a Gemm. Gemm() leaves it in 16 bits.")
+        wide = isinstance(self.wide_blocks, WideBlocks | None)
+        _require(self, "wide_blocks", wide, "it must be a WideBlocks(...), or None.")
+        _require(self, "save", self.save in ("original", "quantized"), "choose 'original' or 'quantized'.")
+        choices = ("recast", "straight-through")
+        _require(self, "backward", self.backward in choices, "choose 'recast' or 'straight-through'.")
+        self._check_operands()
+        if self.backward == "straight-through":
+            self._check_straight_through()
+        elif self.samples():
+            self._refuse("rows are sampled with backward='straight-through' only. Choose that, or sample=None.")
+        elif any(isinstance(cast.calibrate, LearnedStep) for _, cast in self._casts()):
+            self._refuse(
+                "a LearnedStep has a gradient with backward='straight-through' only. Choose that, or ClippedRms."
             )
-        if self.save not in ("original", "quantized"):
-            raise ConfigError(f"Recipe {self.name!r}: save is {self.save!r}; choose 'original' or 'quantized'.")
-        if self.save == "quantized" and self.grad_weight.rhs is None:
-            raise ConfigError(
-                f"Recipe {self.name!r}: save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'."
-            )
-        self._check_calibration()
-        self._check_straight_through()
 
-    def _check_calibration(self) -> None:
-        for role, casts in self.roles().items():
-            windows = {cast.calibrate for cast in casts if cast is not None and isinstance(cast.calibrate, Window)}
-            formats = {cast.format for cast in casts if cast is not None and isinstance(cast.calibrate, Window)}
-            if len(windows) > 1 or len(formats) > 1:
-                raise ConfigError(
-                    f"Recipe {self.name!r}: {role} is cast with two different windows. Delayed scaling keeps one amax "
-                    "history per tensor; use the same Window and format in both products."
-                )
-        if self.output.sample is not None:
-            raise ConfigError(
-                f"Recipe {self.name!r}: output samples rows. Only the products of the gradient can; use sample=None."
-            )
-        random = self.grad_weight.rotate is not None and self.grad_weight.rotate.signs == "random"
-        if self.save == "quantized" and random:
-            raise ConfigError(
-                f"Recipe {self.name!r}: save='quantized' keeps x rotated with signs that the gradient will not meet again. "
+    def _refuse(self, why: str) -> NoReturn:
+        raise ConfigError(f"Recipe {self.name!r}: {why}")
+
+    def _check_operands(self) -> None:
+        for role, cast in self._casts():
+            if cast.format in (E8M0, DYNAMIC_UNSIGNED):
+                self._refuse(f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.")
+        if self.save == "quantized" and self.grad_weight.rhs is None:
+            self._refuse("save='quantized', but grad_weight.rhs is not cast. Cast it or save='original'.")
+        rotate = self.grad_weight.rotate
+        if self.save == "quantized" and rotate is not None and rotate.signs == "random":
+            self._refuse(
+                "save='quantized' keeps x rotated with signs that the gradient will not meet again. "
                 "Use signs='fixed' in grad_weight, or save='original'."
             )
-        sampled = any(gemm.sample is not None for gemm in self.gemms().values())
-        if sampled and self.backward != "straight-through":
-            raise ConfigError(
-                f"Recipe {self.name!r}: rows are sampled with backward='straight-through' only. Choose that, or sample=None."
-            )
-        learned = any(
-            cast is not None and isinstance(cast.calibrate, LearnedStep)
-            for casts in self.roles().values()
-            for cast in casts
-        )
-        if learned and self.backward != "straight-through":
-            raise ConfigError(
-                f"Recipe {self.name!r}: a LearnedStep has a gradient with backward='straight-through' only. "
-                "Choose that, or ClippedRms."
-            )
+        for role, casts in self.roles().items():
+            windows = {(c.calibrate, c.format) for c in casts if c is not None and isinstance(c.calibrate, Window)}
+            if len(windows) > 1:
+                self._refuse(
+                    f"{role} is cast with two different windows. Delayed scaling keeps one amax history per tensor; use the same "
+                    "Window and format in both products."
+                )
+        if self.output.sample is not None:
+            self._refuse("output samples rows. Only the products of the gradient can; use sample=None.")
 
     def _check_straight_through(self) -> None:
         """A backward product either uses the codes of `output` or, with rhs=None, leaves them for the original in 16 bits."""
-        if self.backward not in ("recast", "straight-through"):
-            raise ConfigError(
-                f"Recipe {self.name!r}: backward is {self.backward!r}; choose 'recast' or 'straight-through'."
-            )
-        if self.backward == "recast":
-            return
-        for product, gemm, forward in (
-            ("grad_input", self.grad_input, self.output.rhs),
-            ("grad_weight", self.grad_weight, self.output.lhs),
-        ):
-            if gemm.rhs is not None and gemm.rhs != forward:
-                raise ConfigError(
-                    f"Recipe {self.name!r}: backward='straight-through' multiplies by the codes of output, but "
-                    f"{product}.rhs is {gemm.rhs} and output has {forward or '16-bit'}. Make them equal, or rhs=None."
+        for product, forward in (("grad_input", self.output.rhs), ("grad_weight", self.output.lhs)):
+            gemm: Gemm = getattr(self, product)
+            rhs = gemm.rhs
+            if rhs is not None and rhs != forward:
+                self._refuse(
+                    f"backward='straight-through' multiplies by the codes of output, but {product}.rhs is {rhs} and output has "
+                    f"{forward or '16-bit'}. Make them equal, or rhs=None."
                 )
-            if gemm.rhs is not None and (
-                gemm.rhs.tile != (WHOLE, WHOLE)
-                or gemm.rhs.rounding != "nearest"
-                or not isinstance(gemm.rhs.format, IntFormat)
-                or isinstance(gemm.rhs.calibrate, Window)
+            if rhs is not None and (
+                not rhs.is_per_tensor
+                or rhs.rounding != "nearest"
+                or not isinstance(rhs.format, IntFormat)
+                or isinstance(rhs.calibrate, Window)
             ):
-                raise ConfigError(
-                    f"Recipe {self.name!r}: {gemm.rhs} does not serve both orientations. backward='straight-through' needs "
-                    "integers with one scale per tensor from the tensor at hand, rounded to nearest."
+                self._refuse(
+                    f"{rhs} does not serve both orientations. backward='straight-through' needs integers with one scale per tensor "
+                    "from the tensor at hand, rounded to nearest."
                 )
             if gemm.rotate is not None:
-                raise ConfigError(
-                    f"Recipe {self.name!r}: {product} has a rotation of its own, but backward='straight-through' multiplies "
-                    "in the basis of output. Use rotate=None there."
+                self._refuse(
+                    f"{product} has a rotation of its own, but backward='straight-through' multiplies in the basis of output. "
+                    "Use rotate=None there."
                 )
-        for cast in self.roles()["gy"]:
-            if cast is not None and isinstance(cast.calibrate, LearnedStep | Window):
-                raise ConfigError(
-                    f"Recipe {self.name!r}: gy is cast with a {cast.calibrate}, which backward='straight-through' has no "
-                    "place for. Use CURRENT or ClippedRms."
+        for role, cast in self._casts():
+            if role == "gy" and isinstance(cast.calibrate, LearnedStep | Window):
+                self._refuse(
+                    f"gy is cast with a {cast.calibrate}, which backward='straight-through' has no place for. "
+                    "Use CURRENT or ClippedRms."
                 )
+
+    def _casts(self) -> list[tuple[str, Cast]]:
+        """(role, cast) of all operands that are cast."""
+        return [(role, cast) for role, casts in self.roles().items() for cast in casts if cast is not None]
 
     def roles(self) -> dict[str, tuple[Cast | None, Cast | None]]:
         """The two casts of each tensor: as it stands, and transposed."""
@@ -509,19 +457,18 @@ class Recipe:
 
     def windows(self) -> dict[str, tuple[Window, Format]]:
         """Role -> the window and format of its delayed scaling; roles without one are absent."""
-        found = {}
-        for role, casts in self.roles().items():
-            for cast in casts:
-                if cast is not None and isinstance(cast.calibrate, Window):
-                    found[role] = (cast.calibrate, cast.format)
-        return found
+        return {role: (c.calibrate, c.format) for role, c in self._casts() if isinstance(c.calibrate, Window)}
 
     @property
     def has_memory(self) -> bool:
         """Whether a layer holds state for it from step to step."""
-        return (
-            len(self.windows()) + len(self.steps()) + len(self.samples()) > 0
-        )  # bool of a dict: not traced before torch 2.13
+        for gemm in (self.output, self.grad_input, self.grad_weight):  # plain loops: asked at every call of `linear`
+            if gemm.sample is not None:
+                return True
+            for cast in (gemm.lhs, gemm.rhs):
+                if cast is not None and isinstance(cast.calibrate, (Window, LearnedStep)):
+                    return True
+        return False
 
     def steps(self) -> dict[str, LearnedStep]:
         """Role -> its learned step; roles without one are absent."""
@@ -549,12 +496,12 @@ class Recipe:
             raise ConfigError(f"with_gemm: {sorted(unknown)} are not products of a Linear; choose from {GEMMS}.")
         save = "original" if changes.get("grad_weight") == Gemm() else self.save
         suffix = "".join(f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items())
-        kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name in GEMMS}
-        gemms, backward = kept | changes, self.backward
+        gemms: dict[str, Any] = self.gemms() | changes
+        backward = self.backward
         if backward == "straight-through" and gemms["output"] != self.output:
             backward = "recast"
             gemms |= {name: _recast(gemms[name]) for name in ("grad_input", "grad_weight") if name not in changes}
-        return replace(self, **gemms, name=self.name + suffix, save=save, backward=backward)
+        return replace(self, name=self.name + suffix, save=save, backward=backward, **gemms)
 
 
 def _recast(gemm: Gemm) -> Gemm:

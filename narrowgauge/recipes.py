@@ -1,13 +1,14 @@
-"""The named recipes. A new one is a constant at the end of this file and its place in ALL.
+"""The named recipes. A new one is a constant here and its place in ALL.
 
     get("fp8-current")    the recipe
     names()               all names, in the order of the table in the README
 
-Where peers disagree, the choice made here and its reason stand in the docstring of the function that builds the recipe;
-the other choice is one `dataclasses.replace` away.
+Where peers disagree, the choice made here and its reason stand beside it; the other choice is one `dataclasses.replace` away.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.formats import E2M1, E3M0, E4M3, E5M2, INT4, INT4X2, INT8
@@ -24,7 +25,7 @@ from narrowgauge.recipe import (
     WideBlocks,
     Window,
 )
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2, WHOLE
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2, WHOLE
 
 SUMMARIES: dict[str, str] = {
     "bf16": "every operand in bfloat16: the reference that the others are compared with",
@@ -44,6 +45,9 @@ SUMMARIES: dict[str, str] = {
 }
 
 
+BF16 = Recipe(name="bf16")
+
+
 def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
     """E4M3 forward and E5M2 gradients ("hybrid"), one float32 scale per tensor.
 
@@ -56,110 +60,88 @@ def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
     attention keeps the input of o_proj anyway. In a Llama layer of width h and MLP 8/3 h that is 8.7 h bytes per token in
     codes against 9.3 h in bfloat16.
     """
-    forward = Cast(format=E4M3, scale=FP32, calibrate=calibrate)
-    gradient = Cast(format=E5M2, scale=FP32, calibrate=calibrate)
-    return Recipe(
-        name=name,
-        output=Gemm(lhs=forward, rhs=forward, fast_accumulate=True),
-        grad_input=Gemm(lhs=gradient, rhs=forward),
-        grad_weight=Gemm(lhs=gradient, rhs=forward),
-        save="quantized",
-    )
+    forward, gradient = Cast(format=E4M3, calibrate=calibrate), Cast(format=E5M2, calibrate=calibrate)
+    backward = Gemm(lhs=gradient, rhs=forward)
+    output = Gemm(lhs=forward, rhs=forward, fast_accumulate=True)
+    return Recipe(name=name, output=output, grad_input=backward, grad_weight=backward, save="quantized")
 
 
-def _row_wise(name: str, cast: Cast, fast_accumulate: bool) -> Recipe:
-    """The same cast for all six operands, one scale per row of the canonical form.
+def _uniform(name: str, cast: Cast, fast_accumulate: bool = False) -> Recipe:
+    """The same cast for all six operands. Each tensor is cast twice, along different axes, both times from the original.
 
-    Each tensor is cast twice, along different axes, both times from the original: E4M3 everywhere, as torchao does, since a
-    row's range is small. Power-of-two scales by default there and here. x is kept as it is (codes of x.T would be needed
-    beside those of x, which saves nothing over bfloat16).
+    x is kept as it is: codes of x.T would be needed beside those of x, which saves nothing over bfloat16.
     """
     gemm = Gemm(lhs=cast, rhs=cast)
-    return Recipe(
-        name=name,
-        output=Gemm(lhs=cast, rhs=cast, fast_accumulate=fast_accumulate),
-        grad_input=gemm,
-        grad_weight=gemm,
-    )
+    return Recipe(name=name, output=replace(gemm, fast_accumulate=fast_accumulate), grad_input=gemm, grad_weight=gemm)
 
 
-def _blocks(name: str) -> Recipe:
-    """DeepSeek-V3's tiles: 1x128 along the contracted axis, 128x128 for weights so that one copy serves both products.
+FP8_DELAYED = _per_tensor("fp8-delayed", Window())
+FP8_CURRENT = _per_tensor("fp8-current", CURRENT)
+# One scale per row of the canonical form, a power of two by default there and here. E4M3 everywhere, as torchao does, since a
+# row's range is small.
+FP8_ROW = _uniform("fp8-row", Cast(format=E4M3, tile=(1, WHOLE), scale=POW2), fast_accumulate=True)
+INT8_ROW = _uniform("int8", Cast(format=INT8, tile=(1, WHOLE)))
+# OCP MX: 1x32 tiles along the contracted axis. E8M0 scales are rounded up ("RCEIL"), not down as in the OCP text: rounding down
+# saturates the top of a tile and was seen to diverge in training (arXiv 2506.08027). E4M3 for all six operands, as
+# TransformerEngine and torchao train.
+MXFP8 = _uniform("mxfp8", Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL))
 
-    E4M3 for gradients too: with tiles this small the range of E5M2 is not needed (DeepSeek-V3, MX papers). A user of
-    TransformerEngine saw the hybrid match bfloat16 better (its issue 2754); to try it, replace the format of the two `lhs`
-    casts of grad_input and grad_weight by E5M2. Power-of-two scales, so that decoding is exact in bfloat16. Split
-    accumulation in all three products, as in TransformerEngine and DeepGEMM.
-    """
-    vector = Cast(format=E4M3, tile=(1, 128), scale=POW2)
-    square = Cast(format=E4M3, tile=(128, 128), scale=POW2)
-    return Recipe(
-        name=name,
-        output=Gemm(lhs=vector, rhs=square),
-        grad_input=Gemm(lhs=vector, rhs=square),
-        grad_weight=Gemm(lhs=vector, rhs=vector),
-    )
+# DeepSeek-V3's tiles: 1x128 along the contracted axis, 128x128 for weights so that one copy serves both products. E4M3 for
+# gradients too: with tiles this small the range of E5M2 is not needed (DeepSeek-V3, MX papers). A user of TransformerEngine saw
+# the hybrid match bfloat16 better (its issue 2754); to try it, replace the format of the two `lhs` casts of grad_input and
+# grad_weight by E5M2. Power-of-two scales, so that decoding is exact in bfloat16. Split accumulation in all three products, as in
+# TransformerEngine and DeepGEMM.
+_VECTOR = Cast(format=E4M3, tile=(1, 128), scale=POW2)
+_SQUARE = Cast(format=E4M3, tile=(128, 128), scale=POW2)
+FP8_BLOCK = Recipe(
+    name="fp8-block",
+    output=Gemm(lhs=_VECTOR, rhs=_SQUARE),
+    grad_input=Gemm(lhs=_VECTOR, rhs=_SQUARE),
+    grad_weight=Gemm(lhs=_VECTOR, rhs=_VECTOR),
+)
 
+# "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149): E2M1 in tiles of 16, e4m3 scales, one float32 above them.
+#
+# As there: weights in 16x16, so that forward and backward see the same numbers; activations 1x16; both rounded to nearest, since
+# stochastic rounding of them diverges (appendix E.3). Gradients are rounded stochastically in both products that read them. A
+# Hadamard rotation of 16 with TransformerEngine's fixed signs in grad_weight alone: elsewhere it did harm (E.4.1). The last 15 %
+# of the blocks stay in bf16 (E.2), heads too.
+#
+# Ours: the scales of stochastic casts are rounded up, not to nearest, which lets 3 % of the elements pass 6, saturate, and bias
+# the gradient. A head-room of 17/16 would cure that for ordinary tiles only, at a larger variance. They are valid NVFP4 scales. x
+# is kept as it is: it is rotated and tiled along another axis for grad_weight, and 4-bit codes of that are one `replace` away
+# (save="quantized").
+_NV_VECTOR = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
+_NV_SQUARE = Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL)
+_NV_GRADIENT = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic")
+NVFP4 = Recipe(
+    name="nvfp4",
+    output=Gemm(lhs=_NV_VECTOR, rhs=_NV_SQUARE),
+    grad_input=Gemm(lhs=_NV_GRADIENT, rhs=_NV_SQUARE),
+    grad_weight=Gemm(lhs=_NV_GRADIENT, rhs=_NV_VECTOR, rotate=Hadamard(block=16, signs="fixed")),
+    wide_blocks=WideBlocks(),
+)
 
-def _mx(name: str) -> Recipe:
-    """OCP MX: 1x32 tiles along the contracted axis, E8M0 scales rounded up.
-
-    Up ("RCEIL"), not down as in the OCP text: rounding down saturates the top of a tile and was seen to diverge in training
-    (arXiv 2506.08027). E4M3 for all six operands, as TransformerEngine and torchao train.
-    """
-    cast = Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)
-    gemm = Gemm(lhs=cast, rhs=cast)
-    return Recipe(name=name, output=gemm, grad_input=gemm, grad_weight=gemm)
-
-
-def _nvfp4(name: str) -> Recipe:
-    """ "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149): E2M1 in tiles of 16, e4m3 scales, one float32 above them.
-
-    As there: weights in 16x16, so that forward and backward see the same numbers; activations 1x16; both rounded to nearest,
-    since stochastic rounding of them diverges (appendix E.3). Gradients are rounded stochastically in both products that read
-    them. A Hadamard rotation of 16 with TransformerEngine's fixed signs in grad_weight alone: elsewhere it did harm (E.4.1). The
-    last 15 % of the blocks stay in bf16 (E.2), heads too.
-
-    Ours: the scales of stochastic casts are rounded up, not to nearest, which lets 3 % of the elements pass 6, saturate, and bias
-    the gradient. A head-room of 17/16 would cure that for ordinary tiles only, at a larger variance. They are valid NVFP4 scales.
-    x is kept as it is: it is rotated and tiled along another axis for grad_weight, and 4-bit codes of that are one `replace`
-    away (save="quantized").
-    """
-    vector = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
-    square = Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL)
-    gradient = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic")
-    return Recipe(
-        name=name,
-        output=Gemm(lhs=vector, rhs=square),
-        grad_input=Gemm(lhs=gradient, rhs=square),
-        grad_weight=Gemm(lhs=gradient, rhs=vector, rotate=Hadamard(block=16, signs="fixed")),
-        wide_blocks=WideBlocks(),
-    )
-
-
-def _mxfp4(name: str) -> Recipe:
-    """OCP MXFP4: E2M1 in 1x32 tiles with powers of two, all six operands, after Hadamard rotations.
-
-    Backward as "Training LLMs with MXFP4" (arXiv 2502.20586): blocks of 64 with new random signs at every product, so that outliers
-    spread; stochastic rounding of both operands with a head-room of 4/3 (its 3/4 before, 16/9 after), because scales rounded
-    down saturate up to a quarter of the range and so bias the gradient. E8M0_CEIL without head-room is as good: over amax its
-    scales are distributed alike, and its error is the same.
-
-    Forward in 4 bits too, which the paper leaves in 8 or 16, hence the name without a qualifier: rounded to nearest after a fixed
-    rotation of 32, as in Quartet (arXiv 2505.14669), but with scales rounded up. In a language model of 0.1 M parameters (one seed,
-    200 steps, noise of 0.02) it was 0.000 nats from MXFP8 forward, scales rounded down 0.018, and Quartet's clipped-RMS scale,
-    without its clip masks, 0.044. The paper's forward is
-    `MXFP4.with_gemm(output=MXFP8.output)`.
-    """
-    forward = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
-    guarded = Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3)
-    backward = Gemm(lhs=guarded, rhs=guarded, rotate=Hadamard(block=64, signs="random"))
-    return Recipe(
-        name=name,
-        output=Gemm(lhs=forward, rhs=forward, rotate=Hadamard(block=32)),
-        grad_input=backward,
-        grad_weight=backward,
-    )
+# OCP MXFP4: E2M1 in 1x32 tiles with powers of two, all six operands, after Hadamard rotations.
+#
+# Backward as "Training LLMs with MXFP4" (arXiv 2502.20586): blocks of 64 with new random signs at every product, so that outliers
+# spread; stochastic rounding of both operands with a head-room of 4/3 (its 3/4 before, 16/9 after), because scales rounded down
+# saturate up to a quarter of the range and so bias the gradient. E8M0_CEIL without head-room is as good: over amax its scales are
+# distributed alike, and its error is the same.
+#
+# Forward in 4 bits too, which the paper leaves in 8 or 16, hence the name without a qualifier: rounded to nearest after a fixed
+# rotation of 32, as in Quartet (arXiv 2505.14669), but with scales rounded up. In a language model of 0.1 M parameters (one seed,
+# 200 steps, noise of 0.02) it was 0.000 nats from MXFP8 forward, scales rounded down 0.018, and Quartet's clipped-RMS scale,
+# without its clip masks, 0.044. The paper's forward is `MXFP4.with_gemm(output=MXFP8.output)`.
+_MX_FORWARD = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
+_MX_BACKWARD = Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3)
+_MX_GRADIENT = Gemm(lhs=_MX_BACKWARD, rhs=_MX_BACKWARD, rotate=Hadamard(block=64, signs="random"))
+MXFP4 = Recipe(
+    name="mxfp4",
+    output=Gemm(lhs=_MX_FORWARD, rhs=_MX_FORWARD, rotate=Hadamard(block=32)),
+    grad_input=_MX_GRADIENT,
+    grad_weight=_MX_GRADIENT,
+)
 
 
 def _int4(
@@ -199,22 +181,12 @@ _SPLIT = Cast(format=INT4X2, tile=(1, WHOLE), rounding="stochastic")
 _LUQ = Cast(format=E3M0, rounding="stochastic")
 _SR = Cast(format=INT4, rounding="stochastic")
 _TOKENS = Cast(format=INT4, tile=(1, WHOLE), rounding="stochastic")
-_TOKENS_TURNED = Cast(format=INT4, tile=(WHOLE, 1), rounding="stochastic")
-
-BF16 = Recipe(name="bf16")
-FP8_DELAYED = _per_tensor("fp8-delayed", Window())
-FP8_CURRENT = _per_tensor("fp8-current", CURRENT)
-FP8_ROW = _row_wise("fp8-row", Cast(format=E4M3, tile=(1, WHOLE), scale=POW2), fast_accumulate=True)
-FP8_BLOCK = _blocks("fp8-block")
-MXFP8 = _mx("mxfp8")
-INT8_ROW = _row_wise("int8", Cast(format=INT8, tile=(1, WHOLE), scale=FP32), fast_accumulate=False)
+_TOKENS_TRANSPOSED = Cast(format=INT4, tile=(WHOLE, 1), rounding="stochastic")
 INT4_HQ_BS = _int4("int4-hq-bs", _RMS, Hadamard(), _SPLIT, _SPLIT)
 INT4_HQ_LSS = _int4("int4-hq-lss", _LSQ, Hadamard(), _SPLIT, _SPLIT, LeverageScore())
 INT4_LSQ_LUQ = _int4("int4-lsq-luq", _LSQ, None, _LUQ, _LUQ)
 INT4_MINMAX_SR = _int4("int4-minmax-sr", _RMS, Hadamard(), _SR, _SR)
-INT4_ROW_SR = _int4("int4-row-sr", _RMS, Hadamard(), _TOKENS, _TOKENS_TURNED)
-NVFP4 = _nvfp4("nvfp4")
-MXFP4 = _mxfp4("mxfp4")
+INT4_ROW_SR = _int4("int4-row-sr", _RMS, Hadamard(), _TOKENS, _TOKENS_TRANSPOSED)
 
 ALL: tuple[Recipe, ...] = (
     BF16, FP8_DELAYED, FP8_CURRENT, FP8_ROW, FP8_BLOCK, MXFP8, INT8_ROW,
@@ -237,7 +209,7 @@ SHORTHANDS: dict[str, tuple[str, str]] = {
 }
 
 
-# What `convert` takes in place of a recipe: for each Linear the fastest of bf16 and the FP8 recipes at its sizes (narrowgauge/auto).
+# What `convert` takes in place of a recipe: for each Linear the fastest of bf16 and the FP8 recipes at its sizes (conversion/auto.py).
 AUTO = "auto"
 AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-current at its sizes, by a measurement"
 

@@ -66,9 +66,6 @@ def probe(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-# Syncing
-
-
 def flush(path: Path) -> None:
     """Waits until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -102,9 +99,6 @@ def write_synced(path: Path, data: bytes) -> None:
         while rest:  # an unbuffered write may be short: Linux stops at 2 GiB
             rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
-
-
-# Replacing
 
 
 def replace_file(path: Path, data: str | bytes, instead: str = "choose another --output") -> None:
@@ -180,9 +174,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# Folders of programs
-
-
 def refuse_shared(folder: Path) -> str:
     """Why programs and pickles in `folder` may be another user's: a clause, or ''. A folder that is missing is made, mode 0700."""
     try:
@@ -199,11 +190,8 @@ def refuse_shared(folder: Path) -> str:
     return f"all users may rename what is in {open_ones[0]}" if open_ones else ""
 
 
-# Cache entries, of which several processes may make the same
-
-
 def temporary(path: Path) -> Path:
-    """A name beside `path` that no other process uses."""
+    """A name beside `path` that no other process uses: several may make the same cache entry."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 

@@ -51,7 +51,7 @@ def test_a_window_needs_one_scale_per_tensor():
     ("build", "words"),
     [
         (lambda: Cast(format=E4M3, rounding="up"), r"rounding is 'up'; choose 'nearest' or 'stochastic'"),
-        (lambda: Window(length=0), r"length is 0; it must be at least 1"),
+        (lambda: Window(length=0), r"length is 0; it must be a whole number of steps, at least 1"),
         (lambda: Window(length=-1), r"length is -1"),
         (lambda: Window(algorithm="mean"), r"algorithm is 'mean'; choose 'max' or 'most_recent'"),
         (lambda: Recipe(name="r", save="codes"), r"Recipe 'r': save is 'codes'; choose 'original' or 'quantized'"),

@@ -15,7 +15,7 @@ from torch import nn
 import narrowgauge as ng
 from benchmarks.gpu.bench import SETS, Bench, rotating
 from benchmarks.gpu.models import converted
-from narrowgauge.auto.measure import compiled_alone
+from narrowgauge.conversion.measure import compiled_alone
 
 CONTENDERS = {
     "eager": ("bf16", "fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "torchao-tensorwise", "torchao-rowwise"),

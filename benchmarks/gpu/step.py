@@ -16,7 +16,7 @@ import narrowgauge as ng
 from benchmarks.gpu.alone import compared
 from benchmarks.gpu.bench import SETS, Bench
 from benchmarks.gpu.models import converted, llama
-from narrowgauge.auto.measure import compiled_alone
+from narrowgauge.conversion.measure import compiled_alone
 
 LAYERS, SEQUENCE, ROWS = 4, 4096, 2
 CONTENDERS = {

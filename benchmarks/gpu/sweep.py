@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.bench import SETS, Bench, rotating
-from narrowgauge.auto import decide, measure
+from narrowgauge.conversion.auto import decide, measure
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 WIDTHS = (1024, 2048, 4096, 8192, 16384)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.linear import Observer, QLinear
+from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim.clipping import gradient_norm
 from narrowgauge.qtensor import QTensor
 
@@ -29,33 +29,58 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float =
     for name, parameter in model.named_parameters():
         if not parameter.detach().isfinite().all():
             return f"the parameter {name!r} itself was not finite before the step"
-    found: list[str] = []
+    watch = _Watch()
     handles: list[Any] = []
-    quantized = [(name, module) for name, module in model.named_modules() if isinstance(module, QLinear)]
+    quantized = {name: module for name, module in model.named_modules() if isinstance(module, QLinear)}
     try:
-        for name, layer in quantized:
-            layer.observer = _operand_watch(name, found)
+        for name, layer in quantized.items():
+            layer.observer = partial(watch.operand, name)
         for name, module in model.named_modules():
-            check = _checker(module, name, found)
+            title = f"module {name!r} ({type(module).__name__})"
+            product = f"{title}, product {{}}: the result" if isinstance(module, QLinear) else ""
             if isinstance(module, QLinear) or not list(module.children()):
-                handles.append(module.register_forward_hook(partial(_check_output, check)))
+                clause = product.format("output") or f"{title}, the output"
+                handles.append(module.register_forward_hook(watch.hook(clause, 2)))
                 if not isinstance(module, nn.Embedding):  # its input is integer and has no gradient
-                    handles.append(module.register_full_backward_hook(partial(_check_grad_input, check)))
+                    clause = product.format("grad_input") or f"{title}, the gradient of the input"
+                    handles.append(module.register_full_backward_hook(watch.hook(clause, 1)))
             for last, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
-                    product = "grad_weight" if last == "weight" else None
-                    handles.append(parameter.register_hook(partial(check, product, f"the gradient of its {last}")))
+                    of_product = product.format("grad_weight") if last == "weight" else ""
+                    clause = of_product or f"{title}, the gradient of its {last}"
+                    handles.append(parameter.register_hook(watch.hook(clause, 0)))
         compute()
     finally:
         for handle in handles:
             handle.remove()
-        for _, layer in quantized:
+        for layer in quantized.values():
             layer.observer = None
-    if found:
-        return found[0]
-    if math.isfinite(loss):
-        return _describe_norm(model)
-    return "the loss itself: no module showed it when the step was repeated"
+    if watch.found or not math.isfinite(loss):
+        return watch.found or "the loss itself: no module showed it when the step was repeated"
+    return _describe_norm(model)
+
+
+class _Watch:
+    """`found`: a clause on the first tensor that was not finite, or ''."""
+
+    def __init__(self) -> None:
+        self.found = ""
+
+    def check(self, clause: str, tensors: Any) -> None:
+        each = tensors if isinstance(tensors, (tuple, list)) else [tensors]
+        floats = [tensor for tensor in each if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+        if not self.found and any(not tensor.isfinite().all() for tensor in floats):
+            self.found = f"{clause} was not finite"
+
+    def hook(self, clause: str, place: int) -> Callable[..., None]:
+        """A hook of torch that checks the argument at `place`."""
+        return lambda *given: self.check(clause, given[place])
+
+    def operand(self, name: str, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
+        title = f"module {name!r}, product {gemm}:"
+        self.check(f"{title} {ROLES[role]}", original)
+        if isinstance(operand, QTensor):
+            self.check(f"{title} the scale of {ROLES[role]}", operand.full_scale())
 
 
 def _describe_norm(model: nn.Module) -> str:
@@ -72,36 +97,3 @@ def _describe_norm(model: nn.Module) -> str:
         why = "and when the step was repeated it was finite"
     size, name = float(largest[place]), list(gradients)[place]
     return f"the norm of the gradients, {why}: the largest, {size:.4g}, is of the parameter {name!r}"
-
-
-def _operand_watch(name: str, found: list[str]) -> Observer:
-    def watch(gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
-        if found:
-            return
-        if not original.isfinite().all():
-            found.append(f"module {name!r}, product {gemm}: {ROLES[role]} was not finite")
-        elif isinstance(operand, QTensor) and not operand.full_scale().isfinite().all():
-            found.append(f"module {name!r}, product {gemm}: the scale of {ROLES[role]} was not finite")
-
-    return watch
-
-
-def _checker(module: nn.Module, name: str, found: list[str]) -> Callable[[str | None, str, Any], None]:
-    """check(product, what, tensors) records the module, and the product if it is a QLinear, where a tensor is not finite."""
-
-    def check(product: str | None, what: str, tensors: Any) -> None:
-        each = tensors if isinstance(tensors, (tuple, list)) else [tensors]
-        floats = [tensor for tensor in each if isinstance(tensor, Tensor) and tensor.is_floating_point()]
-        if not found and any(not tensor.isfinite().all() for tensor in floats):
-            what = f"product {product}: the result" if product and isinstance(module, QLinear) else what
-            found.append(f"module {name!r} ({type(module).__name__}), {what} was not finite")
-
-    return check
-
-
-def _check_output(check: Callable[..., None], module: nn.Module, inputs: Any, output: Any) -> None:
-    check("output", "the output", output)
-
-
-def _check_grad_input(check: Callable[..., None], module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-    check("grad_input", "the gradient of the input", grad_input)

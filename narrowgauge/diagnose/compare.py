@@ -38,14 +38,6 @@ class Estimate:
     half_width: float | None
     count: int
 
-    @property
-    def low(self) -> float | None:
-        return None if self.half_width is None else self.mean - self.half_width
-
-    @property
-    def high(self) -> float | None:
-        return None if self.half_width is None else self.mean + self.half_width
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
@@ -105,19 +97,20 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The finding as sentences, with its numbers and its limits."""
-        limits = "This is one pair of runs with one seed; it does not show how much another seed would change."
-        sentences = [
-            self._about_nonfinite(),
-            self._about_training(),
-            self._about_validation(),
-            limits if self.tail else "",
-        ]
-        return " ".join(filter(None, sentences))
-
-    def _about_nonfinite(self) -> str:
         stops = ((self.run_name, self.run_nonfinite), (self.reference_name, self.reference_nonfinite))
-        said = [f"The loss of {name} is not finite at step {count(step)}." for name, step in stops if step is not None]
-        return " ".join(said) + (" The rest compares the steps before." if said and self.steps else "")
+        sentences = [
+            f"The loss of {name} is not finite at step {count(step)}." for name, step in stops if step is not None
+        ]
+        if sentences and self.steps:
+            sentences.append("The rest compares the steps before.")
+        sentences.append(self._about_training())
+        if self.validation is not None:
+            sentences.append(self._about_validation(self.validation))
+        if self.tail is not None:
+            sentences.append(
+                "This is one pair of runs with one seed; it does not show how much another seed would change."
+            )
+        return " ".join(sentences)
 
     def _about_training(self) -> str:
         run, reference, tail = self.run_name, self.reference_name, self.tail
@@ -137,17 +130,15 @@ class Comparison:
             return (
                 f"{over}, too few to tell a difference from noise, the training losses of {run} and {reference}: {gap}."
             )
-        band = f"95{PERCENT} band from {signed(tail.low, places)} to {signed(tail.high, places)}"
+        low, high = (signed(tail.mean + side * tail.half_width, places) for side in (-1, 1))
+        band = f"95{PERCENT} band from {low} to {high}"
         if self.training_finding == "noise":
             compared, meaning = "cannot be told from", "which is within the noise"
         else:
             compared, meaning = f"is {self.training_finding} than", "more than step-to-step noise explains"
         return f"{over} the training loss of {run} {compared} that of {reference}: {gap}, {meaning} ({band})."
 
-    def _about_validation(self) -> str:
-        pair = self.validation
-        if pair is None:
-            return ""
+    def _about_validation(self, pair: Pair) -> str:
         said = f"At step {count(pair.step)} the validation loss is {loss_value(pair.run)} against {loss_value(pair.reference)}"
         if not pair.ratio:
             return f"{said}."
@@ -158,13 +149,17 @@ class Comparison:
 def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, reference_name: str) -> Comparison:
     """The comparison of two lists of events as `runs.read_metrics` returns them."""
     ours, theirs = step_events(run), step_events(reference)
-    steps = [
-        step for step in sorted(ours.keys() & theirs.keys()) if finite_loss(ours[step]) and finite_loss(theirs[step])
-    ]
+    common = sorted(ours.keys() & theirs.keys())
+    steps = [step for step in common if finite_loss(ours[step]) and finite_loss(theirs[step])]
     differences = [ours[step]["loss"] - theirs[step]["loss"] for step in steps]
     radius = window_radius(len(steps))
     window = 2 * radius + 1
-    last = max(ours.keys() & theirs.keys(), default=0)
+    evaluated, reference_evaluated = dict(evaluations(run)), dict(evaluations(reference))
+    last_evaluated = max(evaluated.keys() & reference_evaluated.keys(), default=0)
+
+    def pair(ours: float | None, theirs: float | None, step: int = max(common, default=0)) -> Pair | None:
+        return None if ours is None or theirs is None else Pair(run=ours, reference=theirs, step=step)
+
     return Comparison(
         run_name=run_name,
         reference_name=reference_name,
@@ -174,30 +169,33 @@ def compare(run: Sequence[Event], reference: Sequence[Event], run_name: str, ref
         window=window,
         curve=moving(steps, differences, radius),
         tail=estimate(differences[-window:]) if steps else None,
-        validation=paired_validation(run, reference),
-        tokens_per_s=pair(tokens_per_s(run), tokens_per_s(reference), last),
-        peak_bytes=pair(peak_bytes(run), peak_bytes(reference), last),
+        validation=pair(evaluated.get(last_evaluated), reference_evaluated.get(last_evaluated), last_evaluated),
+        tokens_per_s=pair(tokens_per_s(run), tokens_per_s(reference)),
+        peak_bytes=pair(peak_bytes(run), peak_bytes(reference)),
         run_nonfinite=first_nonfinite(run),
         reference_nonfinite=first_nonfinite(reference),
     )
 
 
-def smooth(values: Sequence[float], radius: int, points: int = 600) -> list[tuple[int, float]]:
-    """(place, smoothed value) at up to `points` places, by a local linear fit.
+def smooth(curve: Sequence[tuple[int, float]], radius: int, points: int = 600) -> list[tuple[int, float]]:
+    """(step, value) smoothed at up to `points` places, by a local linear fit.
 
     The fit is a least-squares line through the finite values within `radius` places, evaluated at the place: it neither lags
     nor flattens at the ends, as a moving mean does. The value is NaN where the curve itself is not finite.
     """
-    return [(i, local_line(values, i, radius)) for i in spread(len(values), points)]
-
-
-def local_line(values: Sequence[float], place: int, radius: int) -> float:
-    first = max(place - radius, 0)
-    near = [(i, value) for i, value in enumerate(values[first : place + radius + 1], first) if math.isfinite(value)]
-    if len(near) < 2 or not math.isfinite(values[place]):
-        return values[place] if math.isfinite(values[place]) else math.nan
-    slope, intercept = statistics.linear_regression(*zip(*near, strict=True))
-    return slope * place + intercept
+    found = []
+    for place in spread(len(curve), points):
+        step, value = curve[place]
+        first = max(place - radius, 0)
+        window = enumerate(curve[first : place + radius + 1], first)
+        near = [(each, value) for each, (_, value) in window if math.isfinite(value)]
+        if not math.isfinite(value):
+            value = math.nan
+        elif len(near) > 1:
+            slope, intercept = statistics.linear_regression(*zip(*near, strict=True))
+            value = slope * place + intercept
+        found.append((step, value))
+    return found
 
 
 def spread(total: int, points: int) -> list[int]:
@@ -265,14 +263,3 @@ def tokens_per_s(events: Sequence[Event]) -> float | None:
 def peak_bytes(events: Sequence[Event]) -> float | None:
     """The largest peak of all steps; None if none was measured (zero means not measured)."""
     return max((event.get("peak_bytes") or 0 for event in step_events(events).values()), default=0) or None
-
-
-def pair(run: float | None, reference: float | None, step: int) -> Pair | None:
-    return None if run is None or reference is None else Pair(run=run, reference=reference, step=step)
-
-
-def paired_validation(run: Sequence[Event], reference: Sequence[Event]) -> Pair | None:
-    """The validation losses at the last step where both runs were evaluated."""
-    ours, theirs = dict(evaluations(run)), dict(evaluations(reference))
-    step = max(ours.keys() & theirs.keys(), default=0)
-    return pair(ours.get(step), theirs.get(step), step)

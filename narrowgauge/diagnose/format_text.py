@@ -8,10 +8,9 @@ from collections.abc import Mapping
 PERCENT = "\N{NO-BREAK SPACE}%"  # so that no line breaks before the sign
 
 
-def decimals(*values: float | None) -> int:
-    """Decimal places (4 to 7) that show two digits of the smallest non-zero value."""
-    sizes = [abs(value) for value in values if value and math.isfinite(value)]
-    return min(max(4, 1 - math.floor(math.log10(min(sizes)))), 7) if sizes else 4
+def decimals(value: float) -> int:
+    """Decimal places (4 to 7) that show two digits of the value."""
+    return min(max(4, 1 - math.floor(math.log10(abs(value)))), 7) if value and math.isfinite(value) else 4
 
 
 def signed(value: float | None, places: int = 4) -> str:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-Form = Callable[
-    [Any], str
-]  # '' for a valid value, else the end of a clause: " = -1 is not ...", ".step = -1 is not ..."
+# '' for a valid value, else the end of a clause: " = -1 is not ...", ".step = -1 is not ..."
+Form = Callable[[Any], str]
 
 
 def refuse(value: Any, form: Form) -> str:
@@ -22,34 +21,36 @@ def refuse(value: Any, form: Form) -> str:
     return form(value).removeprefix(".").strip()
 
 
-def number(low: float = -math.inf, high: float = math.inf, *, whole: bool = False, finite: bool = True) -> Form:
-    """A number from `low` to `high`. finite=False allows NaN and infinity."""
-    kind = "whole number" if whole else "number"
-    limits = f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
-    words = f"a {kind}{limits if low > -math.inf else ''}"
+def leaf(valid: Callable[[Any], bool], words: str) -> Form:
+    """A value that is `valid`, else "is not <words>"."""
+    return lambda value: "" if valid(value) else f" = {shown(value)} is not {words}"
+
+
+def parts(kind: type, words: str, split: Callable[[Any], Iterable[tuple[str, Form, Any]]]) -> Form:
+    """A container of this kind, each of whose parts (place, form, value) has its form."""
 
     def check(value: Any) -> str:
-        is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if is_number and (low <= value <= high if math.isfinite(value) else not finite and not value < low):
-            return ""
-        return f" = {shown(value)} is not {words}"
+        if not isinstance(value, kind):
+            return f" = {shown(value)} is not {words}"
+        return next((place + wrong for place, form, each in split(value) if (wrong := form(each))), "")
 
     return check
 
 
-def anything(value: Any) -> str:
-    return ""
+def number(low: float = -math.inf, high: float = math.inf, *, whole: bool = False, finite: bool = True) -> Form:
+    """A number from `low` to `high`. finite=False allows NaN and infinity."""
+    limits = f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
 
+    def valid(value: Any) -> bool:
+        if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
+            return False
+        return low <= value <= high if math.isfinite(value) else not finite and not value < low
 
-def text(value: Any) -> str:
-    return "" if isinstance(value, str) else f" = {shown(value)} is not text"
+    return leaf(valid, f"a {'whole ' if whole else ''}number{limits if low > -math.inf else ''}")
 
 
 def one_of(*choices: Any) -> Form:
-    def check(value: Any) -> str:
-        return "" if value in choices else f" = {shown(value)} is not one of {', '.join(map(repr, choices))}"
-
-    return check
+    return leaf(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
 
 
 def either(*forms: Form) -> Form:
@@ -58,37 +59,24 @@ def either(*forms: Form) -> Form:
 
 
 def listed(form: Form) -> Form:
-    def check(value: Any) -> str:
-        if not isinstance(value, list):
-            return f" = {shown(value)} is not a list"
-        return next((f"[{place}]{words}" for place, each in enumerate(value) if (words := form(each))), "")
-
-    return check
+    return parts(list, "a list", lambda value: ((f"[{place}]", form, each) for place, each in enumerate(value)))
 
 
 def table(form: Form) -> Form:
     """A mapping with any keys, whose values have one form."""
-
-    def check(value: Any) -> str:
-        if not isinstance(value, Mapping):
-            return f" = {shown(value)} is not a table"
-        return next((f".{key}{words}" for key, each in value.items() if (words := form(each))), "")
-
-    return check
+    return parts(Mapping, "a table", lambda value: ((f".{key}", form, each) for key, each in value.items()))
 
 
 def record(required: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
     """A mapping with `required` and `optional` keys; other keys may hold anything."""
+    forms = {**required, **(optional or {})}
 
-    def check(value: Any) -> str:
-        if not isinstance(value, Mapping):
-            return f" = {shown(value)} is not a table"
+    def split(value: Mapping[str, Any]) -> Iterator[tuple[str, Form, Any]]:
         if missing := [key for key in required if key not in value]:
-            return f" has no {', '.join(map(repr, missing))}"
-        forms = {**required, **(optional or {})}
-        return next((f".{key}{words}" for key in forms if key in value and (words := forms[key](value[key]))), "")
+            yield "", lambda _: f" has no {', '.join(map(repr, missing))}", None
+        yield from ((f".{key}", form, value[key]) for key, form in forms.items() if key in value)
 
-    return check
+    return parts(Mapping, "a table", split)
 
 
 def shown(value: Any) -> str:
@@ -96,3 +84,7 @@ def shown(value: Any) -> str:
     if hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return ascii(value) if isinstance(value, str | int | float) and len(str(value)) <= 60 else reprlib.repr(value)
+
+
+text = leaf(lambda value: isinstance(value, str), "text")
+anything = leaf(lambda value: True, "anything")

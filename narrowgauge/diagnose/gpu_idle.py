@@ -64,21 +64,6 @@ class Launches:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """How a run launches its steps; the advice depends on it.
-
-    graphs           True if steps run as CUDA graphs; graphs_refused is the reason why they cannot, or ''
-    tensor_parallel  number of ranks that share each layer
-    """
-
-    graphs: bool = False
-    graphs_refused: str = ""
-    compiled: bool = False
-    micro_batches: int = 1
-    tensor_parallel: int = 1
-
-
 def measure(intervals: Iterable[Interval]) -> Launches | None:
     """Measures the kernels of one device, in any order, overlapping or not; None if there is no kernel. O(n log n)."""
     ordered = sorted(intervals)
@@ -100,27 +85,27 @@ def measure(intervals: Iterable[Interval]) -> Launches | None:
     )
 
 
-def advice(found: Launches, setup: Setup) -> list[str]:
-    """What to change, a sentence each, the most effective first; [] if the GPU is busy."""
+def advice(
+    found: Launches, *, graphs: bool = False, graphs_refused: str = "", compiled: bool = False, micro_batches: int = 1
+) -> list[str]:
+    """What to change, a sentence each, the most effective first; [] if the GPU is busy.
+
+    graphs  True if steps run as CUDA graphs; graphs_refused is the reason why they cannot, or ''
+    """
     sentences = []
     if found.is_launch_bound:
-        if not setup.graphs and not setup.graphs_refused:
+        if not graphs and not graphs_refused:
             sentences.append("Launch steps as CUDA graphs: --cuda-graph.")
-        elif not setup.graphs:
-            sentences.append(f"CUDA graphs would help, but cannot be had: {setup.graphs_refused}.")
-        if setup.tensor_parallel > 1:
+        elif not graphs:
+            sentences.append(f"CUDA graphs would help, but cannot be had: {graphs_refused}.")
+        if micro_batches > 1:
             sentences.append(
-                f"Take pipeline before tensor parallelism: {setup.tensor_parallel} ranks share each layer, which shortens its "
-                "kernels and adds communication; pipeline stages keep kernels whole."
-            )
-        if setup.micro_batches > 1:
-            sentences.append(
-                f"Take fewer accumulation steps: micro_batches = {setup.micro_batches} makes micro-batches too small; lower it as far "
+                f"Take fewer accumulation steps: micro_batches = {micro_batches} makes micro-batches too small; lower it as far "
                 "as memory allows (checkpointing and 8-bit states free some)."
             )
         else:
             sentences.append("Take a larger micro-batch: the same launches then do more work.")
-        if not setup.compiled:
+        if not compiled:
             sentences.append("Compile the model, which fuses small kernels: --compile.")
     if found.waits:
         sentences.append(

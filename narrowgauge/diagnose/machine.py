@@ -27,11 +27,9 @@ def info() -> str:
         lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
         lines += [*_selfcheck_summary(device), ""]
     found = cpp_compiler()
-    return "\n".join(lines) + (
-        f"\nC++ compiler: {found}. --compile can fuse casts on the CPU."
-        if found
-        else "\nC++ compiler: none. Training on the CPU works; --compile does not, and casts are not fused there."
-    )
+    without = "none. Training on the CPU works; --compile does not, and casts are not fused there."
+    lines.append(f"C++ compiler: {f'{found}. --compile can fuse casts on the CPU.' if found else without}")
+    return "\n".join(lines)
 
 
 def processor_name() -> str:
@@ -81,28 +79,28 @@ def _selfcheck_summary(device: torch.device) -> list[str]:
         return []
     right = [result for result in found if result.reason is None]
     worst = max((result.worst for result in right), default=0.0)
+    took = sum(result.elapsed_s for result in found)
     return [
         "",
         f"  Checked here against the definition: {len(right)} of {len(found)} kernels and casts are right (largest error "
-        f"{worst:.0%} of what is allowed), in {sum(result.elapsed_s for result in found):.1f} s.",
+        f"{worst:.0%} of what is allowed), in {took:.1f} s.",
     ]
 
 
 def _verdict(recipe: Recipe, device: torch.device) -> str:
     parts: dict[str, list[str]] = {}
     for name, gemm in recipe.gemms().items():
-        parts.setdefault(_product(gemm, device), []).append(name)
+        how = plan(gemm, device)
+        if gemm == Gemm() and how.expand == torch.float32:
+            words = "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
+        elif gemm == Gemm() or how.expand is None:
+            words = "Triton" if how.choice.kernel.name == "triton" else "native"
+        else:
+            reasons = "; ".join(how.choice.reasons)
+            words = f"emulated exactly in {str(how.expand).removeprefix('torch.')}" + (
+                f": {reasons}" if reasons else ""
+            )
+        parts.setdefault(words, []).append(name)
     if len(parts) == 1:
         return next(iter(parts))
     return "; ".join(f"{', '.join(names)}: {words}" for words, names in parts.items())
-
-
-def _product(gemm: Gemm, device: torch.device) -> str:
-    how = plan(gemm, device)
-    if gemm == Gemm():
-        is_native = how.expand != torch.float32
-        return "native" if is_native else "rounded to bfloat16, multiplied in float32 (faster on this CPU)"
-    if how.expand is None:
-        return "Triton" if how.choice.kernel.name == "triton" else "native"
-    dtype = str(how.expand).removeprefix("torch.")
-    return f"emulated exactly in {dtype}" + (f": {'; '.join(how.choice.reasons)}" if how.choice.reasons else "")

@@ -1,8 +1,11 @@
 """Reads and writes the records of a run folder: `run.json` and `metrics.jsonl` (docs/architecture.md).
 
 Both are strict JSON, which has no NaN or infinity: `encode` writes the strings "NaN", "Infinity" and "-Infinity", and `decode`
-turns them back into floats, except under the keys in TEXT_KEYS.
+turns them back into floats, except under the keys in TEXT_KEYS. What is read is checked key by key against EVENTS and RUN; keys that
+they do not name may hold anything, since a newer narrowgauge may write more.
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -10,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.diagnose.forms import refuse
-from narrowgauge.diagnose.recorded_forms import EVENTS, RUN
+from narrowgauge.diagnose.forms import Form, anything, either, listed, number, one_of, record, refuse, table, text
 from narrowgauge.errors import ConfigError
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -20,10 +22,74 @@ TEXT_KEYS = {
     "words", "advice",
 }  # fmt: skip
 
+COUNT = number(0, whole=True)
+SIZE = number(0, finite=False)
+SECONDS = number(0)
+SHARE = number(0, 1, finite=False)
+LOSS = number(-0.01, finite=False)  # a mean of -log p: below zero by rounding alone
+NOTHING = one_of(None)
+SIZES = either(COUNT, NOTHING, listed(anything))  # of models: unknown in some, one for each layer in others
+HISTOGRAM = record({"lowest_exponent": number(-2000, 2000, whole=True), "counts": listed(COUNT)})
 
-def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
+STEP = {
+    "grad_norm": SIZE, "lr": SECONDS, "tokens": COUNT, "tokens_per_s": SIZE, "elapsed_s": SECONDS, "peak_bytes": COUNT,
+    "compiled_graphs": COUNT, "epoch": SECONDS, "examples": COUNT, "inputs": COUNT, "positions": COUNT,
+}  # fmt: skip
+EVAL = {
+    "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
+    "f1": SHARE, "f1_binary": SHARE,
+}  # fmt: skip
+TENSOR = {
+    "format": text, "amax": SIZE, "scale": SIZE, "underflow": either(SHARE, NOTHING), "saturated": either(SHARE, NOTHING),
+    "nan": COUNT, "inf": COUNT, "zeros": COUNT, "histogram": either(HISTOGRAM, NOTHING),
+}  # fmt: skip
+LAUNCHES = {
+    "words": text, "advice": listed(text), "idle": number(), "kernels": COUNT,
+    **dict.fromkeys(("span_s", "launching_s", "waiting_s", "median_kernel_s"), number()),
+}  # fmt: skip
+
+
+_FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # event -> what it must have, what else it may have
+    "step": ({"loss": LOSS}, STEP),
+    "eval": ({"loss": LOSS}, EVAL),
+    "tensor": ({"module": text, "role": text}, TENSOR),
+    "launches": ({}, LAUNCHES),
+    "nonfinite_amax": ({"module": text, "role": text}, {"count": COUNT}),
+    "nonfinite": ({"where": text}, {}),
+    "sample": ({}, {"prompt": text, "text": text}),
+    "checkpoint": ({"path": text}, {"save_s": SECONDS}),
+    "switch": ({"switch": text}, {"layers": COUNT, "before": listed(text), "after": listed(text)}),
+    "resume": ({}, {"path": text, "skipped": listed(text)}),
+    "done": ({"reason": text}, {"exit_code": number(0, 255, whole=True)}),
+}
+EVENTS = {
+    kind: record({"event": text, "step": COUNT, **required}, allowed) for kind, (required, allowed) in _FORMS.items()
+}
+
+MODEL = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "vocab_size", "max_length"), SIZES),
+    "name": text, "sequence_length": COUNT,
+}  # fmt: skip
+DATA = {
+    **dict.fromkeys(("documents", "train_tokens", "validation_tokens", "rows", "train_examples", "validation_examples"), SIZES),
+    "source": text, "unigram_entropy": either(SIZE, NOTHING),
+}  # fmt: skip
+RUN = record(
+    {},
+    {
+        **dict.fromkeys(("narrowgauge", "torch", "python", "device", "started_at", "recipe", "precision", "task", "best", "loss"), text),
+        **dict.fromkeys(("command", "memory", "fused", "weight_casts"), listed(text)),
+        "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
+        **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),
+        "switches": listed(record({"step": COUNT, "switch": text})),
+        "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
+    },
+)  # fmt: skip
+
+
+def encode(entry: Mapping[str, Any], indent: int | None = None) -> str:
     """Strict ASCII JSON of a record, on one line unless indented."""
-    return json.dumps(_named(record), allow_nan=False, indent=indent)
+    return json.dumps(_named(entry), allow_nan=False, indent=indent)
 
 
 def _named(value: Any) -> Any:
@@ -36,16 +102,16 @@ def _named(value: Any) -> Any:
     return value
 
 
-def decode(text: str | bytes) -> dict[str, Any]:
+def decode(line: str | bytes) -> dict[str, Any]:
     """The record that `encode` wrote. Raises ValueError if it is not strict JSON, TypeError if it is not an object."""
-    record = json.loads(text, parse_constant=_refuse_constant)
-    if not isinstance(record, dict):
+
+    def refuse_constant(name: str) -> float:
+        raise ValueError(f"{name} is not JSON")
+
+    entry = json.loads(line, parse_constant=refuse_constant)
+    if not isinstance(entry, dict):
         raise TypeError("not a JSON object")
-    return dict(_numbers(record))
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+    return dict(_numbers(entry))
 
 
 def _numbers(value: Any) -> Any:
@@ -64,14 +130,27 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     A `resume` from step k removes earlier events of later steps. Of events that agree in (event, step, module, role, switch)
     the last one counts. Skips a last line that a crash cut short. Raises ConfigError if any other line is not an event.
     """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unreadable(path, error) from None
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     reached = 0
-    for number, line in enumerate(_lines(path), start=1):
+    for place, line in enumerate(lines, start=1):
         try:
-            event = _event(line, reached)
+            event = decode(line)
+            kind = event.get("event")
+            if kind not in EVENTS:
+                raise ValueError(f"event = {kind!r} is not one of {', '.join(EVENTS)}")
+            if problem := refuse(event, EVENTS[kind]):
+                raise ValueError(problem)
+            step = event["step"]
+            if kind == "step" and step <= reached:
+                raise ValueError(f"step = {step} comes after step {reached}, but only a resumption goes back")
         except (ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{path}:{number}: is not an event of a run: {error}. Remove the line.") from None
-        kind, step = event["event"], event["step"]
+            raise ConfigError(f"{path}:{place}: is not an event of a run: {error}. Remove the line.") from None
         if kind == "resume":
             events = {key: each for key, each in events.items() if each["step"] <= step}
             reached = step - 1
@@ -81,28 +160,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         events.pop(key, None)  # so that the last of its kind also stands last
         events[key] = event
     return list(events.values())
-
-
-def _event(line: bytes, reached: int) -> dict[str, Any]:
-    """The event on a line that follows events of step `reached`. Raises ValueError if a value in it is impossible."""
-    event = decode(line)
-    kind = event.get("event")
-    if kind not in EVENTS:
-        raise ValueError(f"event = {kind!r} is not one of {', '.join(EVENTS)}")
-    if problem := refuse(event, EVENTS[kind]):
-        raise ValueError(problem)
-    if kind == "step" and event["step"] <= reached:
-        raise ValueError(f"step = {event['step']} comes after step {reached}, but only a resumption goes back")
-    return event
-
-
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise _unreadable(path, error) from None
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:

@@ -56,67 +56,43 @@ def tensor_statistics(
     if not x.is_floating_point():
         raise ConfigError(f"tensor_statistics: x is {x.dtype}. Pass a float tensor; decode codes first.")
     wide = x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    magnitude = wide.abs()
-    finite = magnitude.isfinite()
-    present = finite & ~is_zero(magnitude)
-    code = magnitude.div(broadcast_scale(scale, wide))[present]
-    exponents = floor_log2(magnitude[present])
-    lowest = MINIMUM_EXPONENT[wide.dtype]
-    return TensorStatistics(
-        amax=float(torch.where(finite, magnitude, 0.0).amax()) if x.numel() else 0.0,
-        zeros=int((finite & ~present).sum()),
-        nan=int(wide.isnan().sum()),
-        inf=int(wide.isinf().sum()),
-        underflow=share(code <= smallest_subnormal / 2),
-        saturated=share(code > format_max * (1 + DIVISION_ROUNDING)),
-        histogram=trimmed(lowest, torch.bincount(exponents - lowest).tolist()),
-    )
-
-
-def share(mask: Tensor) -> float:
-    """The share of True; 0.0 for an empty mask."""
-    return int(mask.sum()) / mask.numel() if mask.numel() else 0.0
-
-
-# dtype: (integer of the same width, mantissa bits, exponent bias)
-LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
-# the exponent of the smallest subnormal: -149 and -1074
-MINIMUM_EXPONENT = {dtype: 1 - bias - mantissa for dtype, (_, mantissa, bias) in LAYOUT.items()}
-
-
-def is_zero(magnitude: Tensor) -> Tensor:
-    """True where all bits are zero. `== 0.0` would call subnormals zero under `torch.set_flush_denormal`."""
-    return magnitude.view(LAYOUT[magnitude.dtype][0]) == 0
-
-
-def floor_log2(magnitude: Tensor) -> Tensor:
-    """floor(log2 magnitude) as int64, exact, for positive finite fp32 or fp64.
-
-    Reads the exponent bits. A subnormal is an integer times 2**MINIMUM_EXPONENT; that integer is exact as a normal float.
-    """
-    integer, mantissa, bias = LAYOUT[magnitude.dtype]
-    bits = magnitude.view(integer)
-    subnormal = bits < (1 << mantissa)
-    as_normal = torch.where(subnormal, bits, 1).to(magnitude.dtype).view(integer)
-    offset = torch.where(subnormal, bias - MINIMUM_EXPONENT[magnitude.dtype], bias)
-    return (torch.where(subnormal, as_normal, bits) >> mantissa).long() - offset
-
-
-def broadcast_scale(scale: Tensor | float, x: Tensor) -> Tensor:
-    """`scale` in x's dtype and on its device. Raises ShapeError unless it broadcasts to the shape of x."""
-    scale = torch.as_tensor(scale, dtype=x.dtype, device=x.device)
+    scale = torch.as_tensor(scale, dtype=wide.dtype, device=wide.device)
     try:
-        return scale.expand_as(x)
+        scale = scale.expand_as(wide)
     except RuntimeError:
         raise ShapeError(
             f"tensor_statistics: scale {list(scale.shape)} does not broadcast to x {list(x.shape)}. "
             "Expand the scales of tiles to the shape of x first."
         ) from None
+    magnitude = wide.abs()
+    finite = magnitude.isfinite()
+    present = finite & (magnitude.view(LAYOUT[wide.dtype][0]) != 0)  # != 0.0 is False of subnormals that are flushed
+    code = magnitude.div(scale)[present]
+    exponents = floor_log2(magnitude[present])
+    lowest = int(exponents.min()) if exponents.numel() else 0
+    return TensorStatistics(
+        amax=float(torch.where(finite, magnitude, 0.0).amax()) if x.numel() else 0.0,
+        zeros=int((finite & ~present).sum()),
+        nan=int(wide.isnan().sum()),
+        inf=int(wide.isinf().sum()),
+        underflow=int((code <= smallest_subnormal / 2).sum()) / max(code.numel(), 1),
+        saturated=int((code > format_max * (1 + DIVISION_ROUNDING)).sum()) / max(code.numel(), 1),
+        histogram=Histogram(lowest_exponent=lowest, counts=torch.bincount(exponents - lowest).tolist()),
+    )
 
 
-def trimmed(lowest: int, counts: list[int]) -> Histogram:
-    """The histogram without empty bins at its ends."""
-    filled = [i for i, count in enumerate(counts) if count]
-    if not filled:
-        return Histogram(lowest_exponent=0, counts=[])
-    return Histogram(lowest_exponent=lowest + filled[0], counts=counts[filled[0] : filled[-1] + 1])
+# dtype: (integer of the same width, mantissa bits, exponent bias)
+LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+
+
+def floor_log2(magnitude: Tensor) -> Tensor:
+    """floor(log2 magnitude) as int64, exact, for positive finite fp32 or fp64, also where subnormals are flushed.
+
+    Reads the exponent bits. A subnormal is an integer times the smallest one; that integer is exact as a normal float.
+    """
+    integer, mantissa, bias = LAYOUT[magnitude.dtype]
+    bits = magnitude.view(integer)
+    subnormal = bits < (1 << mantissa)
+    as_normal = torch.where(subnormal, bits, 1).to(magnitude.dtype).view(integer)
+    offset = torch.where(subnormal, 2 * bias + mantissa - 1, bias)
+    return (torch.where(subnormal, as_normal, bits) >> mantissa).long() - offset

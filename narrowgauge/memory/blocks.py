@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.model_blocks import outermost
-from narrowgauge.patterns import matches
+from narrowgauge.structure import matches, outermost
 
 
 class Recompute(Protocol):

@@ -3,7 +3,7 @@
     freeze(model, "embed*,layers.0-3")      these do not train, the others stay as they are
     train_only(model, "lm_head,*.norm")     these train, all others do not
 
-A pattern (see `narrowgauge.patterns`) names parameters, or modules with everything below them. Freeze before the optimizer is
+A pattern (see `narrowgauge.structure`) names parameters, or modules with everything below them. Freeze before the optimizer is
 built, and give the optimizer the trainable parameters alone.
 
 A frozen parameter has no gradient and no optimizer state; a frozen Linear computes no grad_weight and keeps no input for it.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.patterns import expanded, matches
+from narrowgauge.structure import expanded, matches
 
 ADAMW_STATE_BYTES = 8  # two float32 moments
 OptimizerBytes = float | Callable[[nn.Parameter], int]

@@ -63,7 +63,7 @@ class QLinear(nn.Linear):
     Loading a state without any of the recipe's own (amax windows, learned steps) leaves that as it is, and warns once; one that
     has a part of it must have all; of another recipe's, a warning says what to do.
     `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
-    `decision` is what recipe "auto" decided for the layer (narrowgauge.auto.Decision), None where it did not.
+    `decision` is what recipe "auto" decided for the layer (narrowgauge.conversion.auto.Decision), None where it did not.
     """
 
     scaling: nn.ModuleDict | None

@@ -72,18 +72,20 @@ class Curve:
 
 
 def loss_curves(
-    run: Curve,
-    reference: Curve | None,
+    runs: Sequence[Curve],
     unigram_entropy: float | None,
     marks: Mapping[str, Sequence[int]],
     radius: int,
     unit: str = "nats/token",
 ) -> str:
-    """Training losses, raw and smoothed; validation losses as points; `marks` (label -> steps) as vertical lines."""
+    """Training losses, raw and smoothed; validation losses as points; `marks` (label -> steps) as vertical lines.
+
+    runs  the run, after its reference if it has one
+    """
     with canvas(1000, 360) as (figure, axes):
-        curves = [(curve, smoothed(curve, radius)) for curve in (reference, run) if curve is not None]
-        for (curve, line), is_run in zip(curves, (False, True)[-len(curves) :], strict=True):
-            draw_curve(axes, curve, line, is_run)
+        curves = [(curve, smooth(curve.training, radius)) for curve in runs]
+        for curve, line in curves:
+            draw_curve(axes, curve, line, is_run=curve is runs[-1])
         axes.set_ylim(*loss_limits(curves, unigram_entropy))
         axes.set_xlim(*step_limits(step for curve, _ in curves for step, _ in curve.training))
         if unigram_entropy is not None:
@@ -91,13 +93,8 @@ def loss_curves(
             known = f"unigram entropy {unigram_entropy:.2f}: knowing only how often each token occurs"
             note(axes, known, (1, unigram_entropy), (-4, 4), axes.get_yaxis_transform(), ha="right")
         draw_marks(axes, marks)
-        label_steps(axes)
-        label_top(axes, f"loss, {unit.replace('/', ' per ')}")
+        label_axes(axes, f"loss, {unit.replace('/', ' per ')}")
         return svg(figure, "loss", "Training and validation loss over the steps")
-
-
-def smoothed(curve: Curve, radius: int) -> Points:
-    return [(curve.training[i][0], loss) for i, loss in smooth([loss for _, loss in curve.training], radius)]
 
 
 def draw_curve(axes: Axes, curve: Curve, line: Points, is_run: bool) -> None:
@@ -146,8 +143,7 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
             if math.isfinite(value):
                 place = max(value, place + 0.09 * (high - low))  # at least a line of text above the label before
                 note(axes, f"{name} {value:.4g}", (1, place), (8, -4), axes.get_yaxis_transform())
-        label_steps(axes)
-        label_top(axes, "on the validation data")
+        label_axes(axes, "on the validation data")
         return svg(figure, "metrics", "Metrics of the evaluations over the steps")
 
 
@@ -165,8 +161,7 @@ def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
         axes.set_xlim(*step_limits(step for step, _ in curve))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: true_minus(f"{value:+g}") if value else "0"))
-        label_steps(axes)
-        label_top(axes, "training loss minus the reference's, nats per token")
+        label_axes(axes, "training loss minus the reference's, nats per token")
         return svg(figure, "difference", "Difference of the two training losses with its noise band")
 
 
@@ -246,8 +241,7 @@ def scale_history(events: Sequence[Event], name: str) -> str:
         axes.plot(steps, amax, color=THEME["run"], linewidth=1.8, marker="o" if len(steps) < 30 else "", markersize=4)
         axes.set_xlim(*step_limits(steps))
         label_exponents(axes.yaxis, ceiling - bottom, ticks=4)
-        label_steps(axes, ticks=4)
-        label_top(axes, f"largest |x|, and scale × {format.max:,g}" if format else "largest |x|")
+        label_axes(axes, f"largest |x|, and scale × {format.max:,g}" if format else "largest |x|", ticks=4)
         return svg(figure, f"history-{name}", "Largest magnitude and the largest that fits over the steps")
 
 
@@ -315,15 +309,12 @@ def label_exponents(axis: Any, octaves: float, ticks: int = 9) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: "2" + superscript(round(value))))
 
 
-def label_steps(axes: Axes, ticks: int = 9) -> None:
+def label_axes(axes: Axes, top: str, ticks: int = 9) -> None:
+    """Labels the steps, and writes the label of the vertical axis horizontally above its left end."""
     axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=(1, 2, 5, 10)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value == round(value) else ""))
     axes.set_xlabel("step", loc="right", labelpad=2)
-
-
-def label_top(axes: Axes, text: str) -> None:
-    """Writes the label of the vertical axis horizontally above its left end."""
-    note(axes, text, (0, 1), (0, 12), ("figure fraction", "axes fraction"), va="bottom", fontsize=12)
+    note(axes, top, (0, 1), (0, 12), ("figure fraction", "axes fraction"), va="bottom", fontsize=12)
 
 
 CLEANING = (

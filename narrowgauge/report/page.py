@@ -11,20 +11,19 @@ import importlib.resources
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from narrowgauge import storage
 from narrowgauge.diagnose import compare, format_text
-from narrowgauge.diagnose.compare import Comparison
+from narrowgauge.diagnose.format_text import count
 from narrowgauge.errors import ConfigError
 from narrowgauge.report.run_data import Recorded, last_done, read
 
 try:
     import jinja2
 
-    from narrowgauge.report import figures, metrics, tables
+    from narrowgauge.report import cards, figures, tables
 except ImportError as error:
     raise ConfigError(f"report: needs {error.name}. Install it: pip install jinja2 matplotlib") from error
 
@@ -34,122 +33,76 @@ def write(run_folder: Path) -> Path:
 
     Raises ConfigError if this is not a run folder, StorageError if the page cannot be written.
     """
-    text = render(read(Path(run_folder)))
-    path = Path(run_folder) / "report.html"
+    recorded = read(Path(run_folder))
+    source = importlib.resources.files("narrowgauge.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
+        environment.filters[spelled.__name__] = spelled
+    text = environment.from_string(source).render(page(recorded))
+    path = recorded.folder / "report.html"
     # errors="replace": a sample may hold a lone surrogate.
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path
 
 
-def render(recorded: Recorded) -> str:
-    source = importlib.resources.files("narrowgauge.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"count": format_text.count}
-    return environment.from_string(source).render(page(recorded))
-
-
 def page(recorded: Recorded) -> dict[str, Any]:
     """The variables of the template."""
     reference = recorded.reference
-    comparison = (
-        compare.compare(recorded.events, reference.events, recorded.name, reference.name) if reference else None
-    )
+    comparison = difference = None
+    if reference is not None:
+        comparison = compare.compare(recorded.events, reference.events, recorded.name, reference.name)
+        if len(comparison.curve) > 1 and not comparison.unpaired:
+            difference = figures.difference(comparison.curve)
     watched, tensors = tables.tensors(recorded)
+    without_layers = {key: value for key, value in recorded.run.items() if key != "describe"}
     return {
         "recorded": recorded,
         "comparison": comparison,
-        "title": " in ".join(filter(None, (recorded.model.get("name"), recorded.name))),
-        "lead": lead(recorded),
-        "progress": progress(recorded),
         "status": status(recorded),
-        "finding": finding(comparison) if comparison else None,
-        "cards": cards(recorded, comparison),
+        "cards": cards.cards(recorded, comparison),
         "names": (recorded.name, reference.name if reference else None),
         "loss": loss_figure(recorded),
         "radius": smoothing_radius(recorded),
         "steep_start": figures.steep_start(len(recorded.of("step"))),
-        "difference": figures.difference(comparison.curve)
-        if comparison and len(comparison.curve) > 1 and not comparison.unpaired
-        else "",
-        "metric_figure": metrics.figure(recorded),
+        "difference": difference,
+        "metric_figure": metric_figure(recorded),
         "samples": samples(recorded),
         "reference_sample": samples(reference)[-1:] if reference else [],
         "layers": tables.layers(recorded),
         "tensors": tensors,
         "watched": watched,
         "happenings": tables.happenings(recorded),
-        "environment": tables.environment(recorded),
         "command": shlex.join(str(part) for part in recorded.run.get("command") or []),
-        "run": json.dumps(
-            {key: value for key, value in recorded.run.items() if key != "describe"}, indent=1, ensure_ascii=False
-        ),
+        "run_json": json.dumps(without_layers, indent=1, ensure_ascii=False),
         "folder": recorded.folder.resolve().name,
     }
 
 
-# --- What was trained, and how it ended ---
-
-
-def lead(recorded: Recorded) -> str:
-    """One sentence that introduces the run."""
-    run, model, data = recorded.run, recorded.model, recorded.data
-    shape = [
-        f"{model['layers']} layers" if model.get("layers") else "",
-        f"hidden size {format_text.count(model['hidden_size'])}" if model.get("hidden_size") else "",
-        f"a vocabulary of {format_text.count(model['vocab_size'])}" if model.get("vocab_size") else "",
-    ]
-    parts = [
-        f"A model of {format_text.rounded(run['parameters'])} parameters" if run.get("parameters") else "A model",
-        f" ({', '.join(filter(None, shape))})" if any(shape) else "",
-        f", trained on {data['source']}" if data.get("source") else ", trained",
-        f" ({format_text.rounded(data['train_tokens'])} tokens)" if data.get("train_tokens") else "",
-        f" for {format_text.plural(run['steps'], 'step')}" if run.get("steps") else "",
-        f" of {format_text.count(run['tokens_per_step'])} tokens"
-        if run.get("steps") and run.get("tokens_per_step")
-        else "",
-        f" in the recipe {recorded.name}",
-        *(
-            f", then {each['switch']} from step {format_text.count(each['step'])} on"
-            for each in run.get("switches", [])
-        ),
-        f" on {run['device']}" if run.get("device") else "",
-    ]
-    return "".join(parts) + "."
-
-
-def progress(recorded: Recorded) -> list[str]:
-    """Steps done, duration, start and seed."""
-    run, steps = recorded.run, recorded.of("step")
-    elapsed = steps[-1].get("elapsed_s") if steps else None
-    started = str(run.get("started_at") or "").replace("T", " ").replace("Z", " UTC")
-    parts = [
-        f"{format_text.count(recorded.last_step)} of {format_text.count(run.get('steps', '?'))} steps done",
-        f"{format_text.duration(elapsed)} of training" if elapsed is not None else "",
-        f"started {started}" if started else "",
-        f"seed {run['seed']}" if run.get("seed") is not None else "",
-    ]
-    return [part for part in parts if part]
+# --- How it ended ---
 
 
 def status(recorded: Recorded) -> dict[str, str]:
     """How the run ended: `kind` (colour), `word` (badge) and `text` (details)."""
-    reached = f"step {format_text.count(recorded.last_step)} of {format_text.count(recorded.run.get('steps', '?'))}"
+    reached = f"step {count(recorded.last_step)} of {count(recorded.run.get('steps', '?'))}"
     done = last_done(recorded)
+    kind = "warn"
     if done is None and not recorded.of("step"):
+        word = "no step yet"
         text = "No step was recorded: the first step is still running, or the run ended before it finished."
-        return {"kind": "warn", "word": "no step yet", "text": text}
-    if done is None:
+    elif done is None:
+        word = "unfinished"
         text = f"No end was recorded. The last step is {reached}: the run is still going, or it was killed or crashed."
-        return {"kind": "warn", "word": "unfinished", "text": text}
-    if done["reason"] == "finished":
-        return {"kind": "good", "word": "finished", "text": ""}
-    if done["reason"] == "nonfinite":
-        return {"kind": "bad", "word": "stopped: not finite", "text": nonfinite_words(recorded, done["step"])}
-    by = {"interrupted": "by Ctrl-C", "preempted": "from outside (SIGTERM)"}.get(done["reason"], f"({done['reason']})")
-    text = f"The run was stopped {by} after {reached}. Resume it to go on."
-    return {"kind": "warn", "word": str(done["reason"]), "text": text}
+    elif done["reason"] == "finished":
+        kind, word, text = "good", "finished", ""
+    elif done["reason"] == "nonfinite":
+        kind, word, text = "bad", "stopped: not finite", nonfinite_words(recorded, done["step"])
+    else:
+        word = str(done["reason"])
+        by = {"interrupted": "by Ctrl-C", "preempted": "from outside (SIGTERM)"}.get(word, f"({word})")
+        text = f"The run was stopped {by} after {reached}. Resume it to go on."
+    return {"kind": kind, "word": word, "text": text}
 
 
 def nonfinite_words(recorded: Recorded, ended: int) -> str:
@@ -161,89 +114,14 @@ def nonfinite_words(recorded: Recorded, ended: int) -> str:
             stopped, what = step["step"], "the loss"
         elif not math.isfinite(step.get("grad_norm", 0.0)):
             stopped, what = step["step"], "the gradient norm"
-    text = [f"The run was stopped at step {format_text.count(stopped)} because {what} was not finite."]
+    text = [f"The run was stopped at step {count(stopped)} because {what} was not finite."]
     before = [step for step in steps if step["step"] < stopped and compare.finite_loss(step)]
     if before:
-        text.append(
-            f"The last finite loss is {before[-1]['loss']:.4f}, at step {format_text.count(before[-1]['step'])}."
-        )
+        text.append(f"The last finite loss is {before[-1]['loss']:.4f}, at step {count(before[-1]['step'])}.")
     for event in recorded.of("nonfinite_amax")[:1]:
         where = f"{tables.role(event)} of {event.get('module', '?')}"
-        text.append(f"The first amax that was not finite: {where}, at step {format_text.count(event['step'])}.")
+        text.append(f"The first amax that was not finite: {where}, at step {count(event['step'])}.")
     return " ".join(text)
-
-
-def finding(comparison: Comparison) -> dict[str, str]:
-    """The verdict with a heading and a kind (colour)."""
-    reference = comparison.reference_name
-    kind, heading = {
-        "noise": ("same", f"No difference from {reference} beyond the noise"),
-        "identical": ("same", f"The same losses as {reference}"),
-        "higher": ("above", f"Training loss above that of {reference}"),
-        "lower": ("below", f"Training loss below that of {reference}"),
-        "unknown": ("open", f"Too little to compare with {reference}"),
-        "unpaired": ("open", f"Not the same batches as {reference}"),
-        "nonfinite": ("above", "A loss is not finite"),
-    }[comparison.finding]
-    return {"kind": kind, "heading": heading, "text": comparison.verdict}
-
-
-# --- The numbers on top ---
-
-
-def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
-    return [*loss_cards(recorded, comparison), *metrics.cards(recorded), *cost_cards(recorded, comparison)]
-
-
-def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "unit": unit, "note": note}
-
-
-def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
-    """The validation loss, the reference's, their difference, and the loss relative to the unigram entropy."""
-    evaluations = compare.evaluations(recorded.events)
-    if not evaluations:
-        yield card("Validation loss", "–", "", "no evaluation was recorded")
-        return
-    step, loss = evaluations[-1]
-    unit = metrics.unit(recorded)
-    yield loss_card("Validation loss", step, loss, unit)
-    pair = comparison.validation if comparison else None
-    if comparison and pair:
-        yield loss_card(f"Validation loss of {comparison.reference_name}", pair.step, pair.reference, unit)
-        percent = f"{format_text.signed(100 * (pair.ratio - 1), 2)}{format_text.PERCENT}, " if pair.ratio else ""
-        note = f"{percent}at step {format_text.count(pair.step)}"
-        yield card("Difference", format_text.signed(pair.difference), unit, note)
-    entropy, vocabulary = recorded.data.get("unigram_entropy"), recorded.model.get("vocab_size") or 0
-    if entropy and math.isfinite(loss):
-        note = f"of the unigram entropy, {entropy:.2f}"
-        if vocabulary > 1:
-            guess = math.log(vocabulary)
-            share = f"{100 * loss / guess:.0f}{format_text.PERCENT}"
-            note += f"; {share} of a blind guess, ln {format_text.count(vocabulary)} = {guess:.2f}"
-        yield card("Against token frequencies", f"{100 * loss / entropy:.0f}{format_text.PERCENT}", "", note)
-
-
-def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
-    perplexity = f"; perplexity {format_text.perplexity(loss)}" if unit == "nats/token" else ""
-    return card(label, format_text.loss_value(loss), unit, f"at step {format_text.count(step)}{perplexity}")
-
-
-def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
-    """Speed and memory, each against the reference's."""
-    speed, peak = compare.tokens_per_s(recorded.events), compare.peak_bytes(recorded.events)
-    if speed is not None:
-        against = ratio_note(comparison, comparison.tokens_per_s, format_text.count) if comparison else ""
-        yield card("Speed", format_text.count(speed), "tokens/s", against or "median over the steps")
-    if peak is not None:
-        against = ratio_note(comparison, comparison.peak_bytes, format_text.size) if comparison else ""
-        yield card("Peak memory", *format_text.size_parts(peak), against or "largest of all steps")
-
-
-def ratio_note(comparison: Comparison, pair: compare.Pair | None, show: Callable[[float], str]) -> str:
-    if not pair or not pair.ratio:
-        return ""
-    return f"{pair.ratio:.2f} times {comparison.reference_name}’s {show(pair.reference)}"
 
 
 # --- Curves and samples ---
@@ -259,14 +137,28 @@ def loss_figure(recorded: Recorded) -> str:
         "switched": [event["step"] for event in recorded.of("switch")],
         "loss not finite": [] if broken is None else [broken],
     }
-    reference = curve(recorded.reference) if recorded.reference else None
+    curves = [
+        figures.Curve(
+            training=[(step["step"], step["loss"]) for step in each.of("step")],
+            validation=compare.evaluations(each.events),
+        )
+        for each in (recorded.reference, recorded)
+        if each is not None
+    ]
     entropy, radius = recorded.data.get("unigram_entropy"), smoothing_radius(recorded)
-    return figures.loss_curves(curve(recorded), reference, entropy, marks, radius, metrics.unit(recorded))
+    return figures.loss_curves(curves, entropy, marks, radius, cards.unit(recorded))
 
 
-def curve(recorded: Recorded) -> figures.Curve:
-    training = [(step["step"], step["loss"]) for step in recorded.of("step")]
-    return figures.Curve(training=training, validation=compare.evaluations(recorded.events))
+def metric_figure(recorded: Recorded) -> str:
+    """The scores over the steps, else the perplexity; '' if only a loss was measured."""
+    shown = cards.scores(recorded) or [metric for metric in ("perplexity",) if cards.points(recorded, metric)]
+    if not shown:
+        return ""
+    curves, others = (
+        {cards.NAMES.get(metric, metric): cards.points(each, metric) for metric in shown} if each else {}
+        for each in (recorded, recorded.reference)
+    )
+    return figures.metric_curves(curves, others)
 
 
 def smoothing_radius(recorded: Recorded) -> int:

@@ -23,18 +23,14 @@ def layers(recorded: Recorded) -> list[dict[str, Any]]:
     names  pattern ("layers.*.mlp.up") -> how many layers it stands for
     notes  note -> names of the layers that have it
     """
-    groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in recorded.run.get("describe") or []:
         name, note, *columns = (str(row.get(key) or "") for key in ("name", "note", *DESCRIBE_COLUMNS))
-        groups.setdefault(tuple(columns), []).append((name, note))
-    found = []
-    for key, members in groups.items():
-        notes: dict[str, list[str]] = {}
-        for name, note in members:
-            notes.setdefault(note, []).append(name)
-        names = Counter(re.sub(r"\b\d+\b", "*", name) for name, _ in members)
-        found.append({"names": names, "columns": key, "notes": notes})
-    return found
+        new = {"names": Counter(), "columns": tuple(columns), "notes": {}}
+        group = groups.setdefault(tuple(columns), new)
+        group["names"][re.sub(r"\b\d+\b", "*", name)] += 1
+        group["notes"].setdefault(note, []).append(name)
+    return list(groups.values())
 
 
 def tensors(recorded: Recorded) -> tuple[int, dict[str, list[dict[str, Any]]]]:
@@ -42,9 +38,8 @@ def tensors(recorded: Recorded) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     watched: dict[tuple[str, str], list[Event]] = {}
     for event in recorded.of("tensor"):
         watched.setdefault((event["module"], event["role"]), []).append(event)
-    worst = sorted(
-        watched, key=lambda key: -max(worst_share(watched[key], loss) for loss in ("underflow", "saturated"))
-    )
+    lost = {key: max(worst_share(watched[key], loss) for loss in ("underflow", "saturated")) for key in watched}
+    worst = sorted(watched, key=lambda key: -lost[key])
     shown: dict[str, list[dict[str, Any]]] = {}
     for module, role in watched:  # in the order of the readings
         if (module, role) in worst[:SHOWN_TENSORS]:
@@ -110,15 +105,3 @@ def happenings(recorded: Recorded) -> list[str]:
         text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the scaling window."
         found.append((events[0]["step"], text))
     return [f"Step {format_text.count(step)}: {text}" for step, text in sorted(found)]
-
-
-def environment(recorded: Recorded) -> list[str]:
-    """Versions, device and precision of the run."""
-    labels = {
-        "narrowgauge": "narrowgauge ",
-        "torch": "PyTorch ",
-        "python": "Python ",
-        "device": "",
-        "precision": "precision ",
-    }
-    return [f"{label}{recorded.run[key]}" for key, label in labels.items() if recorded.run.get(key)]

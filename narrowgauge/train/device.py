@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from narrowgauge.description import describe
+from narrowgauge.conversion.description import describe
 from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, processor_name, threads_words
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import state_bytes

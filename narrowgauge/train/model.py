@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert
-from narrowgauge.description import describe
+from narrowgauge.conversion.description import describe
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
 from narrowgauge.nn.linear import QLinear

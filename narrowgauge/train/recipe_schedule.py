@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge.conversion.switching import widened
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
-from narrowgauge.switching import widened
 from narrowgauge.train.config import switch_syntax
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import chosen_recipe

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import narrowgauge
-from narrowgauge.auto import chosen
-from narrowgauge.description import describe
+from narrowgauge.conversion.auto import chosen
+from narrowgauge.conversion.description import describe
 from narrowgauge.fuse import fusions
 from narrowgauge.train.device import device_name
 from narrowgauge.train.model import describe_model

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.auto import chosen, summary
 from narrowgauge.conversion import advance, nonfinite_amax
+from narrowgauge.conversion.auto import chosen, summary
 from narrowgauge.cuda_graphs import GraphedStep, refuse_run
 from narrowgauge.diagnose import format_text, forms
 from narrowgauge.diagnose.blame import first_nonfinite

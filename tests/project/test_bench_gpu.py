@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.gpu import __main__ as suite
 from benchmarks.gpu import floor, largest, picture, sweep
 from benchmarks.gpu.bench import Bench, rotating
-from narrowgauge.auto.measure import compiled_alone
+from narrowgauge.conversion.measure import compiled_alone
 from tests.processes import PYTHON, run
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.slow]

@@ -6,6 +6,7 @@ The contracts stand in pyproject.toml; planted violations show that they bite.
 from __future__ import annotations
 
 import shutil
+import tomllib
 
 import pytest
 
@@ -49,6 +50,21 @@ def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     done = run(LINT, cwd=tmp_path, import_from=tmp_path)
     assert done.returncode == 1 and complaint in " ".join(done.stdout.split()), done.stdout + done.stderr
+
+
+def test_the_house_stays_small():
+    """Entries at the top of the package, and floors: a reader finds a place for everything, and new packages have room."""
+    entries = {path.name for path in (ROOT / "narrowgauge").iterdir()} - {
+        "__pycache__",
+        "py.typed",
+        "__init__.py",
+        "__main__.py",
+    }
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    floors = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    assert len(entries) <= 24 and len(floors) <= 16
 
 
 # Touching each name resolves what the package imports lazily. Subpackages (train, cli, ...) may bring their extras.

@@ -22,8 +22,8 @@ pytest.importorskip("jinja2")
 from narrowgauge import formats  # noqa: E402
 from narrowgauge.diagnose import format_text  # noqa: E402
 from narrowgauge.errors import ConfigError, StorageError  # noqa: E402
+from narrowgauge.report import cards as measured  # noqa: E402
 from narrowgauge.report import figures, tables  # noqa: E402
-from narrowgauge.report import metrics as measured  # noqa: E402
 from narrowgauge.report import page as report  # noqa: E402
 from narrowgauge.report.run_data import Recorded, last_done  # noqa: E402
 
@@ -467,7 +467,7 @@ def test_what_happened_is_told_in_order(tmp_path):
 def test_padding_is_one_card(tmp_path):
     padding = {way: {"tokens": 50, "positions": n} for way, n in (("fixed", 200), ("shuffled", 100), ("planned", 50))}
     steps = [{"event": "step", "step": n, "inputs": 30, "positions": 40} for n in (1, 2)]
-    [card] = measured.cards(recorded(tmp_path, steps, data={"padding": padding}))
+    [card] = measured.metric_cards(recorded(tmp_path, steps, data={"padding": padding}))
     assert card["value"].replace("\xa0", " ") == "25.0 %"
     assert card["note"].replace("\xa0", " ") == (
         "of all positions; 0 % planned by length, first epoch, 50.0 % in shuffled batches, 75.0 % in rows of one width"

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge import auto
-from narrowgauge.auto import Decision
 from narrowgauge.cli import main
+from narrowgauge.conversion import auto
+from narrowgauge.conversion.auto import Decision
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops import triton
 from narrowgauge.ops.registry import Device

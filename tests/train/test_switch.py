@@ -140,7 +140,7 @@ def test_a_switch_is_told_everywhere(make, capsys):
     assert tiny.events(folder, "switch") == [{"event": "switch", **event}]
     assert json.loads((folder / "run.json").read_text("utf-8"))["switches"] == [event]
     assert 'switch = "fp8-row@50%:backward"' in (folder / "config.toml").read_text("utf-8")
-    assert "fp8-row@50%:backward from step 4 on" in page.write(folder).read_text("utf-8")
+    assert "then fp8-row@50%:backward from step 4 on " in page.write(folder).read_text("utf-8")
 
 
 def test_other_steps_may_not_move_what_has_happened(make, before_step):

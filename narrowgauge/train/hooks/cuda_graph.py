@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.cuda_graphs import GraphedStep, Recorder, make_capturable, refuse
+from narrowgauge.cuda_graphs import CudaRecorder, GraphedStep, make_capturable, refuse
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, check_labels
@@ -22,7 +22,7 @@ def graphed_step(
     scaler: object | None,
     device: torch.device,
     backward: Callable[[Batch, Tensor], Tensor],
-    recorder: Recorder | None = None,
+    recorder: CudaRecorder | None = None,
 ) -> GraphedStep | None:
     """The GraphedStep of a run with cuda_graph = true; else None, and the optimizer's capturable is switched off.
 

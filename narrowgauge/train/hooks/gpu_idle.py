@@ -46,13 +46,10 @@ class LaunchMonitor:
         if found is None:
             show.say(f"step {number}: the profiler saw no kernel, so idle time is not known.")
             return taken
-        setup = gpu_idle.Setup(
-            graphs=self.step is not None,
-            graphs_refused=self.refused,
-            compiled=self.config.compile,
+        sentences = gpu_idle.advice(
+            found, graphs=self.step is not None, graphs_refused=self.refused, compiled=self.config.compile,
             micro_batches=self.config.micro_batches,
-        )
-        sentences = gpu_idle.advice(found, setup)
+        )  # fmt: skip
         log.write(
             "launches", number, words=str(found), advice=sentences, idle=found.idle, kernels=found.kernels, span_s=found.span_s,
             launching_s=found.launching_s, waiting_s=found.waiting_s, median_kernel_s=found.median_kernel_s,

@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 
-from narrowgauge import auto
-from narrowgauge.auto import Decision
 from narrowgauge.cli import main
+from narrowgauge.conversion import auto
+from narrowgauge.conversion.auto import Decision
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
-from narrowgauge.description import Note
+from narrowgauge.conversion.description import Note
 from narrowgauge.ops.registry import Device
 from tests.small_model import IDS, Model, recipe_names
 
@@ -126,8 +126,8 @@ def test_layers_that_differ_in_a_reading_alone_share_a_line() -> None:
 
 
 def test_spans_of_readings_are_numbers_not_words() -> None:
-    notes = [Note("a (adds ", value, value, " variance)") for value in (9.0, 10.0, 2e-5)]
-    assert len({note.without_reading() for note in notes}) == 1
+    notes = [Note("a (adds ", " variance)", (value,)) for value in (9.0, 10.0, 2e-5)]
+    assert len({note.without_readings() for note in notes}) == 1
     assert str(Note.spanning(notes)) == "a (adds 2e-05 to 10 variance)"
     assert str(Note.spanning(notes[:1])) == "a (adds 9 variance)"
     assert str(Note.spanning([Note("no reading"), Note("no reading")])) == "no reading"

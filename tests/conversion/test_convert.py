@@ -53,6 +53,14 @@ def test_failed_conversion_changes_nothing() -> None:
     assert not any(isinstance(module, QLinear) for module in model.modules())
 
 
+def test_failed_choice_of_auto_changes_nothing() -> None:
+    """Nor the layers that another pattern names: what is chosen is known before the first layer changes."""
+    model = Model()
+    with pytest.raises(ConfigError, match="tokens is None"):
+        ng.convert(model, {"*": "fp8-row", "layers.0.*": "auto"})
+    assert not any(isinstance(module, QLinear) for module in model.modules())
+
+
 def test_model_without_linears_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"holds no nn\.Linear"):
         ng.convert(nn.Sequential(nn.LayerNorm(4)), "fp8-row")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.unconverted import read_weights
+from narrowgauge.structure import read_weights
 from tests.compare import assert_same
 
 

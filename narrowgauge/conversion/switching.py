@@ -22,8 +22,8 @@ from narrowgauge import recipes
 from narrowgauge.conversion import wide_by_policy
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.patterns import matches
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
+from narrowgauge.structure import matches
 
 FORWARD = ("output",)
 BACKWARD = ("grad_input", "grad_weight")

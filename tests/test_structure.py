@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.patterns import expanded, matches
+from narrowgauge.structure import expanded, matches
 
 
 @pytest.mark.parametrize(

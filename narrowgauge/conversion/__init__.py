@@ -4,14 +4,14 @@
     convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})     later patterns win
 
 A layer keeps its identity: the module object, its parameters, hooks, ties and users stay as they are, only its class becomes
-QLinear. Patterns are shell wildcards and ranges over dotted names (see `patterns`); one without a leading `*` also matches the
+QLinear. Patterns are shell wildcards and ranges over dotted names (see `structure`); one without a leading `*` also matches the
 end of a name, from a dot on ("mlp.up_proj" finds "model.layers.0.mlp.up_proj").
 
 What stays in its own precision unless a pattern's last part names it in letters: output heads and routers (see KEPT), because
 their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
 
-Blocks that the recipe itself leaves wide (`wide_blocks`, see model_blocks.py) become bf16, unless the pattern that decides about a layer
-spells out its block's number ("layers.11.*", "layers.[0-9]*.*").
+Blocks that the recipe itself leaves wide (`wide_blocks`) become bf16, unless the pattern that decides about a layer spells out its
+block's number ("layers.11.*", "layers.[0-9]*.*").
 """
 
 from __future__ import annotations
@@ -24,33 +24,25 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.auto import Decision, decisions
+from narrowgauge.conversion.auto import Decision, decisions
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.fuse import unfuse
-from narrowgauge.model_blocks import Block, blocks
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.patterns import matches
 from narrowgauge.recipe import Recipe
-from narrowgauge.unconverted import read_weights, refuse_fast_path
+from narrowgauge.structure import blocks, matches, read_weights
 
+HEADS = ("lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
+ROUTERS = ("router", "gate", "shared_expert_gate")
 # Last part of a layer's name -> why it is kept in its own precision.
-KEPT: dict[str, str] = {
-    "lm_head": "output head",
-    "embed_out": "output head",
-    "output_projection": "output head",
-    "score": "output head",
-    "classifier": "output head",
-    "qa_outputs": "output head",
-    "router": "router: a small error flips which expert is chosen",
-    "gate": "router: a small error flips which expert is chosen",
-    "shared_expert_gate": "router: a small error flips which expert is chosen",
-}
+KEPT = dict.fromkeys(HEADS, "output head") | dict.fromkeys(
+    ROUTERS, "router: a small error flips which expert is chosen"
+)
 SMALLEST = ALIGNMENT  # fewer rows or columns than one hardware tile: filling it up would cost more than it saves
 
 Patterns = str | Recipe | Mapping[str, "str | Recipe | None"]
@@ -69,7 +61,7 @@ def convert(
 
     recipe  a name or Recipe for all Linears but the kept ones; or pattern -> name, Recipe or None (ordinary Linear), later
             patterns win; None turns every QLinear back into an nn.Linear. "auto": for each layer the fastest at its sizes
-            (narrowgauge/auto), for which the model must be on its device and in its dtype.
+            (conversion/auto.py), for which the model must be on its device and in its dtype.
     tokens    (auto) rows of a forward pass: the sequences of a micro-batch times their length
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
     choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
@@ -84,61 +76,84 @@ def convert(
         for _, quantized in _quantized(model):
             _restore(quantized)
         unfuse(model)
-        refuse_fast_path(model, _has_recipe)
+        _refuse_fast_path(model)
         return model
-    patterns: Mapping[str, str | Recipe | None] = recipe if isinstance(recipe, Mapping) else {"*": recipe}
-    resolved = {
-        pattern: recipes.get(r) if isinstance(r, str) and r != recipes.AUTO else r for pattern, r in patterns.items()
-    }
-    for pattern, chosen in resolved.items():
-        if not isinstance(pattern, str) or not (chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe)):
-            raise ConfigError(
-                f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
-                "pattern; narrowgauge.recipes.names() lists the names."
-            )
-    if not resolved:
-        raise ConfigError('convert: no pattern was given. Give a recipe, or patterns such as {"*": "fp8-current"}.')
-    linears = dict(_linears(model))
+    resolved = _resolved(recipe)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not linears:
         raise ConfigError(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
             "Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first."
         )
-    matching = _matching(model, linears, resolved)
+    matching = {name: patterns for name, patterns in _matching(model, linears, resolved).items() if patterns}
     head = output_head(model)
-    kept = {
-        name: reason_to_keep(name, layer, matching[name], head) for name, layer in linears.items() if matching[name]
-    }
+    kept = {name: reason_to_keep(name, linears[name], patterns, head) for name, patterns in matching.items()}
     if all(kept.values()):
         raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}.")
-    policies: dict[str, dict[str, str]] = {}
+    given: dict[str, tuple[Recipe | None, str, Decision | None]] = {}  # layer -> its recipe, reason and decision
+    wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> why it stays wide
     left_to_auto: dict[str, nn.Linear] = {}
-    for name, layer in linears.items():
-        if name in kept and kept[name] is None:
-            pattern = matching[name][-1]
-            chosen = resolved[pattern]
-            if isinstance(chosen, str):
-                left_to_auto[name] = layer
-                continue
-            wide = {} if chosen is None else policies.setdefault(pattern, wide_by_policy(model, chosen, pattern))
-            _give(layer, recipes.BF16 if name in wide else chosen, wide.get(name, ""))
+    for name, patterns in matching.items():
+        chosen = resolved[patterns[-1]]
+        if kept[name] is not None:
+            continue
+        if isinstance(chosen, str):
+            left_to_auto[name] = linears[name]
+            continue
+        if chosen is not None and patterns[-1] not in wide:
+            wide[patterns[-1]] = wide_by_policy(model, chosen, patterns[-1])
+        reason = wide.get(patterns[-1], {}).get(name, "")
+        given[name] = recipes.BF16 if reason else chosen, reason, None
     if left_to_auto:
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
-            _apply_decision(left_to_auto[name], decision)
+            # bf16 needs no recipe on a GPU; a CPU without bfloat16 units is faster with it.
+            as_it_is = decision.recipe == "bf16" and linears[name].weight.device.type == "cuda"
+            given[name] = None if as_it_is else recipes.get(decision.recipe), "", decision
+    for name, (own, reason, made) in given.items():
+        layer = linears[name]
+        if isinstance(layer, QLinear) or own is not None or made is not None:
+            quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
+            quantized.recipe = own  # which resets the other two
+            quantized.reason, quantized.decision = reason, made
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.share_inputs(shared)
-    refuse_fast_path(model, _has_recipe)
-    _warn_of_read_weights(model)
+    _refuse_fast_path(model)
+    _warn(model)
     step_end.follow_model(model)
-    _warn_of_emulation(model)
     if fuse:
         fuse_producers(model)
     return model
 
 
-def _has_recipe(layer: nn.Module) -> bool:
-    return isinstance(layer, QLinear) and layer.recipe is not None
+def _resolved(recipe: Patterns) -> dict[str, str | Recipe | None]:
+    """Pattern -> its recipe, None or "auto". ConfigError for anything else."""
+    resolved: dict[str, str | Recipe | None] = {}
+    for pattern, given in (recipe if isinstance(recipe, Mapping) else {"*": recipe}).items():
+        chosen = recipes.get(given) if isinstance(given, str) and given != recipes.AUTO else given
+        if not isinstance(pattern, str) or not (chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe)):
+            raise ConfigError(
+                f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
+                "pattern; narrowgauge.recipes.names() lists the names."
+            )
+        resolved[pattern] = chosen
+    if not resolved:
+        raise ConfigError('convert: no pattern was given. Give a recipe, or patterns such as {"*": "fp8-current"}.')
+    return resolved
+
+
+def _refuse_fast_path(model: nn.Module) -> None:
+    """nn.TransformerEncoderLayer in eval() without gradients reads its Linears' weights in one fused kernel, which knows no recipe.
+
+    Layers with a recipe compute by their modules, as in training; the others as torch decides. torch has no switch of one layer for
+    it but the number that says which activation the kernel would compute: 0, none that it knows.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            known = {"relu": 1, "gelu": 2, "ReLU": 1, "GELU": 2}
+            name = getattr(layer.activation, "__name__", type(layer.activation).__name__)
+            has_recipe = any(isinstance(each, QLinear) and each.recipe for each in (layer.linear1, layer.linear2))
+            layer.activation_relu_or_gelu = 0 if has_recipe else known.get(name, 0)
 
 
 def is_read_by_owner(model: nn.Module, name: str) -> bool:
@@ -147,31 +162,34 @@ def is_read_by_owner(model: nn.Module, name: str) -> bool:
     return own in read_weights(model.get_submodule(owner))
 
 
-def _warn_of_emulation(model: nn.Module) -> None:
-    """On a GPU nobody expects it; on a CPU all but integers are emulated. Not known of a model that is still on its way to the GPU."""
-    found: dict[tuple[str, str], list[str]] = {}
+def _warn(model: nn.Module) -> None:
+    """Warns of weights that are read without their layer, and of emulated products.
+
+    Of emulation on a GPU, where nobody expects it; a CPU emulates all but integers. Not known of a model that is still on its way
+    to the GPU.
+    """
+    read: list[str] = []
+    emulated: dict[tuple[str, str], list[str]] = {}
     for name, layer in _quantized(model):
-        if layer.recipe is not None and layer.weight.is_cuda:
-            for product, gemm in layer.recipe.gemms().items():
-                if (reason := why_emulated(gemm, layer.weight.device)) is not None:
-                    found.setdefault((layer.recipe.name, f"{product}: {reason}"), []).append(name)
-    for recipe, reason in found:
+        if layer.recipe is None:
+            continue
+        if is_read_by_owner(model, name):
+            read.append(name)
+        for product, gemm in layer.recipe.gemms().items() if layer.weight.is_cuda else ():
+            if (reason := why_emulated(gemm, layer.weight.device)) is not None:
+                emulated.setdefault((layer.recipe.name, f"{product}: {reason}"), []).append(name)
+    if read:
+        kind = type(model.get_submodule(read[0].rpartition(".")[0])).__name__
+        others = f" (and so for {len(read) - 1} more layers)" if len(read) > 1 else ""
         warnings.warn(
-            f"convert: products of recipe {recipe} are emulated here, no faster than in bfloat16 ({reason}; in {found[recipe, reason][0]!r}"
-            f" and {len(found[recipe, reason]) - 1} more layers). narrowgauge info lists what this GPU computes natively.",
+            f"convert: {kind}.forward multiplies by the weight of {read[0]!r} without calling it{others}, where the recipe takes no "
+            "effect. Give these layers None, or change that forward to call them; describe says which they are.",
             stacklevel=3,
         )
-
-
-def _warn_of_read_weights(model: nn.Module) -> None:
-    found = [name for name, layer in _quantized(model) if layer.recipe is not None and is_read_by_owner(model, name)]
-    if found:
-        kind = type(model.get_submodule(found[0].rpartition(".")[0])).__name__
+    for (recipe, reason), names in emulated.items():
         warnings.warn(
-            f"convert: {kind}.forward multiplies by the weight of {found[0]!r} without calling it"
-            + f" (and so for {len(found) - 1} more layers)" * (len(found) > 1)
-            + ", where the recipe takes no effect. Give these layers None, or change that forward to call them; describe says which "
-            "they are.",
+            f"convert: products of recipe {recipe} are emulated here, no faster than in bfloat16 ({reason}; in {names[0]!r} and "
+            f"{len(names) - 1} more layers). narrowgauge info lists what this GPU computes natively.",
             stacklevel=3,
         )
 
@@ -179,55 +197,33 @@ def _warn_of_read_weights(model: nn.Module) -> None:
 def _matching(model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Iterable[str]) -> dict[str, list[str]]:
     """Each Linear's first name -> the patterns that match any of its names. ConfigError for a pattern without a match."""
     names_by_id = {id(layer): name for name, layer in linears.items()}
-    aliases: dict[str, list[str]] = {name: [] for name in linears}
-    for alias, module in model.named_modules(remove_duplicate=False):
-        if id(module) in names_by_id:
-            aliases[names_by_id[id(module)]].append(alias)
+    found: dict[str, list[str]] = {name: [] for name in linears}
+    aliases = [(alias, id(module)) for alias, module in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:
-        if not any(matches(alias, pattern) for names in aliases.values() for alias in names):
+        named = {names_by_id[key] for alias, key in aliases if key in names_by_id and matches(alias, pattern)}
+        if not named:
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
                 + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
             )
-    return {
-        name: [pattern for pattern in patterns if any(matches(alias, pattern) for alias in names)]
-        for name, names in aliases.items()
-    }
-
-
-def _give(layer: nn.Linear, recipe: Recipe | None, reason: str) -> None:
-    if isinstance(layer, QLinear):
-        layer.recipe = recipe
-    elif recipe is not None:
-        layer = QLinear.adopt(layer, recipe)
-    if isinstance(layer, QLinear):
-        layer.reason = reason
-
-
-def _apply_decision(layer: nn.Linear, decision: Decision) -> None:
-    """Applies what "auto" chose. bf16 needs no recipe on a GPU; a CPU without bfloat16 units is faster with it."""
-    as_it_is = decision.recipe == "bf16" and layer.weight.device.type == "cuda"
-    quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
-    quantized.recipe = None if as_it_is else recipes.get(decision.recipe)
-    quantized.decision = decision
+        for name in named:
+            found[name].append(pattern)
+    return found
 
 
 def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, str]:
     """Layers that the recipe's `wide_blocks` keeps in bf16 -> why; a pattern that names a block's number overrides it."""
     if recipe.wide_blocks is None:
         return {}
+    # Parts that hold a digit may stand for a block's number: "layers.5.*" does, "layers.*" does not.
+    numbers = [part for part in pattern.split(".") if any(character.isdigit() for character in part)]
     return {
         name: f"{block}: {recipe.name} keeps the {recipe.wide_blocks}"
         for name, block in blocks(model).items()
-        if block.index in recipe.wide_blocks.of(block.count) and not _spells_out(pattern, block)
+        if block.index in recipe.wide_blocks.of(block.count)
+        and not any(fnmatchcase(str(block.index), part) for part in numbers)
     }
-
-
-def _spells_out(pattern: str, block: Block) -> bool:
-    """Whether a part of the pattern holds a digit and stands for the block's number: "layers.5.*", not "layers.*"."""
-    parts = [part for part in pattern.split(".") if any(character.isdigit() for character in part)]
-    return any(fnmatchcase(str(block.index), part) for part in parts)
 
 
 @contextmanager
@@ -273,14 +269,8 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     return found
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield name, module
-
-
 def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
-    return ((name, layer) for name, layer in _linears(model) if isinstance(layer, QLinear))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QLinear))
 
 
 def _restore(layer: QLinear) -> None:
@@ -295,11 +285,6 @@ def _restore(layer: QLinear) -> None:
         layer._modules.pop(name, None)
         layer.__dict__.pop(name, None)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-def _names_in_letters(pattern: str) -> bool:
-    """Whether the last part of a pattern holds more than wildcards: "lm_head" and "*.gate" do, "*" and "layers.*" do not."""
-    return any(character.isalnum() for character in pattern.rpartition(".")[2])
 
 
 def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
@@ -325,6 +310,6 @@ def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Mo
     if min(layer.in_features, layer.out_features) < SMALLEST:
         return f"fewer than {SMALLEST} features on one side"
     last = name.rpartition(".")[2]
-    if (last in KEPT or layer is head) and not any(_names_in_letters(pattern) for pattern in matching):
-        return KEPT.get(last, "output head")
-    return None
+    # The last part of a pattern names it in letters, as "lm_head" and "*.gate" do; "*" and "layers.*" do not.
+    in_letters = any(character.isalnum() for pattern in matching for character in pattern.rpartition(".")[2])
+    return KEPT.get(last, "output head") if (last in KEPT or layer is head) and not in_letters else None

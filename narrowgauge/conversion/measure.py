@@ -17,9 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
-import tempfile
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -36,6 +34,7 @@ from torch import Tensor, nn
 from narrowgauge import recipes
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.cpp.build import cache_folder
+from narrowgauge.storage import publish, temporary, write_synced
 
 ROUNDS = 5
 SLICE_S = 0.02  # of one candidate in one round
@@ -215,10 +214,9 @@ def keep(path: Path, key: str, seconds: dict[str, float]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `decide` has warned of a damaged file
         content = {"format": FORMAT, "measured": cached(path) | {key: seconds}}
+    draft = temporary(path)
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(name, path)
+        write_synced(draft, json.dumps(content, indent=1).encode())
+        publish(draft, path)
     except OSError as error:
         warnings.warn(f"{path}: measurements of recipe 'auto' are not kept: {error.strerror}.", stacklevel=2)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge import auto, recipes
-from narrowgauge.auto import CANDIDATES, Decision, decide, measure, preferred, roofline
+from narrowgauge import recipes
+from narrowgauge.conversion import auto
+from narrowgauge.conversion.auto import CANDIDATES, Decision, decide, measure, preferred
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Device
 
@@ -143,9 +144,9 @@ def test_without_memory_to_measure_it_predicts(on_hopper, tmp_path, monkeypatch,
 
 
 def test_small_products_stay_wide_and_large_ones_pay():
-    h100 = roofline.CARDS["H100"]
+    h100 = auto.CARDS["H100"]
     for m, n, k, wins in ((512, 1024, 1024, False), (2048, 1024, 1024, False), (16384, 8192, 8192, True)):
-        seconds = {name: roofline.seconds(name, m, n, k, h100) for name in CANDIDATES}
+        seconds = {name: auto.predicted_seconds(name, m, n, k, h100) for name in CANDIDATES}
         assert (preferred(seconds) != "bf16") == wins, (m, n, k, seconds)
 
 
@@ -154,13 +155,13 @@ def test_the_break_even_is_where_the_algebra_puts_it():
 
     3.9e-15 M N^2 = (12 M N + 8 N^2) / 2.21e12 at the H100 of torchao's table, 2.4 TB/s: 2.6k at M = 2048, 1.5k at 16384.
     """
-    card = roofline.Card(989e12, 1979e12, 2.4e12)
+    card = auto.GpuRates(989e12, 1979e12, 2.4e12)
     for m, wanted in ((2048, 2560), (16384, 1480)):
         wins = [
             n for n in range(512, 8192, 64)
-            if roofline.seconds("fp8-current", m, n, n, card) < roofline.seconds("bf16", m, n, n, card)
+            if auto.predicted_seconds("fp8-current", m, n, n, card) < auto.predicted_seconds("bf16", m, n, n, card)
         ]  # fmt: skip
-        launches = 9 * roofline.LAUNCH_S  # which the algebra leaves out: they move it up
+        launches = 9 * auto.LAUNCH_S  # which the algebra leaves out: they move it up
         assert wanted <= wins[0] < wanted * 1.6, (m, wins[0], launches)
 
 

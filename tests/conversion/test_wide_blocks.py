@@ -11,8 +11,8 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.model_blocks import Block, blocks
 from narrowgauge.recipe import WideBlocks
+from narrowgauge.structure import Block, blocks
 from tests.compare import assert_same
 
 

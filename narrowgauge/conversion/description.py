@@ -1,0 +1,200 @@
+"""describe: say of each Linear of a model what it became and why.
+
+print(describe(model))       equal layers share a line; `describe(model)` itself is a list of rows
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from narrowgauge.addresses import holds_numbers
+from narrowgauge.conversion import is_read_by_owner, output_head, reason_to_keep
+from narrowgauge.fuse import Fusion, fusions
+from narrowgauge.nn.leverage_score import UNREAD
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.hadamard import rotated_length
+from narrowgauge.ops.mm import plan, why_emulated
+from narrowgauge.ops.mm.cublas import ALIGNMENT
+from narrowgauge.recipe import Gemm, Recipe
+from narrowgauge.structure import other_weights
+
+
+class Note(NamedTuple):
+    """Words, or words around readings: what layers measured, not what they are. Shows the lowest and the highest."""
+
+    words: str
+    after: str = ""
+    readings: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.readings:
+            return self.words
+        low, high = f"{min(self.readings):.2g}", f"{max(self.readings):.2g}"
+        return self.words + (low if low == high else f"{low} to {high}") + self.after
+
+    def without_readings(self) -> Note:
+        return self._replace(readings=())
+
+    @staticmethod
+    def spanning(notes: Sequence[Note]) -> Note:
+        """One for notes that are equal but for their readings."""
+        return notes[0]._replace(readings=tuple(reading for note in notes for reading in note.readings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One Linear of a model, or a weight that is multiplied as one: what it became.
+
+    shape                             "in -> out"; of experts in one parameter "count experts of rows x columns"
+    output, grad_input, grad_weight   the casts of each product, in words
+    backend                           which kernel computes each product, and why not a faster one
+    notes                             why it was kept, and what else a user should know; `note`: all of them in words
+    emulated                          whether narrow operands of a product are multiplied in a wider type
+    """
+
+    name: str
+    shape: str
+    recipe: str
+    output: str
+    grad_input: str
+    grad_weight: str
+    backend: str
+    notes: tuple[Note, ...]
+    emulated: bool = False
+
+    @property
+    def note(self) -> str:
+        return ", ".join(map(str, self.notes))
+
+    def columns(self) -> dict[str, str]:
+        """What a run keeps of it (docs/architecture.md), all in words."""
+        words = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "str"}
+        return words | {"note": self.note}
+
+
+class Description(list[Row]):
+    """The rows of `describe`; prints as a table in which equal layers share a line. `fused`: what `convert(fuse=True)` did."""
+
+    fused: tuple[Fusion, ...] = ()
+
+    def __str__(self) -> str:
+        groups: dict[Row, list[Row]] = {}
+        for row in self:  # layers whose names differ in numbers only
+            notes = tuple(note.without_readings() for note in row.notes)
+            groups.setdefault(replace(row, name=_without_numbers(row.name), notes=notes), []).append(row)
+        lines = []
+        for row, rows in groups.items():
+            title = rows[0].name if len(rows) == 1 else f"{row.name} ({len(rows)} layers)"
+            note = ", ".join(str(Note.spanning(each)) for each in zip(*(row.notes for row in rows), strict=True))
+            lines.append(f"{title}  {row.shape}  {row.recipe}" + (f"  ({note})" if note else ""))
+            if row.recipe != "none":
+                columns = ("output", "grad_input", "grad_weight", "backend")
+                lines += [f"    {column:11}  {getattr(row, column)}" for column in columns]
+        if self.fused:
+            lines.append("Casts in the pass that computes the input:")
+        return "\n".join([*lines, *dict.fromkeys(_without_numbers(str(each)) for each in self.fused)])
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def describe(model: nn.Module) -> Description:
+    """A row for every Linear of the model, subclasses that keep their own forward included; `print` it for a table.
+
+    Weights that are no Linear's but are multiplied as one (see `structure`) have a row too, with the recipe "none".
+    """
+    description, head = Description(), output_head(model)
+    description.fused = tuple(fusions(model))
+    for name, module in model.named_modules():
+        if isinstance(module, QLinear) and module.recipe is not None:
+            description.append(_row(model, name, module, module.recipe))
+        elif isinstance(module, nn.Linear):
+            decision = module.decision if isinstance(module, QLinear) else None
+            why = str(decision or reason_to_keep(name, module, [], head) or "no pattern named it")
+            description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
+        else:
+            for weight, shape, reason in other_weights(name, module):
+                description.append(_wide_row(weight, shape, "no nn.Linear", reason))
+    return description
+
+
+def _shape(layer: nn.Linear) -> str:
+    return f"{layer.in_features} -> {layer.out_features}"
+
+
+def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
+    return Row(
+        name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
+        backend="torch", notes=(Note(note),),
+    )  # fmt: skip
+
+
+def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
+    kept = ", x kept as codes" if recipe.save == "quantized" else ""
+    if kept and recipe.backward == "straight-through":
+        kept += " and what was clipped"
+    backends = {product: _backend(gemm, layer) for product, gemm in recipe.gemms().items()}
+    backend = "; ".join(f"{product}: {words}" for product, words in backends.items())
+    return Row(
+        name=name,
+        shape=_shape(layer),
+        recipe=recipe.name,
+        output=str(recipe.output),
+        grad_input=str(recipe.grad_input),
+        grad_weight=str(recipe.grad_weight) + kept,
+        backend=backends["output"] if len(set(backends.values())) == 1 else backend,
+        notes=(*_notes(model, name, layer), *_four_bit_notes(layer, recipe)),
+        emulated=any(why_emulated(gemm, layer.weight.device) for gemm in recipe.gemms().values()),
+    )
+
+
+def _backend(gemm: Gemm, layer: QLinear) -> str:
+    """ "native" or "reference (native: why not)"."""
+    how = plan(gemm, layer.weight.device)
+    if gemm.lhs is None or gemm.rhs is None:
+        in_float32 = how.expand == torch.float32
+        return "torch" + (" (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else "")
+    reasons = "; ".join(f"{name}: {refusal}" for name, refusal in how.choice.relevant)
+    if how.expand is None:
+        return f"{how.choice.kernel.name} ({reasons})" if reasons else how.choice.kernel.name
+    dtype = str(how.expand).removeprefix("torch.")
+    return f"emulated exactly in {dtype} ({reasons or why_emulated(gemm, layer.weight.device)})"
+
+
+def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
+    if layer.reason:
+        yield Note(layer.reason)
+    if layer.decision is not None:
+        yield Note(str(layer.decision))
+    if layer.is_suspended:
+        yield Note("suspended")
+    if not layer.weight.requires_grad:
+        yield Note("weight frozen: no grad_weight")
+    if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
+        yield Note(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
+    if is_read_by_owner(model, name):
+        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        yield Note(f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect")
+
+
+def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
+    """What a rotation fills up, and what learned steps and sampling are doing."""
+    rotation = recipe.output.rotate
+    if rotation is not None and layer.in_features % rotation.block:
+        filled = rotated_length(layer.in_features, rotation)
+        yield Note(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation")
+    if layer.steps is not None and layer.steps.is_cold:
+        yield Note("steps from the data, learned later")
+    if layer.sampling is not None and holds_numbers(layer.sampling.variance):
+        for product, variance in zip(layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True):
+            if product in layer.sampling.settings:
+                does = f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
+                known = Note(f"{does} (sampling adds ", " relative variance)", (variance,))
+                yield known if variance < UNREAD / 2**32 else Note(f"{does} so far")

@@ -1,0 +1,129 @@
+"""The numbers on top of the report: loss, metrics, padding, speed and memory, each a card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from narrowgauge.diagnose import compare, format_text
+from narrowgauge.diagnose.compare import Comparison
+from narrowgauge.diagnose.format_text import count
+from narrowgauge.report.run_data import Recorded
+
+SCORES = ("accuracy", "mcc", "f1", "f1_binary")  # between -1 and 1, more is better
+WAYS = {
+    "planned": "planned by length, first epoch",
+    "shuffled": "in shuffled batches",
+    "fixed": "in rows of one width",
+}
+NAMES = {"mcc": "MCC", "f1": "F1, mean over classes", "f1_binary": "F1 of the second class"}
+
+
+def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
+    return [*loss_cards(recorded, comparison), *metric_cards(recorded), *cost_cards(recorded, comparison)]
+
+
+def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "unit": unit, "note": note}
+
+
+def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
+    """The validation loss, the reference's, their difference, and the loss relative to the unigram entropy."""
+    evaluations = compare.evaluations(recorded.events)
+    if not evaluations:
+        yield card("Validation loss", "–", "", "no evaluation was recorded")
+        return
+    step, loss = evaluations[-1]
+    loss_unit = unit(recorded)
+    yield loss_card("Validation loss", step, loss, loss_unit)
+    pair = comparison.validation if comparison else None
+    if comparison and pair:
+        yield loss_card(f"Validation loss of {comparison.reference_name}", pair.step, pair.reference, loss_unit)
+        percent = f"{format_text.signed(100 * (pair.ratio - 1), 2)}{format_text.PERCENT}, " if pair.ratio else ""
+        yield card("Difference", format_text.signed(pair.difference), loss_unit, f"{percent}at step {count(pair.step)}")
+    entropy, vocabulary = recorded.data.get("unigram_entropy"), recorded.model.get("vocab_size") or 0
+    if entropy and math.isfinite(loss):
+        note = f"of the unigram entropy, {entropy:.2f}"
+        if vocabulary > 1:
+            guess = math.log(vocabulary)
+            share = f"{100 * loss / guess:.0f}{format_text.PERCENT}"
+            note += f"; {share} of a blind guess, ln {count(vocabulary)} = {guess:.2f}"
+        yield card("Against token frequencies", f"{100 * loss / entropy:.0f}{format_text.PERCENT}", "", note)
+
+
+def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
+    perplexity = f"; perplexity {format_text.perplexity(loss)}" if unit == "nats/token" else ""
+    return card(label, format_text.loss_value(loss), unit, f"at step {count(step)}{perplexity}")
+
+
+def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
+    """Speed and memory, each against the reference's."""
+
+    def note(pair: compare.Pair | None, show: Callable[[float], str], alone: str) -> str:
+        if not comparison or not pair or not pair.ratio:
+            return alone
+        return f"{pair.ratio:.2f} times {comparison.reference_name}’s {show(pair.reference)}"
+
+    speed, peak = compare.tokens_per_s(recorded.events), compare.peak_bytes(recorded.events)
+    if speed is not None:
+        pair = comparison.tokens_per_s if comparison else None
+        yield card("Speed", count(speed), "tokens/s", note(pair, count, "median over the steps"))
+    if peak is not None:
+        pair = comparison.peak_bytes if comparison else None
+        size = format_text.size_parts(peak)
+        yield card("Peak memory", *size, note(pair, format_text.size, "largest of all steps"))
+
+
+def unit(recorded: Recorded) -> str:
+    """The unit of the loss."""
+    return "nats/example" if recorded.run.get("task") == "classification" else "nats/token"
+
+
+def points(recorded: Recorded, metric: str) -> list[tuple[int, float]]:
+    return [(event["step"], float(event[metric])) for event in recorded.of("eval") if metric in event]
+
+
+def scores(recorded: Recorded) -> list[str]:
+    """Names of the scores that evaluations measured."""
+    return [metric for metric in SCORES if points(recorded, metric)]
+
+
+def best(recorded: Recorded) -> tuple[str, int, float] | None:
+    """(metric, step, value) of the evaluation whose weights were kept; ties go to the lower loss. None if there is none."""
+    metric = recorded.run.get("best") or ""
+    sign = -1 if metric == "loss" else 1
+    found = [event for event in recorded.of("eval") if metric in event and math.isfinite(event[metric])]
+    if not found:
+        return None
+    kept = max(found, key=lambda event: (sign * event[metric], -event["loss"], -event["step"]))
+    return metric, kept["step"], kept[metric]
+
+
+def metric_cards(recorded: Recorded) -> Iterator[dict[str, str]]:
+    """The last and best value of the metric that chooses the weights, or of the first score; and padding."""
+    kept, shown = best(recorded), scores(recorded)
+    metric = kept[0] if kept and kept[0] != "loss" else next(iter(shown), "")
+    found = points(recorded, metric)
+    if found:
+        step, value = found[-1]
+        note = f"at step {count(step)}"
+        if kept and kept[0] == metric:
+            note += f"; best {kept[2]:.4f} at step {count(kept[1])}, whose weights are kept"
+        yield card(NAMES.get(metric, metric), f"{value:.4f}", "", note)
+    yield from padding(recorded)
+
+
+def padding(recorded: Recorded) -> Iterator[dict[str, str]]:
+    """The share of computed positions that were padding, here and with other ways of batching."""
+    planned: dict[str, dict[str, Any]] = recorded.data.get("padding") or {}
+    shares = {way: waste(each["tokens"], each["positions"]) for way, each in planned.items()}
+    steps = [event for event in recorded.of("step") if "positions" in event and "inputs" in event]
+    if shares and steps:
+        share = waste(sum(event["inputs"] for event in steps), sum(event["positions"] for event in steps))
+        others = ", ".join(f"{format_text.percent(shares[way])} {text}" for way, text in WAYS.items() if way in shares)
+        yield card("Padding", format_text.percent(share), "", f"of all positions; {others}")
+
+
+def waste(tokens: int, positions: int) -> float:
+    return (positions - tokens) / positions if positions else 0.0
