@@ -1,4 +1,4 @@
-"""Who may have the casts of an operand already. Each is a CastSource (plan.py), asked in this order:
+"""Who may have the casts of an operand already. Each is a CastSource (operands.py), asked about one role in this order:
 
     InputCasts       x    what computed it cast it as well (`fuse`), or a sister layer that reads the same tensor did: q, k and v
     PrecastSource    w    the optimizer's step left them beside the weight (`ops.quantize.precast_weight`)
@@ -14,15 +14,13 @@ computations itself.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.plan import OperandRequest
 from narrowgauge.ops.validity import Key, validity
-from narrowgauge.recipe import Cast
 
 if TYPE_CHECKING:
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
@@ -42,14 +40,14 @@ class WeightCache:
     held: Tensor | None = None
     casts: Casts = field(default_factory=Casts)
 
-    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
-        if request.plan.role != "w" or (valid := validity(tensor)) is None:
+    def lookup(self, operand: Operand) -> Casts | None:
+        if (valid := validity(operand.tensor)) is None:
             return None
-        context = request.context
-        key = (*valid, context.plan, context.out_dtype, context.steps_version)
+        context = operand.context
+        key = (valid, context.plan, context.out_dtype, context.steps_version)
         if key != self.key:
-            self.key, self.held, self.casts = key, tensor.detach(), Casts()
-        return request.plan.kind(tensor, request, self.casts)
+            self.key, self.held, self.casts = key, operand.tensor.detach(), Casts()
+        return self.casts
 
 
 @dataclass(eq=False)
@@ -59,11 +57,8 @@ class StepCasts(WeightCache):
     What is not among them is made at every call, and not kept.
     """
 
-    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
-        if request.plan.role != "w":
-            return None
-        made = Casts(self.casts.rows, self.casts.cols, self.casts.amax, self.casts.codes)
-        return request.plan.kind(tensor, request, made)
+    def lookup(self, operand: Operand) -> Casts | None:
+        return replace(self.casts)
 
 
 @dataclass(eq=False)
@@ -73,21 +68,20 @@ class PrecastSource:
     precast: PrecastWeight
     cache: WeightCache
 
-    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
-        plan, context = request.plan, request.context
-        if plan.role != "w" or not plan.pairs or not context.records:  # evaluation leaves it to training
+    def lookup(self, operand: Operand) -> Casts | None:
+        plan, tensor, state = operand.plan, operand.tensor, operand.state
+        if not plan.pairs or not operand.context.records:  # evaluation leaves it to training
             return None
         assert plan.rows is not None
-        if not self.precast.matches(tensor, plan.rows, request.state):
+        if not self.precast.matches(tensor, plan.rows, state):
             return None
-        found = self.cache.lookup(tensor, request)
-        if found is None or found.casts.rows is not None:
+        casts = self.cache.lookup(operand)
+        if casts is None or casts.rows is not None:
             return None
         from narrowgauge.ops.quantize.precast_weight import quantize_precast
 
-        casts = found.casts
-        casts.rows, casts.cols, casts.amax = quantize_precast(tensor, self.precast, request.state, records=True)
-        return found
+        casts.rows, casts.cols, casts.amax = quantize_precast(tensor, self.precast, state, records=True)
+        return casts
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------------------
@@ -102,8 +96,8 @@ class CacheStats:
 
 
 @dataclass(eq=False)
-class _Entry:
-    """Of one input.
+class InputCasts:
+    """The casts of one input.
 
     shared   (key, casts) of layers that read it
     precast  (key, casts, who counts it) of what computed it
@@ -116,6 +110,32 @@ class _Entry:
     precast: list[tuple[Key, Casts, CacheStats]] = field(default_factory=list)
     readers: set[int] = field(default_factory=set)
 
+    def lookup(self, operand: Operand) -> Casts | None:
+        """operand: of the input as [T, K], another object than the one that this goes by."""
+        for key, casts, stats in self.precast:
+            if key == _precast_key(operand):
+                stats.taken += 1
+                return casts
+        if (own := operand.share_key()) is None:
+            return None
+        for key, casts in self.shared:
+            if key == own:
+                return casts
+        self.shared.append((own, Casts()))
+        return self.shared[-1][1]
+
+    def put(self, operand: Operand, stats: CacheStats) -> None:
+        """Hands over the operand's casts with the input, for every layer whose operand is like this one."""
+        self.precast.append((_precast_key(operand), operand.casts, stats))
+        stats.made += 1
+
+
+def _precast_key(operand: Operand) -> Key:
+    """What layers that may take the same casts of x have in common."""
+    plan = operand.plan
+    cols = plan.cols if operand.keeps_codes else None
+    return plan.rows, plan.rows_expand, cols, cols is not None and plan.transposes
+
 
 class SharedInputs:
     """The casts of the input that the layers of one model saw last (`convert` installs it).
@@ -126,7 +146,7 @@ class SharedInputs:
     """
 
     def __init__(self) -> None:
-        self._entry: _Entry | None = None
+        self._entry: InputCasts | None = None
         self.gradients = GradientCasts()
 
     def of(self, x: Tensor, reader: object | None = None) -> InputCasts | None:
@@ -135,10 +155,10 @@ class SharedInputs:
             return None
         entry = self._entry
         if entry is None or entry.input() is not x or entry.key != key or id(reader) in entry.readers:
-            entry = self._entry = _Entry(weakref.ref(x, self._forget), key)
+            entry = self._entry = InputCasts(weakref.ref(x, self._forget), key)
         if reader is not None:
             entry.readers.add(id(reader))
-        return InputCasts(entry)
+        return entry
 
     def clear(self) -> None:
         """Forgets the entry, and the gradients."""
@@ -152,45 +172,6 @@ class SharedInputs:
 
     def __reduce__(self) -> tuple[type[SharedInputs], tuple[()]]:
         return SharedInputs, ()
-
-
-@dataclass(eq=False)
-class InputCasts:
-    """The casts of one input, for the length of one forward call. Closed afterwards: backward keeps the context, not casts."""
-
-    entry: _Entry | None
-
-    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
-        """tensor: the input as [T, K], another object than the one that the entry goes by."""
-        if self.entry is None or request.plan.role != "x":
-            return None
-        for key, casts, stats in self.entry.precast:
-            if key == precast_key(request):
-                stats.taken += 1
-                return request.plan.kind(tensor, request, casts)
-        if (own := request.plan.kind.share_key(request)) is None:
-            return None
-        for key, casts in self.entry.shared:
-            if key == own:
-                return request.plan.kind(tensor, request, casts)
-        self.entry.shared.append((own, Casts()))
-        return request.plan.kind(tensor, request, self.entry.shared[-1][1])
-
-    def put(self, request: OperandRequest, casts: Casts, stats: CacheStats) -> None:
-        """Hands over casts with the input, for every layer whose request is like this one."""
-        if self.entry is not None:
-            self.entry.precast.append((precast_key(request), casts, stats))
-            stats.made += 1
-
-    def close(self) -> None:
-        self.entry = None
-
-
-def precast_key(request: OperandRequest) -> Key:
-    """What layers that may take the same casts of x have in common."""
-    plan, kind = request.plan, request.plan.kind
-    cols: Cast | None = plan.cols if kind.keeps_codes(request) else None
-    return plan.rows, plan.rows_expand, cols, cols is not None and plan.transposes
 
 
 class GradientCasts:
@@ -208,14 +189,12 @@ class GradientCasts:
         if (key := validity(gradient.view(-1))) is not None:
             self._held[key] = gradient, casts
 
-    def lookup(self, tensor: Tensor, request: OperandRequest) -> Operand | None:
+    def lookup(self, operand: Operand) -> Casts | None:
         """Once, if the tensor is a view of the same elements, unchanged."""
-        if request.plan.role != "gy" or not self._held or not tensor.is_contiguous():
+        if not self._held or not operand.tensor.is_contiguous():
             return None
-        key = validity(tensor.view(-1))
-        if key not in self._held:
-            return None
-        return request.plan.kind(tensor, request, self._held.pop(key)[1])
+        key = validity(operand.tensor.view(-1))
+        return self._held.pop(key)[1] if key in self._held else None
 
     def clear(self) -> None:
         self._held.clear()

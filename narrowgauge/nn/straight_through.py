@@ -30,7 +30,6 @@ from torch import Tensor
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation, Saved, transposed
-from narrowgauge.nn.plan import OperandRequest
 from narrowgauge.ops.hadamard import rotated_length, unrotate
 from narrowgauge.ops.hadamard.codes import Codes, decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
@@ -103,7 +102,7 @@ class CodedOperand(Operand):
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         rows = beside.sampled if self.plan.role == "x" else None
         if self.plan.cols is None or self.coded is None:
-            return high_precision(self.tensor if rows is None else self.tensor[rows], self.request.context.out_dtype).T
+            return high_precision(self.tensor if rows is None else self.tensor[rows], self.context.out_dtype).T
         return self.coded.operand(self.plan.cols_expand, rows).transposed()
 
     def original(self) -> Tensor:
@@ -133,32 +132,31 @@ class CodedOperand(Operand):
     @property
     def _other(self) -> Cast | None:
         """The cast by which the product whose result is its gradient reads the other operand: None for the original in 16 bits."""
-        plan = self.request.context.plan
+        plan = self.context.plan
         return plan.w.cols if self.plan.role == "x" else plan.x.cols
 
 
 class CodedInput(CodedOperand):
     """x [T, K]."""
 
-    @staticmethod
-    def _asks(request: OperandRequest) -> tuple[bool, bool]:
+    @property
+    def _asks(self) -> tuple[bool, bool]:
         """Whether a gradient asks for what was clipped (and for that of the step), and for the codes."""
-        plan, needs = request.context.plan, request.needs
+        plan, needs = self.context.plan, self.needs
         return needs[0] and plan.w.cols is not None, needs[1] and plan.x.cols is not None
 
-    @classmethod
-    def share_key(cls, request: OperandRequest) -> tuple[Any, ...] | None:
-        plan = request.plan
+    def share_key(self) -> tuple[Any, ...] | None:
+        plan = self.plan
         if plan.rows is None or not plan.shares_rows:
             return None
-        return "straight-through", plan.rows, plan.rows_rotate, cls._asks(request)
+        return "straight-through", plan.rows, plan.rows_rotate, self._asks
 
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         self.rotation, cast = rotation, self.plan.rows
         if cast is None:
-            return high_precision(self.tensor, self.request.context.out_dtype)
+            return high_precision(self.tensor, self.context.out_dtype)
         offset = None
-        if isinstance(cast.calibrate, LearnedStep) and self.request.context.records:
+        if isinstance(cast.calibrate, LearnedStep) and self.context.records:
             # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
             offset = torch.rand((), device=self.tensor.device, dtype=torch.float32)
         if self.casts.codes is None:
@@ -168,9 +166,9 @@ class CodedInput(CodedOperand):
 
     def _code(self, cast: Cast, offset: Tensor | None) -> Coded:
         x, rotation = self.tensor, self.rotation
-        masks, reads = self._asks(self.request)
+        masks, reads = self._asks
         learned = masks and isinstance(cast.calibrate, LearnedStep)
-        coded, rotated = _coded(x, rotation, cast, self.request.state, packed=reads or learned, bits=masks)
+        coded, rotated = _coded(x, rotation, cast, self.state, packed=reads or learned, bits=masks)
         if not learned:
             return coded
         assert isinstance(cast.calibrate, LearnedStep) and coded.codes is not None
@@ -181,24 +179,22 @@ class CodedInput(CodedOperand):
 
     def saved(self) -> Saved:
         """(x, signs, codes two to a byte, scale, bits, residual, rows), each if backward asks for it."""
-        coded, (masks, reads) = self.casts.codes, self._asks(self.request)
+        coded, (masks, reads) = self.casts.codes, self._asks
         kept: Saved = (None, None, None, None, None)
         if coded is not None and (masks or reads):
             kept = (coded.packed, coded.scale, coded.bits, coded.residual, coded.rows)
-        original = self.tensor if self.request.needs[1] and (not reads or coded is None) else None
+        original = self.tensor if self.needs[1] and (not reads or coded is None) else None
         return original, self.rotation.signs, *kept
 
-    @classmethod
-    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
-        original, signs, packed, scale, bits, residual, rows = saved
-        plan = request.plan
-        operand = cls(original, request)  # type: ignore[arg-type]
-        operand.rotation, operand.inner = Rotation(plan.rows_rotate, signs), shape[1]
+    def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
+        self.tensor, signs, packed, scale, bits, residual, rows = saved  # type: ignore[assignment]
+        plan = self.plan
+        self.rotation, self.inner = Rotation(plan.rows_rotate, signs), shape[1]
         if plan.rows is not None and scale is not None:
             width = shape[1] if plan.rows_rotate is None else rotated_length(shape[1], plan.rows_rotate)
             codes = None if packed is None else decode(packed, plan.rows.format, width)  # None: a frozen weight
-            operand.coded = Coded(plan.rows, codes, scale, bits, residual, rows)
-        return operand
+            self.coded = Coded(plan.rows, codes, scale, bits, residual, rows)
+        return self
 
 
 class CodedWeight(CodedOperand):
@@ -209,10 +205,10 @@ class CodedWeight(CodedOperand):
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         self.rotation, cast, made = rotation, self.plan.rows, self.casts.rows
         if made is None and cast is None:
-            made = high_precision(rotation(self.tensor), self.request.context.out_dtype)
+            made = high_precision(rotation(self.tensor), self.context.out_dtype)
         elif made is None:
             assert cast is not None
-            made = _coded(self.tensor, rotation, cast, self.request.state)[0].operand(self.plan.rows_expand)
+            made = _coded(self.tensor, rotation, cast, self.state)[0].operand(self.plan.rows_expand)
         if not rotation.is_random:
             self.casts.rows = made
         self.scale = made.scale if isinstance(made, QTensor) else None
@@ -223,21 +219,19 @@ class CodedWeight(CodedOperand):
         """(scale, w, signs)."""
         return self.scale, self.tensor, self.rotation.signs
 
-    @classmethod
-    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
+    def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
         scale, weight, signs = saved
+        cast = self.plan.rows
         assert weight is not None
-        operand, cast = cls(weight, request), request.plan.rows
-        rotation = operand.rotation = Rotation(request.plan.rows_rotate, signs)
-        operand.inner = shape[1]
+        self.tensor, self.rotation, self.inner = weight, Rotation(self.plan.rows_rotate, signs), shape[1]
         if cast is None or scale is None:
-            return operand
-        found, rotated = _encoded(weight, rotation, scale, cast, bits=True)
-        operand.coded = Coded(cast, found.codes, scale, found.bits)
+            return self
+        found, rotated = _encoded(weight, self.rotation, scale, cast, bits=True)
+        self.coded = Coded(cast, found.codes, scale, found.bits)
         if isinstance(cast.calibrate, LearnedStep):
-            rotated = rotation(weight) if rotated is None else rotated
-            operand.coded = replace(operand.coded, residual=_residual(rotated, found.codes, operand.coded))
-        return operand
+            rotated = self.rotation(weight) if rotated is None else rotated
+            self.coded = replace(self.coded, residual=_residual(rotated, found.codes, self.coded))
+        return self
 
 
 @dataclass(frozen=True)
@@ -272,7 +266,7 @@ class CodedGradient(Operand):
         return made
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
-        sampler = self.request.context.plan.recipe.grad_weight.sample
+        sampler = self.context.plan.recipe.grad_weight.sample
         self.drawn = self._draw("grad_weight", None if sampler is None else beside.original())
         self.sampled = None if self.drawn.sample is None else self.drawn.sample.rows
         if self.casts.rows is not None and self.sampled is None:
@@ -284,7 +278,7 @@ class CodedGradient(Operand):
 
     def _draw(self, product: str, other: Tensor | None) -> Draw:
         """other: x [T, K] for grad_weight, whose rows count too."""
-        gy, context = self.tensor, self.request.context
+        gy, context = self.tensor, self.context
         sampler = getattr(context.plan.recipe, product).sample
         if sampler is None or len(gy) == 0:
             return Draw(gy)
@@ -306,8 +300,8 @@ class CodedGradient(Operand):
                 d = leverage_score.scatter_rows(d, drawn.sample, len(self.tensor), weigh=False)
         elif whole is not None:
             whole = d.square().sum()
-        if self.request.state is not None and drawn.variance is not None and whole is not None:
-            leverage_score.note(self.request.state, 0 if product == "grad_input" else 1, drawn.variance, whole)
+        if self.state is not None and drawn.variance is not None and whole is not None:
+            leverage_score.note(self.state, 0 if product == "grad_input" else 1, drawn.variance, whole)
         return d
 
 

@@ -366,13 +366,12 @@ def train_late(kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_that_an_optimizer_does_not_hold_are_told_of_once(kind: str) -> None:
     assert train_late(kind, late=True, steps=40) == [WATCHED]
+    assert train_late(kind, late=True, steps=40, lr=0.0) == [WATCHED], "whatever it does to the others"
     assert train_late(kind, late=False, steps=40) == []
 
 
 def test_steps_that_nothing_should_move_are_not_told_of() -> None:
     late = {"kind": "adamw", "late": True, "steps": 40}
-    assert train_late(**late, lr=0.0) == []
-    assert train_late(**late, lr=lambda step: 0.0 if step < 20 else 1e-3) == [2 * WATCHED], "at the next look"
     assert train_late("adamw", late=False, steps=80, lr=lambda step: 1e-9 * step) == [], "a warm-up in very small steps"
     assert train_late(**late, weight=False) == [], "frozen layers"
     assert train_late(**late, x=False, w=False) == [], "frozen steps"
@@ -380,14 +379,28 @@ def test_steps_that_nothing_should_move_are_not_told_of() -> None:
     assert train_late(**late, updates=False, trains=False) == [], "evaluation"
 
 
-def test_a_watched_layer_is_copied_saved_and_given_another_recipe() -> None:
-    layer, *_ = layer_of(SOON)
-    for _ in range(3):
-        ng.advance(layer)
-    assert layer.steps is not None and layer.steps.watch is not None
-    assert copy.deepcopy(layer).steps.watch is None
-    layer.load_state_dict(layer.state_dict())
-    assert layer.steps.watch is None and layer.steps.is_watched
+def test_steps_may_have_an_optimizer_of_their_own_or_get_into_one_late() -> None:
+    """Told of are those that nobody holds; a layer that begins anew is looked at anew."""
+    torch.manual_seed(0)
+    layer, x = QLinear(32, 32, recipe=SOON), torch.randn(16, 32)
+    optimizer = torch.optim.SGD([layer.weight, layer.bias], lr=1e-3)
+    steps_alone = torch.optim.SGD(layer.steps.parameters(), lr=1e-3)
+
+    def train(steps: int, *optimizers: torch.optim.Optimizer) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(steps):
+                layer(x).square().mean().backward()
+                for each in optimizers:
+                    each.step()
+                ng.advance(layer)
+        return len(caught)
+
+    assert train(WATCHED - 4, optimizer) == 0
+    assert train(1, optimizer, steps_alone) == 0 == train(40, optimizer)
+    layer.steps.reset_parameters()
+    assert copy.deepcopy(layer).steps.missed == 0 and train(WATCHED, optimizer) == 0, "one of them was the cold start"
+    assert train(1, optimizer) == 1 and train(40, optimizer) == 0
 
 
 def test_a_recipe_with_the_same_steps_keeps_the_parameters() -> None:

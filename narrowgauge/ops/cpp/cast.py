@@ -11,7 +11,7 @@ from torch import Tensor
 from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
-from narrowgauge.ops.cpp.build import in_rows, library, parts
+from narrowgauge.ops.cpp.build import ELEMENTS_PER_THREAD, in_rows, library, parts
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, FP32, POW2, scale_shape, smallest_scale, tile_sizes
 
@@ -53,8 +53,9 @@ def makes_scales(x: Tensor, cast: Cast) -> bool:
     """Whether `cast_nearest` makes the scales as well: from largest magnitudes, and where each thread has whole tiles to itself."""
     if cast.scale not in _RULES or cast.headroom != 1 or isinstance(cast.calibrate, ClippedRms | LearnedStep):
         return False
-    bands = scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)]
-    return bands >= parts(x.numel())
+    if x.numel() < 2 * ELEMENTS_PER_THREAD:  # one thread
+        return True
+    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= parts(x.numel())
 
 
 def cast_nearest(x: Tensor, cast: Cast, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -63,36 +64,32 @@ def cast_nearest(x: Tensor, cast: Cast, dtype: torch.dtype, scale: Tensor | None
     x      [outer, inner] float32 or bfloat16, not empty
     scale  float32, in the shape of the scales of `cast.tile`; None: made here, see `makes_scales`
     """
-    shape = x.shape[0], x.shape[1]
-    tile, sizes = tile_sizes(shape, cast.tile), scale_shape(shape, cast.tile)
     constants = _constants(cast, scale is None, x.dtype, dtype)
     if x.stride(0) < x.stride(1):
-        found, scales = _cast(x.T, tile[::-1], sizes[::-1], None if scale is None else scale.T, constants, dtype)
-        return found.T, scales.T
-    return _cast(x, tile, sizes, scale, constants, dtype)
+        out, scale = _cast(x.T, None if scale is None else scale.T, cast.tile[::-1], constants, dtype)
+        return out.T, scale.T
+    return _cast(x, scale, cast.tile, constants, dtype)
 
 
 def _cast(
-    x: Tensor,
-    tile: tuple[int, int],
-    sizes: tuple[int, int],
-    scale: Tensor | None,
-    constants: Constants,
-    dtype: torch.dtype,
+    x: Tensor, scale: Tensor | None, tile: tuple[int, ...], constants: Constants, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
+    a, b = tile_sizes((rows, columns), (tile[0], tile[1]))
     x = x if x.stride(1) == 1 or columns == 1 else x.contiguous()
-    step = 1 if scale is not None else tile[0]  # threads share rows, or rows of tiles
-    scale = torch.empty(sizes, dtype=torch.float32, device="cpu") if scale is None else scale.contiguous()
+    step = 1 if scale is not None else a  # threads share rows, or rows of tiles
+    scale = (
+        torch.empty((-(-rows // a), -(-columns // b)), dtype=torch.float32, device="cpu")
+        if scale is None
+        else scale.contiguous()
+    )
     out = torch.empty((rows, columns), dtype=dtype, device="cpu")
     call, places, stride = _library().narrowgauge_cast, (address(x), address(out), address(scale)), x.stride(0)
-    in_rows(
-        -(-rows // step),
-        rows * columns,
-        lambda first, last: call(
-            ctypes.byref(constants), *places, first * step, min(last * step, rows), stride, columns, *tile
-        ),
-    )
+
+    def share(first: int, last: int) -> None:
+        call(ctypes.byref(constants), *places, first * step, min(last * step, rows), stride, columns, a, b)
+
+    in_rows(-(-rows // step), rows * columns, share)
     return out, scale
 
 
