@@ -198,6 +198,3 @@ class GradientCasts:
 
     def clear(self) -> None:
         self._held.clear()
-
-    def __reduce__(self) -> tuple[type[GradientCasts], tuple[()]]:
-        return GradientCasts, ()

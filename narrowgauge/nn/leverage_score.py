@@ -14,7 +14,7 @@ the host, and every p_i is exact all the same. And the cap has a closed form in 
 **Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The
 sampled rows are multiplied by it as floats (`importance_weighted`) and the product's ordinary stochastic cast comes after, with one scale:
 one rounding, unbiased, integer product. p_i ~ c_i levels the rows that it keeps, so their largest number hardly grows. The
-paper's order, split first and sample the 2 R rows of parts, works too: stack the parts for `leverage_scores`. Relative variances
+paper's order is to split first, and sample the 2 R rows of parts. Relative variances
 of a weight gradient over lognormal rows of deviation .5 / 1.5 / 2.5 (benchmarks/results/estimators.jsonl):
 
     sample, weigh, then split             R / 2 rows of INT8, or R of INT4    .568 / .017 / .0072    the default
@@ -26,7 +26,7 @@ of a weight gradient over lognormal rows of deviation .5 / 1.5 / 2.5 (benchmarks
 Where INT4 runs as INT8, sampling parts costs as much as taking all rows and is always worse; that is why sums, not parts, are the
 unit. Scores taken before rounding see the small rows as they are, and noise of a rounding that comes after the weights is not
 multiplied by 1 / p. So an outer axis, whose epilogue could apply the weights, gains as well from weighing before the cast: .017
-against .035 at deviation 1.5 (`scatter_rows(weigh=False)`).
+against .035 at deviation 1.5.
 
 Everything here is plain torch on one-dimensional float64 scores, no host synchronisation, compiled with fullgraph=True. A
 score that is not finite makes all probabilities and weights NaN: a poisoned gradient stays visible. Randomness comes in as an
@@ -39,10 +39,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.recipe import LeverageScore
 
 # A reading that was not taken, or one beyond float32. Finite: infinity less infinity would make NaN of an average of two models.
@@ -61,11 +62,7 @@ class Sample(NamedTuple):
 
 
 def budget(rows: int, keep: float) -> int:
-    """How many of `rows` rows a keep ratio in (0, 1] allows: ceil(keep * rows), at least 1 of any. Raises ConfigError."""
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-        raise ConfigError(
-            f"sampling: keep is {keep!r}; it must be above 0 and at most 1. keep=0.5 takes every second row."
-        )
+    """How many of `rows` rows a keep ratio in (0, 1] allows: ceil(keep * rows), at least 1 of any."""
     return min(rows, max(math.ceil(keep * rows - 1e-9), min(rows, 1)))  # 0.07 * 100 is above 7 in binary
 
 
@@ -86,22 +83,20 @@ def row_norms(x: Tensor) -> Tensor:
 
 
 def leverage_scores(gradient: Tensor, other: Tensor | None = None) -> Tensor:
-    """Scores c, [R] float64, from which `probabilities` are made.
+    """Scores c of the rows, [R] float64, from which `probabilities` are made.
 
-    gradient  [R, N], one row per token; or [2 T, N], the parts of a bit-split gradient stacked, both in one unit (14 * high
-              and low): each part of a token is then a row of its own
-    other     [T, K], the operand that meets the gradient on the contracted axis (grad_weight); None for an outer axis
+    gradient  [R, N], one row per token
+    other     [R, K], the operand that meets the gradient on the contracted axis (grad_weight); None for an outer axis
     """
     scores = row_norms(gradient)
     if other is None:
         return scores
-    parts, left = divmod(scores.shape[0], max(other.shape[0], 1))
-    if other.ndim != 2 or left or (scores.shape[0] > 0 and parts == 0):
+    if other.ndim != 2 or other.shape[0] != gradient.shape[0]:
         raise ShapeError(
             f"leverage_scores: gradient {list(gradient.shape)} and other {list(other.shape)} share no rows. "
-            "The gradient needs as many rows as the other operand, or a multiple when its parts are stacked."
+            "Both have one row per token."
         )
-    return scores * row_norms(other).repeat(parts)
+    return scores * row_norms(other)
 
 
 def probabilities(scores: Tensor, budget: int) -> Tensor:
@@ -156,13 +151,8 @@ def importance_weighted(rows: Tensor, sample: Sample) -> Tensor:
     return rows[sample.rows] * sample.weights[:, None].to(rows.dtype)
 
 
-def scatter_rows(rows: Tensor, sample: Sample, length: int, *, weigh: bool) -> Tensor:
-    """rows [n, C], one per sampled row -> [length, C] with zeros elsewhere: the end of a product sampled on its outer axis.
-
-    weigh  multiply by 1 / p here, in the epilogue; False if `importance_weighted` has done so before the product
-    """
-    if weigh:
-        rows = rows * sample.weights[:, None].to(rows.dtype)
+def scatter_rows(rows: Tensor, sample: Sample, length: int) -> Tensor:
+    """rows [n, C], one per sampled row -> [length, C] with zeros elsewhere: the end of a product sampled on its outer axis."""
     index = sample.rows[:, None].expand_as(rows)
     return rows.new_zeros(length, rows.shape[1]).scatter(0, index, rows)
 
@@ -196,7 +186,7 @@ def note(readings: Tensor, place: int, variance: Tensor, whole: Tensor) -> None:
     readings.copy_(torch.where(here, relative, readings))
 
 
-class RowSampling(nn.Module):
+class RowSampling(LayerState):
     """Which products of a layer sample their rows.
 
     variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
@@ -228,13 +218,9 @@ class RowSampling(nn.Module):
             self.variance.clamp_(max=UNREAD)  # infinite in states of earlier versions
             self.decide(self.variance.tolist())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> RowSampling:
-        """Moves and keeps float32; from meta it begins anew."""
-        was_meta, moved = self.variance.is_meta, fn(self.variance)
-        self.variance = moved if moved.dtype == torch.float32 else self.variance.to(moved.device)
-        if was_meta and not self.variance.is_meta:
-            self.variance.fill_(UNREAD)
-        return self
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.variance.fill_(UNREAD)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{product}: {sampler}" for product, sampler in self.settings.items())

@@ -21,7 +21,7 @@ from narrowgauge.nn.caches import PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import CastSource, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
-from narrowgauge.recipe import Cast, Recipe
+from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
     from narrowgauge.nn.learned_step import LearnedSteps
@@ -43,9 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with memory.
     """
     if not isinstance(recipe, Recipe):
-        raise ConfigError(
-            f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with narrowgauge.recipes.get."
-        )
+        raise ConfigError(f"linear: recipe is {recipe!r}; it must be a Recipe. recipes.get looks a name up.")
     _check(x, weight, bias)
     if recipe.has_memory:
         raise ConfigError(
@@ -53,7 +51,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
             "Use narrowgauge.QLinear, or convert the model."
         )
     context = LinearContext(plan_of(recipe, x.device, wrapper(x, weight)), _out_dtype(x))
-    return _apply(x, weight, bias, context, (None, None, None))
+    y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, None, None, None)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class QLinear(nn.Linear):
@@ -97,9 +96,7 @@ class QLinear(nn.Linear):
         self.is_suspended = False
         self.reason = ""
         self.decision: object | None = None
-        self.precast: PrecastWeight | None = (
-            None  # what the optimizer's step leaves of the weight's cast (`optim.precast_weights`)
-        )
+        self.precast: PrecastWeight | None = None  # what the optimizer's step leaves of the weight's cast
         self.shared_inputs: SharedInputs | None = None  # casts of x are shared with the layers that have the same
         self.step_ended = False  # by an optimizer of torch, so that the next `advance` has nothing to end
         self._cache: WeightCache | None = None
@@ -109,17 +106,6 @@ class QLinear(nn.Linear):
         self.scaling = self.steps = self.sampling = None
         self.recipe = recipe
         step_end.follow_layer(self)
-
-    def step_cast(self) -> tuple[Cast | None, str]:
-        """(the cast that the optimizer's step could leave for it, '') or (None, why none, a clause)."""
-        if self._recipe is None:
-            return None, "an ordinary Linear"
-        cast, reason = self.plan(self.weight.device).step_cast()
-        if cast is not None:
-            from narrowgauge.ops.quantize import precast_weight
-
-            reason = "" if (refusal := precast_weight.refuse(cast)) is None else refusal.text
-        return None if reason else cast, reason
 
     @property
     def recipe(self) -> Recipe | None:
@@ -147,27 +133,25 @@ class QLinear(nn.Linear):
 
         New ones train if the weight does: a layer that was frozen before stays frozen as a whole.
         """
-        recipe, weight = self._recipe, self.weight
-        windows, steps, samples = (
-            ({}, {}, {}) if recipe is None else (recipe.windows(), recipe.steps(), recipe.samples())
-        )
+        device, recipe = self.weight.device, self._recipe
+        windows, steps, samples = {}, {}, {}
+        if recipe is not None:
+            windows, steps, samples = recipe.windows(), recipe.steps(), recipe.samples()
         self.scaling = self.sampling = None
         if windows:
-            self.scaling = nn.ModuleDict(
-                {role: AmaxHistory(each, weight.device) for role, (each, _) in windows.items()}
-            )
+            self.scaling = nn.ModuleDict({role: AmaxHistory(each, device) for role, (each, _) in windows.items()})
+        if self.steps is not None and self.steps.settings == steps:
+            self.steps.reset_parameters()
+        else:
+            self.steps = None
+        if steps and self.steps is None:
+            from narrowgauge.nn.learned_step import LearnedSteps
+
+            self.steps = LearnedSteps(steps, device).requires_grad_(self.weight.requires_grad)
         if samples:
             from narrowgauge.nn.leverage_score import RowSampling
 
-            self.sampling = RowSampling(samples, weight.device)
-        if self.steps is not None and self.steps.settings == steps:
-            self.steps.reset_parameters()
-            return
-        self.steps = None
-        if steps:
-            from narrowgauge.nn.learned_step import LearnedSteps
-
-            self.steps = LearnedSteps(steps, weight.device).requires_grad_(weight.requires_grad)
+            self.sampling = RowSampling(samples, device)
 
     def empty_cache(self, keep: bool = False) -> None:
         """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does).
@@ -224,7 +208,8 @@ class QLinear(nn.Linear):
             if context.grads and self.training and context.plan.has_memory:
                 self._expect_advance(weight)
         try:
-            return _apply(x, weight, bias, context, self._states(x, weight, context))
+            y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context))
+            return y.reshape(*x.shape[:-1], weight.shape[0])
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
 
@@ -280,11 +265,7 @@ class QLinear(nn.Linear):
 
     def window(self, role: str) -> AmaxHistory | None:
         """The amax window of a role ("x", "w" or "gy"); None without one."""
-        if self.scaling is None or role not in self.scaling:
-            return None
-        window = self.scaling[role]
-        assert isinstance(window, AmaxHistory)
-        return window
+        return None if self.scaling is None or role not in self.scaling else self.scaling[role]  # type: ignore[return-value]
 
     def _states(self, x: Tensor, weight: Tensor, context: LinearContext) -> tuple[Tensor | None, ...]:
         """Its tensors besides weight and bias: amax windows, or steps and the readings of the sampler."""
@@ -387,28 +368,17 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS or tensor.layout != torch.strided:
             kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ShapeError(
-                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. "
-                f"Convert it first."
+                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. Convert it first."
             )
         if tensor.device != x.device:
             raise ShapeError(f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.")
     if weight.ndim != 2:
         raise ShapeError(f"linear: weight is {list(weight.shape)}; it must be [out_features, in_features].")
-    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise ShapeError(
-            f"linear: x is {list(x.shape)}, weight {list(weight.shape)}; the last axis of x must be {weight.shape[1]}."
-        )
-    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
-        raise ShapeError(
-            f"linear: bias is {list(bias.shape)}, weight {list(weight.shape)}; bias must be [{weight.shape[0]}]."
-        )
-
-
-def _apply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, context: LinearContext, states: tuple[Tensor | None, ...]
-) -> Tensor:
-    y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *states)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    n, k = weight.shape
+    if x.ndim == 0 or x.shape[-1] != k:
+        raise ShapeError(f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.")
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
+        raise ShapeError(f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].")
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -83,9 +83,11 @@ class LinearFunction(torch.autograd.Function):
             grad_weight = d.to(weight.dtype)
         if ctx.bias_dtype is not None:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        learns = ctx.needs_input_grad[4:6]
-        if True in learns:
-            x_step, w_step = plan.x.kind.step_gradients((x_step, w_step), learns, context.is_cold, gy.device)
+        # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.
+        if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
+            x_step = torch.zeros(1, device=gy.device)
+        if ctx.needs_input_grad[5] and (w_step is None or context.is_cold):
+            w_step = torch.zeros(1, device=gy.device)
         return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
 
 
@@ -105,8 +107,7 @@ def _gradient(
 
 def plan_of(recipe: Recipe, device: torch.device, hidden_by: str = "", wide: bool = False) -> LinearPlan:
     """What the recipe means on the device; see `LinearPlan.of`."""
-    if recipe.backward == "recast":
-        return LinearPlan.of(recipe, device, KINDS, hidden_by, wide)
-    from narrowgauge.nn import straight_through
-
-    return LinearPlan.of(recipe, device, straight_through.KINDS, hidden_by, wide)
+    kinds = KINDS
+    if recipe.backward == "straight-through":
+        from narrowgauge.nn.straight_through import KINDS as kinds
+    return LinearPlan.of(recipe, device, kinds, hidden_by, wide)

@@ -144,10 +144,6 @@ class Operand:
             self.context.observer(PRODUCTS[self.plan.role][1], self.plan.role, self._seen(rotation, made), made)
         return made
 
-    def original(self) -> Tensor:
-        """t, or what its codes decode to where only they were kept."""
-        return self.tensor
-
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
         """What an observer is shown beside an operand: t in the basis in which it was cast."""
         if cols is None:

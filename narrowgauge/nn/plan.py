@@ -156,7 +156,10 @@ class LinearPlan:
         for product, expand in ((self.output, w.rows_expand), (self.grad_input, w.cols_expand)):
             if expand is not None:
                 return None, f"kernel {product.choice.kernel.name} multiplies decoded values"
-        return w.rows, ""
+        from narrowgauge.ops.quantize import precast_weight
+
+        refusal = precast_weight.refuse(w.rows)
+        return (w.rows, "") if refusal is None else (None, refusal.text)
 
 
 def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, Plan]) -> OperandPlan:

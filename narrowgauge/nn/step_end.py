@@ -16,7 +16,7 @@ and nothing else is global.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.nn.amax_history import roll_history
 
-if TYPE_CHECKING:
-    from narrowgauge.nn.linear import QLinear
-
-
+QLinear = Any  # nn.linear imports this
 _LAYERS: weakref.WeakSet[QLinear] = weakref.WeakSet()
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _registered: list[Any] = []  # torch's handle, so that it is done once
@@ -65,7 +62,7 @@ def end_steps(layers: dict[str, QLinear]) -> None:
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    roll_history([each for layer in layers.values() for each in (layer.scaling or {}).values()])  # type: ignore[misc]
+    roll_history([each for layer in layers.values() for each in (layer.scaling or {}).values()])
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation, Saved, transposed
 from narrowgauge.ops.hadamard import rotated_length, unrotate
-from narrowgauge.ops.hadamard.codes import Codes, decode, encode, unclipped, unpack_bits
+from narrowgauge.ops.hadamard.codes import decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax
@@ -59,24 +59,12 @@ class Coded:
     rows: Tensor | None = None
     packed: Tensor | None = None
 
-    def decoded(self) -> Tensor:
-        """[outer, K] float32."""
-        assert self.codes is not None
-        return self.codes * self.scale
-
     def operand(self, expand: torch.dtype | None, rows: Tensor | None = None) -> QTensor:
         """The codes, or some rows of them, one to a byte, or as values of dtype `expand`."""
         assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
         data = codes if expand is None else codes.to(expand)
         return QTensor(data=data, scale=self.scale, cast=self.cast, inner=codes.shape[1])
-
-    def gradient(self, d: Tensor, rotation: Rotation, inner: int) -> Tensor:
-        """d, the gradient of the decoded operand, where it was not clipped, turned back: [outer, inner] float32."""
-        assert self.bits is not None
-        if rotation.hadamard is None:
-            return unclipped(d, self.bits)
-        return unrotate(d, rotation.hadamard, inner, rotation.signs, self.bits)
 
     def step_gradient(self, d: Tensor) -> Tensor | None:
         """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max). Rounding errors of some rows stand for all."""
@@ -107,33 +95,23 @@ class CodedOperand(Operand):
 
     def original(self) -> Tensor:
         """The tensor, or what its codes decode to where only they were kept."""
-        return self.tensor if self.tensor is not None or self.coded is None else self.coded.decoded()
+        if self.tensor is not None or self.coded is None or self.coded.codes is None:
+            return self.tensor
+        return self.coded.codes * self.coded.scale
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
         return rotation(self.tensor) if cols is None else self.original()
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where the operand was not clipped, turned back; and the gradient of the step."""
-        if self._other is None or self.coded is None:
+        """Where the operand was not clipped, turned back: [outer, inner] float32; and the gradient of the step."""
+        plan, coded, hadamard = self.context.plan, self.coded, self.rotation.hadamard
+        other = plan.w.cols if self.plan.role == "x" else plan.x.cols  # what that product read of the other operand
+        if other is None:  # the original, in 16 bits
             return d, None
-        step = self.coded.step_gradient(d)
-        return self.coded.gradient(d, self.rotation, self.inner), step
-
-    @staticmethod
-    def step_gradients(
-        found: tuple[Tensor | None, Tensor | None], learns: tuple[bool, bool], is_cold: bool, device: torch.device
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of the two steps: zero in the cold start, and where a product in 16 bits leaves none."""
-        return tuple(
-            None if not learned else torch.zeros(1, device=device) if step is None or is_cold else step
-            for step, learned in zip(found, learns, strict=True)
-        )
-
-    @property
-    def _other(self) -> Cast | None:
-        """The cast by which the product whose result is its gradient reads the other operand: None for the original in 16 bits."""
-        plan = self.context.plan
-        return plan.w.cols if self.plan.role == "x" else plan.x.cols
+        bits, step = (None, None) if coded is None else (coded.bits, coded.step_gradient(d))
+        if hadamard is not None:
+            return unrotate(d, hadamard, self.inner, self.rotation.signs, bits), step
+        return d if bits is None else unclipped(d, bits), step
 
 
 class CodedInput(CodedOperand):
@@ -154,7 +132,7 @@ class CodedInput(CodedOperand):
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         self.rotation, cast = rotation, self.plan.rows
         if cast is None:
-            return high_precision(self.tensor, self.context.out_dtype)
+            return high_precision(rotation(self.tensor), self.context.out_dtype)
         offset = None
         if isinstance(cast.calibrate, LearnedStep) and self.context.records:
             # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
@@ -165,17 +143,13 @@ class CodedInput(CodedOperand):
         return made
 
     def _code(self, cast: Cast, offset: Tensor | None) -> Coded:
-        x, rotation = self.tensor, self.rotation
-        masks, reads = self._asks
-        learned = masks and isinstance(cast.calibrate, LearnedStep)
-        coded, rotated = _coded(x, rotation, cast, self.state, packed=reads or learned, bits=masks)
-        if not learned:
-            return coded
-        assert isinstance(cast.calibrate, LearnedStep) and coded.codes is not None
+        x, (masks, reads) = self.tensor, self._asks
+        if not masks or not isinstance(cast.calibrate, LearnedStep):
+            return _coded(x, self.rotation, cast, self.state, packed=reads, bits=masks)[0]
+        coded, rotated = _coded(x, self.rotation, cast, self.state, packed=True, bits=True)
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device, offset)
-        some = rotation(x[rows]) if rotated is None else rotated[rows]
-        residual = _residual(some, coded.codes[rows], coded).to(torch.float16)
-        return replace(coded, residual=residual, rows=rows)
+        some = self.rotation(x[rows]) if rotated is None else rotated[rows]
+        return replace(coded, residual=_residual(some, coded, rows).to(torch.float16), rows=rows)
 
     def saved(self) -> Saved:
         """(x, signs, codes two to a byte, scale, bits, residual, rows), each if backward asks for it."""
@@ -226,82 +200,72 @@ class CodedWeight(CodedOperand):
         self.tensor, self.rotation, self.inner = weight, Rotation(self.plan.rows_rotate, signs), shape[1]
         if cast is None or scale is None:
             return self
-        found, rotated = _encoded(weight, self.rotation, scale, cast, bits=True)
-        self.coded = Coded(cast, found.codes, scale, found.bits)
+        self.coded, rotated = _coded(weight, self.rotation, cast, None, scale, bits=True)
         if isinstance(cast.calibrate, LearnedStep):
             rotated = self.rotation(weight) if rotated is None else rotated
-            self.coded = replace(self.coded, residual=_residual(rotated, found.codes, self.coded))
+            self.coded = replace(self.coded, residual=_residual(rotated, self.coded))
         return self
 
 
-@dataclass(frozen=True)
-class Draw:
-    """The rows of the gradient that enter a product.
+class CodedGradient(Operand):
+    """gy [T, N], of which each product may read a sample of the rows. Its state is where the sampler's readings are written.
 
-    rows      the gradient itself, or the sampled rows, weighted
-    sample    which they are; None: all of them
-    variance  what sampling adds, or would add, to the squared error of the product; None: the product never samples
-    squares   the sum of the squared scores
+    read_rows  the gradient itself, or the sampled rows, weighted, as the last product reads them
+    sample     which they are; None: all of them
+    variance   what sampling adds, or would add, to the squared error of the product; None: the product never samples
+    squares    the sum of the squared scores
     """
 
-    rows: Tensor
-    sample: leverage_score.Sample | None = None
-    variance: Tensor | None = None
-    squares: Tensor | None = None
-
-
-class CodedGradient(Operand):
-    """gy [T, N], of which each product may read a sample of the rows. Its state is where the sampler's readings are written."""
-
-    drawn: Draw
+    read_rows: Tensor
+    sample: leverage_score.Sample | None
+    variance: Tensor | None
+    squares: Tensor | None
 
     def read(self) -> None:
         """It has no window."""
 
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
-        self.drawn = self._draw("grad_input", None)
-        made = self.cast(self.drawn.rows, self.plan.rows, self.plan.rows_expand)
+        self._draw("grad_input", None)
+        made = self.cast(self.read_rows, self.plan.rows, self.plan.rows_expand)
         if self.plan.transposes:
             self.casts.rows = made
         return made
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
+        assert isinstance(beside, CodedOperand)
         sampler = self.context.plan.recipe.grad_weight.sample
-        self.drawn = self._draw("grad_weight", None if sampler is None else beside.original())
-        self.sampled = None if self.drawn.sample is None else self.drawn.sample.rows
+        self._draw("grad_weight", None if sampler is None else beside.original())
+        self.sampled = None if self.sample is None else self.sample.rows
         if self.casts.rows is not None and self.sampled is None:
             return transposed(self.casts.rows)
-        return self.cast(self.drawn.rows.T, self.plan.cols, self.plan.cols_expand)
+        return self.cast(self.read_rows.T, self.plan.cols, self.plan.cols_expand)
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
-        return self.drawn.rows
+        return self.read_rows
 
-    def _draw(self, product: str, other: Tensor | None) -> Draw:
+    def _draw(self, product: str, other: Tensor | None) -> None:
         """other: x [T, K] for grad_weight, whose rows count too."""
-        gy, context = self.tensor, self.context
-        sampler = getattr(context.plan.recipe, product).sample
+        gy, sampler = self.tensor, getattr(self.context.plan.recipe, product).sample
+        self.read_rows, self.sample, self.variance, self.squares = gy, None, None, None
         if sampler is None or len(gy) == 0:
-            return Draw(gy)
+            return
         budget = leverage_score.budget(len(gy), sampler.keep)
         scores = leverage_score.leverage_scores(gy, other)
         p = leverage_score.probabilities(scores, budget)
-        variance, squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
-        if product not in context.sampled:
-            return Draw(gy, None, variance, squares)
-        noise = torch.rand(len(gy) + 1, device=gy.device)
-        sample = leverage_score.systematic(p, budget, noise)
-        return Draw(leverage_score.importance_weighted(gy.to(torch.float32), sample), sample, variance, squares)
+        self.variance, self.squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
+        if product in self.context.sampled:
+            self.sample = leverage_score.systematic(p, budget, torch.rand(len(gy) + 1, device=gy.device))
+            self.read_rows = leverage_score.importance_weighted(gy.to(torch.float32), self.sample)
 
     def finished(self, product: str, d: Tensor) -> Tensor:
         """Rows that were not drawn are zero in grad_input. Notes what sampling added, or would have."""
-        drawn, whole = self.drawn, self.drawn.squares
-        if product == "grad_input":
-            if drawn.sample is not None:
-                d = leverage_score.scatter_rows(d, drawn.sample, len(self.tensor), weigh=False)
-        elif whole is not None:
+        whole = self.squares
+        if product == "grad_input" and self.sample is not None:
+            d = leverage_score.scatter_rows(d, self.sample, len(self.tensor))
+        elif product == "grad_weight" and whole is not None:
             whole = d.square().sum()
-        if self.state is not None and drawn.variance is not None and whole is not None:
-            leverage_score.note(self.state, 0 if product == "grad_input" else 1, drawn.variance, whole)
+        if self.state is not None and self.variance is not None and whole is not None:
+            leverage_score.note(self.state, 0 if product == "grad_input" else 1, self.variance, whole)
         return d
 
 
@@ -312,34 +276,33 @@ KINDS: dict[str, type[Operand]] = {"x": CodedInput, "w": CodedWeight, "gy": Code
 
 
 def _coded(
-    x: Tensor, rotation: Rotation, cast: Cast, step: Tensor | None, packed: bool = False, bits: bool = False
+    x: Tensor,
+    rotation: Rotation,
+    cast: Cast,
+    step: Tensor | None,
+    scale: Tensor | None = None,
+    packed: bool = False,
+    bits: bool = False,
 ) -> tuple[Coded, Tensor | None]:
-    """x [outer, inner] -> the codes of x H, and x H itself if it was in memory. A learned step is used as it is.
+    """x [outer, inner] -> the codes of x H, and x H itself if it was in memory. A scale, or a learned step, is used as it is.
 
     Where a kernel rotates, encodes and packs in one pass over x, it never is, and a scale from the spread is that of x itself: a
     rotation keeps the norm. The two differ by the rounding of sums.
     """
     by_norm = isinstance(cast.calibrate, ClippedRms) and cast.tile == (WHOLE, WHOLE)
-    hadamard = rotation.hadamard
-    if hadamard is not None and (step is not None or by_norm) and in_one_pass(x, hadamard, cast.format):
+    hadamard, is_known = rotation.hadamard, scale is not None or step is not None
+    if hadamard is not None and (is_known or by_norm) and in_one_pass(x, hadamard, cast.format):
         rotated = None
-        scale = _scale_before(x, hadamard, cast) if step is None else _guarded(step, x)
+        if scale is None:
+            scale = _scale_before(x, hadamard, cast) if step is None else _guarded(step, x)
         found = rotate_and_encode(x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits)
     else:
         rotated = rotation(x).to(torch.float32)
-        learned = step is not None and 0 not in rotated.shape
-        scale = _guarded(step, rotated) if learned else cast.scale(calibrated_amax(rotated, cast), cast.format)
+        if scale is None:
+            learned = step is not None and 0 not in rotated.shape
+            scale = _guarded(step, rotated) if learned else cast.scale(calibrated_amax(rotated, cast), cast.format)
         found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
     return Coded(cast, found.codes, scale, found.bits, packed=found.packed), rotated
-
-
-def _encoded(x: Tensor, rotation: Rotation, scale: Tensor, cast: Cast, bits: bool) -> tuple[Codes, Tensor | None]:
-    """The codes of x H by a scale that is known, and x H itself if it was in memory."""
-    hadamard = rotation.hadamard
-    if hadamard is not None and in_one_pass(x, hadamard, cast.format):
-        return rotate_and_encode(x, hadamard, rotation.signs, scale, cast.format, bits=bits), None
-    rotated = rotation(x)
-    return encode(rotated, scale, cast.format, bits=bits), rotated
 
 
 def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
@@ -354,8 +317,10 @@ def _scale_before(x: Tensor, hadamard: Hadamard, cast: Cast) -> Tensor:
     return cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
 
 
-def _residual(rotated: Tensor, codes: Tensor, coded: Coded) -> Tensor:
-    """codes - x H / scale, zero where clipped."""
+def _residual(rotated: Tensor, coded: Coded, rows: Tensor | None = None) -> Tensor:
+    """codes - x H / scale, zero where clipped, of some rows or all. rotated: these rows of x H."""
+    assert coded.codes is not None
+    codes = coded.codes if rows is None else coded.codes[rows]
     ratio = rotated.to(torch.float32) / coded.scale
     return torch.where(ratio.abs() <= coded.cast.format.max, codes - ratio, 0.0)
 

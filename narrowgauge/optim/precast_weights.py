@@ -66,7 +66,9 @@ class _Link:
         elif not parameter.is_contiguous() or parameter.numel() == 0:
             self.reason = "its weight is not contiguous" if parameter.numel() else "its weight is empty"
         else:
-            cast, self.reason = layer.step_cast()
+            cast, self.reason = None, "an ordinary Linear"
+            if layer.recipe is not None:
+                cast, self.reason = layer.plan(parameter.device).step_cast()
             if cast is not None:
                 self.reason = refuse_here(parameter, cast)
                 self.stepped = None if self.reason else PrecastWeight.of(parameter.detach(), cast, window)
