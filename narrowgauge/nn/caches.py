@@ -25,8 +25,6 @@ from narrowgauge.ops.validity import Key, validity
 if TYPE_CHECKING:
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
-# --- the weight ------------------------------------------------------------------------------------------------------------------
-
 
 @dataclass(eq=False)
 class WeightCache:
@@ -84,9 +82,6 @@ class PrecastSource:
         return casts
 
 
-# --- inputs ----------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class CacheStats:
     """made: casts that were handed over; taken: how often a layer took one."""
@@ -99,34 +94,31 @@ class CacheStats:
 class InputCasts:
     """The casts of one input.
 
-    shared   (key, casts) of layers that read it
-    precast  (key, casts, who counts it) of what computed it
+    made     (key, casts, who counts them) of what computed it, then of layers that read it, which nobody counts
     readers  the layers (by id) that took a share
     """
 
     input: weakref.ref[Tensor]
     key: Key
-    shared: list[tuple[Key, Casts]] = field(default_factory=list)
-    precast: list[tuple[Key, Casts, CacheStats]] = field(default_factory=list)
+    made: list[tuple[Key, Casts, CacheStats | None]] = field(default_factory=list)
     readers: set[int] = field(default_factory=set)
 
     def lookup(self, operand: Operand) -> Casts | None:
         """operand: of the input as [T, K], another object than the one that this goes by."""
-        for key, casts, stats in self.precast:
-            if key == _precast_key(operand):
-                stats.taken += 1
+        keys = _precast_key(operand), operand.share_key()
+        for key, casts, stats in self.made:
+            if key == keys[stats is None]:
+                if stats is not None:
+                    stats.taken += 1
                 return casts
-        if (own := operand.share_key()) is None:
+        if keys[1] is None:
             return None
-        for key, casts in self.shared:
-            if key == own:
-                return casts
-        self.shared.append((own, Casts()))
-        return self.shared[-1][1]
+        self.made.append((keys[1], Casts(), None))
+        return self.made[-1][1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:
         """Hands over the operand's casts with the input, for every layer whose operand is like this one."""
-        self.precast.append((_precast_key(operand), operand.casts, stats))
+        self.made.append((_precast_key(operand), operand.casts, stats))
         stats.made += 1
 
 

@@ -89,18 +89,17 @@ class LearnedSteps(LayerState):
         return tuple(part for step in steps if not step.is_inference() for part in (step._version, identity(step)))
 
     @torch.no_grad()
-    def put(self, role: str, step: Tensor, writes: bool = True) -> Tensor:
-        """Sets a step, [1], positive, if `writes`; returns it as `get` would give it, a rounding error away."""
+    def put(self, role: str, step: Tensor, data: Tensor, writes: bool) -> Tensor:
+        """Sets a step, [1], positive, if `writes`; returns it as `get` would give it, a rounding error away.
+
+        data  [1] bool on the device, whether there was data to set it by
+        """
         value = step.log() / RATE
         if writes:
             getattr(self, role).copy_(value)
+            here = torch.arange(len(self.settings), device=self.seen.device) == list(self.settings).index(role)
+            self.seen.logical_or_(here & data)
         return _step(value)
-
-    @torch.no_grad()
-    def saw(self, role: str, data: Tensor) -> None:
-        """Notes whether there was data to set the step of a role by; data: [1] bool on the device."""
-        here = torch.arange(len(self.settings), device=self.seen.device) == list(self.settings).index(role)
-        self.seen.logical_or_(here & data)
 
     @torch.no_grad()
     def advance(self) -> None:

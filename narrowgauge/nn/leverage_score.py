@@ -11,26 +11,14 @@ Section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit I
 `systematic` draws exactly n rows, where independent draws would give a random number: shapes are static, nothing waits for
 the host, and every p_i is exact all the same. And the cap has a closed form in place of an iteration.
 
-**Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The
-sampled rows are multiplied by it as floats (`importance_weighted`) and the product's ordinary stochastic cast comes after, with one scale:
-one rounding, unbiased, integer product. p_i ~ c_i levels the rows that it keeps, so their largest number hardly grows. The
-paper's order is to split first, and sample the 2 R rows of parts. Relative variances
-of a weight gradient over lognormal rows of deviation .5 / 1.5 / 2.5 (benchmarks/results/estimators.jsonl):
+**Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The sampled rows
+are multiplied by it as floats and the product's ordinary stochastic cast comes after: one rounding, unbiased, integer product. p_i ~ c_i
+levels the rows, so their largest number hardly grows. The paper splits first and samples the rows of parts; both orders, and others, are
+measured in docs/four-bit.md. An outer axis, whose epilogue could apply the weights, gains as well: relative variance .017 against .035 at
+rows of deviation 1.5, since the noise of rounding is not multiplied by 1 / p.
 
-    sample, weigh, then split             R / 2 rows of INT8, or R of INT4    .568 / .017 / .0072    the default
-    split, sample sums, weigh, requantize R / 2 rows of INT8                  .574 / .038 / .0105    sums: 14 high + low
-    split, sample parts, requantize       R rows of INT8                      .552 / .014 / .0095
-    split, sample parts, float weights    R rows of INT4, floats for p < 1    .550 / .010 / .0072    how many is random
-    split, no sampling                    R rows of INT8, or 2 R of INT4      .0016 / .0090 / .0072
-
-Where INT4 runs as INT8, sampling parts costs as much as taking all rows and is always worse; that is why sums, not parts, are the
-unit. Scores taken before rounding see the small rows as they are, and noise of a rounding that comes after the weights is not
-multiplied by 1 / p. So an outer axis, whose epilogue could apply the weights, gains as well from weighing before the cast: .017
-against .035 at deviation 1.5.
-
-Everything here is plain torch on one-dimensional float64 scores, no host synchronisation, compiled with fullgraph=True. A
-score that is not finite makes all probabilities and weights NaN: a poisoned gradient stays visible. Randomness comes in as an
-argument, so that whoever draws it can repeat it.
+Plain torch on float64 scores, no host synchronisation, compiled with fullgraph=True. A score that is not finite makes all probabilities
+and weights NaN: a poisoned gradient stays visible. Randomness comes in as an argument, so that whoever draws it can repeat it.
 """
 
 from __future__ import annotations
@@ -42,7 +30,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.recipe import LeverageScore
 
@@ -72,8 +59,6 @@ def row_norms(x: Tensor) -> Tensor:
     Squares are taken of x / amax, in float32: a gradient of 1e-30 has norms too. Rows 1e-19 times smaller than the largest
     number count as zero. Two passes over x.
     """
-    if x.ndim != 2:
-        raise ShapeError(f"row_norms: x is {list(x.shape)}; it must be two-dimensional. Flatten the leading axes.")
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], dtype=torch.float64)
     x = x.to(torch.float32)
@@ -89,14 +74,7 @@ def leverage_scores(gradient: Tensor, other: Tensor | None = None) -> Tensor:
     other     [R, K], the operand that meets the gradient on the contracted axis (grad_weight); None for an outer axis
     """
     scores = row_norms(gradient)
-    if other is None:
-        return scores
-    if other.ndim != 2 or other.shape[0] != gradient.shape[0]:
-        raise ShapeError(
-            f"leverage_scores: gradient {list(gradient.shape)} and other {list(other.shape)} share no rows. "
-            "Both have one row per token."
-        )
-    return scores * row_norms(other)
+    return scores if other is None else scores * row_norms(other)
 
 
 def probabilities(scores: Tensor, budget: int) -> Tensor:
@@ -106,7 +84,7 @@ def probabilities(scores: Tensor, budget: int) -> Tensor:
     p = 1 and the rest share n - M in proportion to c. If no more than `budget` scores are above zero, p = 1 for these and 0
     for the others: nothing is lost by sampling then.
     """
-    _check(scores, budget)
+    assert min(len(scores), 1) <= budget <= len(scores)
     scores = scores.to(torch.float64)
     poison = scores.sum() * 0.0  # NaN if any score is not finite
     if budget == scores.shape[0]:
@@ -130,9 +108,7 @@ def systematic(p: Tensor, budget: int, noise: Tensor) -> Sample:
     The rows in random order lie end to end, each as long as its p; equally spaced points, one apart, hit those that are
     drawn. No row is longer than 1, so none is hit twice. Two sorts of R numbers.
     """
-    _check(p, budget)
-    if noise.shape != (p.shape[0] + 1,):
-        raise ShapeError(f"systematic: noise is {list(noise.shape)}; {p.shape[0]} rows need [{p.shape[0] + 1}].")
+    assert noise.shape == (p.shape[0] + 1,)
     order = noise[:-1].argsort()
     # Half a step of float32's uniform numbers: a point exactly at 0 would let rounding admit one row too many at the end.
     offset = noise[-1:].to(torch.float64) + 2.0**-25
@@ -166,22 +142,10 @@ def sampling_variance(p: Tensor, scores: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, term).sum()
 
 
-def _check(scores: Tensor, budget: int) -> None:
-    if scores.ndim != 1:
-        raise ShapeError(f"sampling: scores are {list(scores.shape)}; they must be [rows], see leverage_scores.")
-    rows = scores.shape[0]
-    if not min(rows, 1) <= budget <= rows:
-        raise ConfigError(
-            f"sampling: the budget is {budget} of {rows} rows; it must be 1 to {rows}. See sampling.budget."
-        )
-
-
 def note(readings: Tensor, place: int, variance: Tensor, whole: Tensor) -> None:
     """Writes the variance that sampling adds to a product, relative to its squared norm `whole`, into a layer's readings [2]."""
     relative = torch.where(variance == 0, 0.0, variance / whole).to(torch.float32)
-    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(
-        max=UNREAD
-    )  # beyond float32 is no reason to sample
+    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(max=UNREAD)  # no reason to sample
     here = torch.arange(2, device=readings.device) == place
     readings.copy_(torch.where(here, relative, readings))
 
@@ -228,9 +192,8 @@ class RowSampling(LayerState):
 
 @torch.no_grad()
 def decide(samplings: list[RowSampling]) -> None:
-    """Ends a step for many layers with one read from the device. A layer without a gradient in the step keeps its reading."""
-    if samplings and holds_numbers(samplings[0].variance):
-        for sampling, variance in zip(
-            samplings, torch.stack([sampling.variance for sampling in samplings]).tolist(), strict=True
-        ):
+    """Ends a step for layers, at least one, with one read from the device. One without a gradient in the step keeps its reading."""
+    if holds_numbers(samplings[0].variance):
+        readings = torch.stack([sampling.variance for sampling in samplings]).tolist()
+        for sampling, variance in zip(samplings, readings, strict=True):
             sampling.decide(variance)

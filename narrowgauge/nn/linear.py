@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with memory.
     """
     if not isinstance(recipe, Recipe):
-        raise ConfigError(f"linear: recipe is {recipe!r}; it must be a Recipe. recipes.get looks a name up.")
+        raise ConfigError(f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.")
     _check(x, weight, bias)
     if recipe.has_memory:
         raise ConfigError(
@@ -71,15 +71,9 @@ class QLinear(nn.Linear):
     sampling: RowSampling | None
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recipe: Recipe | str | None = None,
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, *, recipe: Recipe | str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self._become(recipe)
 

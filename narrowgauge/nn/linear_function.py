@@ -33,15 +33,9 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        context: LinearContext,
-        x_state: Tensor | None,
-        w_state: Tensor | None,
-        gy_state: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, context: LinearContext,
+        x_state: Tensor | None, w_state: Tensor | None, gy_state: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         needs, plan = ctx.needs_input_grad, context.plan
         wants = needs[0] or needs[4], needs[1] or needs[5]  # the gradient of x or its step, of w or its step
         rotation = Rotation.draw(plan.recipe.output.rotate, x)

@@ -33,7 +33,7 @@ Saved = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one product: both operands pass through it before they are cast."""
+    """The rotation of one product, by default none: both operands pass through it before they are cast."""
 
     hadamard: Hadamard | None = None
     signs: Tensor | None = None
@@ -43,7 +43,7 @@ class Rotation:
     def draw(cls, hadamard: Hadamard | None, operand: Tensor) -> Rotation:
         """Along the last axis of `operand`, with new signs where they are random."""
         if hadamard is None:
-            return NONE
+            return _NONE
         from narrowgauge.ops.hadamard import draw_signs
 
         return cls(hadamard, draw_signs(hadamard, operand.shape[1], operand.device), hadamard.signs == "random")
@@ -56,7 +56,7 @@ class Rotation:
         return rotate(operand, self.hadamard, self.signs)
 
 
-NONE = Rotation()
+_NONE = Rotation()
 
 
 @dataclass(eq=False)
@@ -94,41 +94,34 @@ class Operand:
         self.tensor, self.plan, self.context, self.needs, self.state = tensor, plan, context, needs, state
         self.casts = Casts()
 
-    # --- casts -------------------------------------------------------------------------------------------------------------------
-
     def read(self) -> None:
         """Makes both casts at once, or one and the amax of the window, where a kernel reads t once for them; else the amax alone."""
-        plan, casts, state = self.plan, self.casts, self.state
+        plan, casts, state, cast = self.plan, self.casts, self.state, self.plan.rows
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
             return
-        if casts.rows is None and plan.reads_codes:
-            assert plan.rows is not None
-            delayed, both = isinstance(plan.rows.calibrate, Window), plan.pairs and self._keeps_cols()
+        if casts.rows is None and plan.reads_codes and cast is not None:
+            delayed, both = isinstance(cast.calibrate, Window), plan.pairs and self._keeps_cols(cast)
             if delayed == (state is not None) and (delayed or both) and plan.reads_once(self.tensor, delayed, both):
-                casts.rows, casts.cols, casts.amax = self._pair(plan.rows, both)
+                from narrowgauge.ops.quantize.pair import quantize_pair
+
+                x, records = self.tensor, self.context.records
+                noise = (_noise(x), _noise(x.T)) if cast.rounding == "stochastic" else (None, None)
+                made = quantize_pair(x, cast, amax_state=state, records=records, cols=both, noise=noise)
+                casts.rows, casts.cols, casts.amax = made
                 return
         if state is not None and casts.amax is None:
             amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             casts.amax = update_amax(state, amax, records=self.context.records)
 
-    def _pair(self, cast: Cast, both: bool) -> tuple[QTensor, QTensor | None, Tensor | None]:
-        from narrowgauge.ops.quantize.pair import quantize_pair
-
-        x, is_random = self.tensor, cast.rounding == "stochastic"
-        noise = (_noise(x), _noise(x.T)) if is_random else (None, None)
-        return quantize_pair(x, cast, amax_state=self.state, records=self.context.records, cols=both, noise=noise)
-
-    def _keeps_cols(self) -> bool:
+    def _keeps_cols(self, cast: Cast) -> bool:
         """Whether what is made of t.T now will still be there when it is read."""
+        needs, context, stochastic = self.needs, self.context, cast.rounding == "stochastic"
         if self.plan.role == "gy":
-            return self.needs[0] and self.needs[1]
-        stochastic = self.plan.rows is not None and self.plan.rows.rounding == "stochastic"
+            return needs[0] and needs[1]
         if self.plan.role == "w":  # a cache keeps it; what draws random numbers must draw them at every forward pass
-            return (
-                self.needs[0] and self.context.cache is not None and not stochastic and not self.tensor.is_inference()
-            )
+            return needs[0] and context.cache is not None and not stochastic and not self.tensor.is_inference()
         # Noise is drawn alike with a backward pass and without: checkpointing repeats a forward pass that had none.
-        return self.keeps_codes and (self.context.grads or stochastic)
+        return self.keeps_codes and (context.grads or stochastic)
 
     def rows(self, rotation: Rotation) -> QTensor | Tensor:
         """The operand of the product that reads t as it is."""
@@ -188,8 +181,6 @@ class Operand:
         amax = self.casts.amax if isinstance(cast.calibrate, Window) else None
         return self.plan.quantize(x, cast, amax, noise, expand)
 
-    # --- from forward to backward ------------------------------------------------------------------------------------------------
-
     @property
     def keeps_codes(self) -> bool:
         """(x) whether the codes of x.T are kept for backward instead of x."""
@@ -205,25 +196,19 @@ class Operand:
 
     def saved(self) -> Saved:
         """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w."""
-        needed = self.plan.role == "w" or self.needs[1]
-        if self.plan.role == "x" and self.keeps_codes:
-            codes = self._kept_codes()
-            return self.casts.amax, codes.data, codes.scale, codes.global_scale
-        return self.casts.amax, self.tensor if needed else None
-
-    def _kept_codes(self) -> QTensor:
-        """x.T quantized for grad_weight: from the codes of x where they serve, else cast anew."""
         casts, plan = self.casts, self.plan
-        rows = casts.rows
-        if casts.cols is None and plan.transposes and isinstance(rows, QTensor):
+        if plan.role != "x" or not self.keeps_codes:
+            return casts.amax, self.tensor if plan.role == "w" or self.needs[1] else None
+        if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
             keeps_values = rows.is_expanded and rows.device.type == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
             rotation = Rotation.draw(plan.cols_rotate, self.tensor.T)
             casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None)
-        assert isinstance(casts.cols, QTensor)
-        return casts.cols
+        codes = casts.cols
+        assert isinstance(codes, QTensor)
+        return casts.amax, codes.data, codes.scale, codes.global_scale
 
     def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
         """Itself, in backward, made without a tensor, as forward left it. shape: of t."""
@@ -249,8 +234,6 @@ class Operand:
             if found.is_empty:
                 found.amax = amax
         return self
-
-    # --- after a product ---------------------------------------------------------------------------------------------------------
 
     def finished(self, product: str, d: Tensor) -> Tensor:
         """(gy) the result of a product that read it, of all rows."""

@@ -36,7 +36,7 @@ from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
+from narrowgauge.recipe import Cast, ClippedRms, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
 
@@ -65,6 +65,13 @@ class Coded:
         codes = self.codes if rows is None else self.codes[rows]
         data = codes if expand is None else codes.to(expand)
         return QTensor(data=data, scale=self.scale, cast=self.cast, inner=codes.shape[1])
+
+    def rounding(self, rotated: Tensor, rows: Tensor | None = None) -> Tensor:
+        """codes - x H / scale, zero where clipped, of some rows or all. rotated: these rows of x H."""
+        assert self.codes is not None
+        codes = self.codes if rows is None else self.codes[rows]
+        ratio = rotated.to(torch.float32) / self.scale
+        return torch.where(ratio.abs() <= self.cast.format.max, codes - ratio, 0.0)
 
     def step_gradient(self, d: Tensor) -> Tensor | None:
         """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max). Rounding errors of some rows stand for all."""
@@ -149,7 +156,7 @@ class CodedInput(CodedOperand):
         coded, rotated = _coded(x, self.rotation, cast, self.state, packed=True, bits=True)
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device, offset)
         some = self.rotation(x[rows]) if rotated is None else rotated[rows]
-        return replace(coded, residual=_residual(some, coded, rows).to(torch.float16), rows=rows)
+        return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
 
     def saved(self) -> Saved:
         """(x, signs, codes two to a byte, scale, bits, residual, rows), each if backward asks for it."""
@@ -202,8 +209,8 @@ class CodedWeight(CodedOperand):
             return self
         self.coded, rotated = _coded(weight, self.rotation, cast, None, scale, bits=True)
         if isinstance(cast.calibrate, LearnedStep):
-            rotated = self.rotation(weight) if rotated is None else rotated
-            self.coded = replace(self.coded, residual=_residual(rotated, self.coded))
+            residual = self.coded.rounding(self.rotation(weight) if rotated is None else rotated)
+            self.coded = replace(self.coded, residual=residual)
         return self
 
 
@@ -272,18 +279,9 @@ class CodedGradient(Operand):
 KINDS: dict[str, type[Operand]] = {"x": CodedInput, "w": CodedWeight, "gy": CodedGradient}
 
 
-# --- codes -----------------------------------------------------------------------------------------------------------------------
-
-
 def _coded(
-    x: Tensor,
-    rotation: Rotation,
-    cast: Cast,
-    step: Tensor | None,
-    scale: Tensor | None = None,
-    packed: bool = False,
-    bits: bool = False,
-) -> tuple[Coded, Tensor | None]:
+    x: Tensor, rotation: Rotation, cast: Cast, step: Tensor | None, scale: Tensor | None = None, *, packed: bool = False, bits: bool = False
+) -> tuple[Coded, Tensor | None]:  # fmt: skip
     """x [outer, inner] -> the codes of x H, and x H itself if it was in memory. A scale, or a learned step, is used as it is.
 
     Where a kernel rotates, encodes and packs in one pass over x, it never is, and a scale from the spread is that of x itself: a
@@ -293,8 +291,13 @@ def _coded(
     hadamard, is_known = rotation.hadamard, scale is not None or step is not None
     if hadamard is not None and (is_known or by_norm) and in_one_pass(x, hadamard, cast.format):
         rotated = None
-        if scale is None:
-            scale = _scale_before(x, hadamard, cast) if step is None else _guarded(step, x)
+        if (
+            scale is None and step is None
+        ):  # by the root mean square, which is that of x and of the zeros that x is filled up with
+            filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
+            scale = cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
+        elif scale is None:
+            scale = _guarded(step, x)
         found = rotate_and_encode(x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits)
     else:
         rotated = rotation(x).to(torch.float32)
@@ -311,32 +314,12 @@ def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
     return step.detach().reshape(1, 1) + x.sum(dtype=torch.float32) * 0.0
 
 
-def _scale_before(x: Tensor, hadamard: Hadamard, cast: Cast) -> Tensor:
-    """The scale [1, 1] of x H by its root mean square, which is that of x, and of the zeros that x is filled up with."""
-    filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
-    return cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
-
-
-def _residual(rotated: Tensor, coded: Coded, rows: Tensor | None = None) -> Tensor:
-    """codes - x H / scale, zero where clipped, of some rows or all. rotated: these rows of x H."""
-    assert coded.codes is not None
-    codes = coded.codes if rows is None else coded.codes[rows]
-    ratio = rotated.to(torch.float32) / coded.scale
-    return torch.where(ratio.abs() <= coded.cast.format.max, codes - ratio, 0.0)
-
-
 def _drawn_rows(rows: int, every: int, device: torch.device, offset: Tensor | None = None) -> Tensor:
-    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row with the same probability.
-
-    offset  uniform in [0, 1), float32; drawn here if it is not given
-    """
+    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row alike. offset: uniform in [0, 1), else drawn here."""
     count = -(-rows // every)
     offset = torch.rand((), device=device, dtype=torch.float32) if offset is None else offset
     places = (torch.arange(count, device=device, dtype=torch.float64) + offset) * (rows / max(count, 1))
     return places.to(torch.int64).clamp(max=max(rows - 1, 0))
-
-
-# --- steps -----------------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -353,7 +336,5 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
         step = steps.get(role)
         assert step is not None
         there = amax.isfinite() & (amax > 0)
-        found[role] = steps.put(role, torch.where(there, amax / cast.format.max, step), writes)
-        if writes:
-            steps.saw(role, there)
+        found[role] = steps.put(role, torch.where(there, amax / cast.format.max, step), there, writes)
     return found

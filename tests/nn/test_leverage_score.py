@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks import estimators
-from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.nn import leverage_score
 from tests.compare import assert_same, z_limit
 
@@ -171,20 +170,6 @@ def test_budgets_are_rounded_up_and_bounded():
         and leverage_score.budget(100, 1) == 100
         and leverage_score.budget(3, 1e-12) == 1
     )
-
-
-def test_shapes_that_do_not_fit_are_refused():
-    for n in (0, 4):
-        with pytest.raises(ConfigError, match="1 to 3"):
-            leverage_score.probabilities(torch.ones(3), n)
-    with pytest.raises(ShapeError, match=r"need \[4\]"):
-        leverage_score.systematic(torch.ones(3), 3, torch.rand(3))
-    with pytest.raises(ShapeError, match="two-dimensional"):
-        leverage_score.row_norms(torch.ones(3))
-    with pytest.raises(ShapeError, match="share no rows"):
-        leverage_score.leverage_scores(torch.ones(3, 2), torch.ones(2, 2))
-    with pytest.raises(ShapeError, match=r"must be \[rows\]"):
-        leverage_score.probabilities(torch.ones(3, 3), 1)
 
 
 def test_a_sample_is_gathered_weighed_and_spread():

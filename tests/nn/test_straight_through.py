@@ -277,8 +277,8 @@ def test_a_step_driven_away_stays_at_its_bound(driven: float, bound: float) -> N
 def test_an_update_by_adam_moves_every_step_by_the_same_ratio() -> None:
     """A weight's step of 0.01 and an activation's of 10: without logarithms one would jump and the other stand still."""
     layer, x, gy = layer_of(recipe_of(LSQ, 16))
-    layer.steps.put("x", torch.tensor([10.0]))
-    layer.steps.put("w", torch.tensor([0.01]))
+    layer.steps.put("x", torch.tensor([10.0]), torch.tensor([True]), writes=True)
+    layer.steps.put("w", torch.tensor([0.01]), torch.tensor([True]), writes=True)
     before = [float(layer.steps.get(role).detach()) for role in ("x", "w")]
     optimizer = torch.optim.Adam(layer.steps.parameters(), lr=1e-4)
     layer(x).backward(gy)
