@@ -15,8 +15,8 @@ One direction everywhere: x ~= decode(codes) * scale. What is stored is exactly 
     tiny              at least smallest   at least smallest   at least smallest   0 when below e4m3's smallest (2**-9)
     huge              finite              at most 2**127      at most 2**127      finite
 
-A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers.
-Under the two-level rules the tile is the tensor, since all tiles share its float32.
+A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers. Under the two-level
+rules the tile is the tensor, since all tiles share its float32.
 
 Two-level scales in the order of NVFP4 (arXiv 2509.25149, appendix C; torchao 0.18 to the bit), each step rounded to float32:
 
@@ -24,15 +24,14 @@ Two-level scales in the order of NVFP4 (arXiv 2509.25149, appendix C; torchao 0.
     scale   = e4m3((amax / max) / whole)                 the number of a tile
     codes   = encode(x * ((1 / whole) / scale))          a product with a rounded reciprocal, as the hardware computes it
 
-e4m3's subnormals down to 2**-9 are used, as TransformerEngine does; torchao raises smaller scales to 2**-6, which quantizes
-tiles with an amax below 2**-14.8 of the tensor's more coarsely.
+e4m3's subnormals down to 2**-9 are used, as TransformerEngine does; torchao raises smaller scales to 2**-6, which quantizes tiles with an
+amax below 2**-14.8 of the tensor's more coarsely.
 
-Powers of two are computed on the bits, never as exp2(floor(log2 x)), which is wrong next to exact powers, nor from a
-quotient, which is not the same on every device (CUDA multiplies by the reciprocal of a constant divisor).
+Powers of two are computed on the bits: exp2(floor(log2 x)) is wrong next to exact powers, and a quotient is not the same on every device
+(CUDA multiplies by the reciprocal of a constant divisor).
 
-`smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that E8M0 could hold. At this
-scale float32's subnormals round to zero and no decoded value is subnormal, so that flush-to-zero, which is a switch of the
-process on a CPU and a habit of GPU compilers, changes no number.
+`smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that E8M0 could hold. At this scale float32's
+subnormals round to zero and no decoded value is subnormal, so that flush-to-zero changes no number.
 
 A tile (a, b) on [outer, inner] takes a rows and b columns; -1 is a whole axis. With A = ceil(outer / a), B = ceil(inner / b):
 

@@ -5,10 +5,9 @@
     WeightCache      w    made earlier in this optimizer step; what nobody has is made now, and kept here
     GradientCasts    gy   what computed the gradient cast it as well
 
-All of them go by one key, `ops.validity`. It does not see a tensor that is
-written through a raw pointer or `.data`, so casts are kept from one optimizer step to the next only, `advance` forgets them, and a
-forward pass without gradients never reads a kept one. Copies and pickles begin empty. torch.compile passes them by: it sees equal
-computations itself.
+All of them go by one key, `ops.validity`. It does not see a tensor that is written through a raw pointer or `.data`, so casts are kept from
+one optimizer step to the next only, and a forward pass without gradients never reads a kept one. Copies and pickles begin empty.
+torch.compile passes them by: it sees equal computations itself.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class WeightCache:
 
 @dataclass(eq=False)
 class StepCasts(WeightCache):
-    """Casts that are made once per step by others, such as a CUDA graph: valid whatever the weight's version says.
-
-    What is not among them is made at every call, and not kept.
-    """
+    """Casts that others make once per step, as a CUDA graph does: valid whatever the weight's version says. Others are not kept."""
 
     def lookup(self, operand: Operand) -> Casts | None:
         return replace(self.casts)
@@ -132,9 +128,9 @@ def _precast_key(operand: Operand) -> Key:
 class SharedInputs:
     """The casts of the input that the layers of one model saw last (`convert` installs it).
 
-    It serves only the very tensor object with its numbers unchanged, and each layer once: a layer that reads the same tensor again is
-    in another forward pass, and the tensor may have been refilled where its version does not show it. The entry goes when the tensor
-    goes, when another comes, and when `advance` ends the step; it is replaced as a whole, so threads see the old one or the new one.
+    It serves only the very tensor object with its numbers unchanged, and each layer once: a layer that reads it again is in another forward
+    pass, and it may have been refilled where its version does not show it. The entry goes when the tensor goes, when another comes, and
+    when `advance` ends the step; it is replaced as a whole, so threads see the old one or the new one.
     """
 
     def __init__(self) -> None:
@@ -169,8 +165,8 @@ class SharedInputs:
 class GradientCasts:
     """The casts of gradients that a backward pass has computed and not read yet.
 
-    A gradient comes back through views and as another object, so it is known by its memory, which is held until its casts are taken or
-    `advance` ends the step, and by its version, which every view of it shares.
+    A gradient comes back through views and as another object, so it is known by its memory, which is held until its casts are taken or the
+    step ends, and by its version, which every view of it shares.
     """
 
     def __init__(self) -> None:

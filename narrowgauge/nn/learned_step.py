@@ -1,12 +1,9 @@
-"""State of the layers that 4-bit recipes add: learned steps (parameters), and whether rows are sampled (a reading per product).
+"""Learned steps: the state of layers whose scales are parameters.
 
-The parameter is not the step s but p = log(s) / RATE. Adam moves every number by about its learning rate: a weight's step of
-0.007 by a third of itself, an activation's of 0.5 by a 250th, so that one jitters and the other lags behind. With logarithms all
-move by the same ratio, RATE times the learning rate; positive they are by themselves. The gradient that p is given is LSQ's
-gradient of s over s * RATE, which moves s under plain SGD as LSQ would.
-
-`advance` ends a step for both: it counts the cold start down, keeps steps within their bounds, and lets each product sample
-its rows or keep all of them by the variance that was predicted in the step. All of it is in state_dict.
+The parameter is not the step s but p = log(s) / RATE. Adam moves every number by about its learning rate: a weight's step of 0.007 by a
+third of itself, an activation's of 0.5 by a 250th, so that one jitters and the other lags behind. Logarithms all move by the same ratio,
+RATE times the learning rate, and s stays positive. The gradient that p is given is LSQ's gradient of s over s * RATE, which moves s under
+plain SGD as LSQ would.
 
 An optimizer that was built before the steps existed never moves them, without an error. So each optimizer step that torch tells of
 (`step_end`) is looked at: a layer is warned of when WATCHED of them moved its weight, and none had its learned steps.
@@ -35,9 +32,8 @@ class LearnedSteps(LayerState):
     """The learned steps of a layer: parameters `x` and `w`, log(step) / RATE, [1] float32 each, those that its recipe has.
 
     cold_left  [1] int64, the steps of the cold start that are left; in them the steps are set from the data
-    seen       [n] int64, 1 for each role that data has set since the last `advance`, else 0: only such a step counts, or a layer
-               that is not used at first, such as an expert, would end its cold start with steps that mean nothing. No bool, for
-               torch's AveragedModel subtracts buffers
+    seen       [n] int64, 1 for each role that data has set since the last `advance`: only such a step counts, or an expert that is not
+               used at first would end its cold start with steps that mean nothing. No bool: torch's AveragedModel subtracts buffers
     is_held    whether an optimizer that stepped had one of them
     missed     optimizer steps that moved the weight, and none of these, since the cold start
     """

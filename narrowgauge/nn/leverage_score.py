@@ -7,15 +7,13 @@
 
     p_i = min(1, lambda c_i), sum p = n             minimises the variance  sum_i (1 - p_i) / p_i c_i^2
 
-Section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), with two changes.
-`systematic` draws exactly n rows, where independent draws would give a random number: shapes are static, nothing waits for
-the host, and every p_i is exact all the same. And the cap has a closed form in place of an iteration.
+Section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), with two changes: the cap
+has a closed form in place of an iteration, and `systematic` draws exactly n rows, so that shapes are static and nothing waits for the host.
 
 **Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The sampled rows
-are multiplied by it as floats and the product's ordinary stochastic cast comes after: one rounding, unbiased, integer product. p_i ~ c_i
-levels the rows, so their largest number hardly grows. The paper splits first and samples the rows of parts; both orders, and others, are
-measured in docs/four-bit.md. An outer axis, whose epilogue could apply the weights, gains as well: relative variance .017 against .035 at
-rows of deviation 1.5, since the noise of rounding is not multiplied by 1 / p.
+are multiplied by it as floats and the product's ordinary stochastic cast comes after: one rounding, unbiased, integer product. The paper
+splits first and samples the rows of parts; docs/four-bit.md measures both. An outer axis, whose epilogue could apply the weights, gains
+as well: relative variance .017 against .035 at rows of deviation 1.5, since they do not multiply the noise of rounding.
 
 Plain torch on float64 scores, no host synchronisation, compiled with fullgraph=True. A score that is not finite makes all probabilities
 and weights NaN: a poisoned gradient stays visible. Randomness comes in as an argument, so that whoever draws it can repeat it.
@@ -56,8 +54,7 @@ def budget(rows: int, keep: float) -> int:
 def row_norms(x: Tensor) -> Tensor:
     """x [R, C], floats or integer codes -> Euclidean norm of each row, [R] float64.
 
-    Squares are taken of x / amax, in float32: a gradient of 1e-30 has norms too. Rows 1e-19 times smaller than the largest
-    number count as zero. Two passes over x.
+    Squares are taken of x / amax, in float32: a gradient of 1e-30 has norms too. Rows 1e-19 times smaller than amax count as zero.
     """
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], dtype=torch.float64)

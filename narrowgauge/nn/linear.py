@@ -39,8 +39,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     """x [..., K] @ weight [N, K].T + bias [N] -> [..., N], differentiable in all three, by `recipe`.
 
-    For recipes without memory; delayed scaling, learned steps and sampling need a QLinear, which holds their state. The result
-    has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with memory.
+    The result has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, and ConfigError on a recipe with
+    memory (delayed scaling, learned steps, sampling), which needs a QLinear.
     """
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.")
@@ -58,12 +58,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
 class QLinear(nn.Linear):
     """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time, to a Recipe, its name, or None.
 
-    Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
-    anew. `observer` sees every operand in eager mode (see `Observer`).
-    Loading a state without any of the recipe's own (amax windows, learned steps) leaves that as it is, and warns once; one that
-    has a part of it must have all; of another recipe's, a warning says what to do.
-    `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
-    `decision` is what recipe "auto" decided for the layer (narrowgauge.auto.Decision), None where it did not.
+    Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin anew.
+    Loading a state without any of the recipe's own leaves that as it is, and warns; one that has a part of it must have all.
+
+    observer   sees every operand in eager mode, see `Observer`
+    reason     why `convert` chose another recipe than the one asked for, for `describe`; '' if it did not
+    decision   what recipe "auto" decided for the layer (narrowgauge.auto.Decision), None where it did not
     """
 
     scaling: nn.ModuleDict | None

@@ -1,12 +1,8 @@
-"""A tensor as its two products read it: the noun of a Linear.
+"""A tensor t [outer, inner] as its two products read it (plan.PRODUCTS): the noun of a Linear.
 
-    x  [T, K]     rows in output        cols in grad_weight
-    w  [N, K]     rows in output        cols in grad_input
-    gy [T, N]     rows in grad_input    cols in grad_weight
-
-`rows` is t [outer, inner] cast along its last axis, `cols` is t.T cast along its own last axis. Each is made when it is asked for,
-once, and lies in `Casts`, which a cache may keep or layers may share. Before that the tensor is rotated along the contracted axis, if
-the product says so. Everything works on plain tensors, so that torch.compile traces through.
+`rows` is t cast along its last axis, `cols` is t.T cast along its own last axis. Each is made when it is asked for, once, and lies in
+`Casts`, which a cache may keep or layers may share. Before that the tensor is rotated along the contracted axis, if the product says so.
+Everything works on plain tensors, so that torch.compile traces through.
 """
 
 from __future__ import annotations
@@ -96,7 +92,8 @@ class Operand:
 
     def read(self) -> None:
         """Makes both casts at once, or one and the amax of the window, where a kernel reads t once for them; else the amax alone."""
-        plan, casts, state, cast = self.plan, self.casts, self.state, self.plan.rows
+        plan, casts, cast = self.plan, self.casts, self.plan.rows
+        state = self.state if plan.is_delayed else None
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
             return
         if casts.rows is None and plan.reads_codes and cast is not None:

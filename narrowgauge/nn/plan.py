@@ -40,6 +40,7 @@ class OperandPlan:
     pairs         both products read codes of the same cast, so that one read of t may give both (`ops.quantize.pair`)
     shares_rows   whether layers that cast the same t get the same rows: no random numbers, and no scale from a layer's own state
     shares_cols   and the same cols
+    is_delayed    whether a window of earlier steps gives their scale
     kernels       the kernels chosen so far
     """
 
@@ -55,6 +56,7 @@ class OperandPlan:
     pairs: bool
     shares_rows: bool
     shares_cols: bool
+    is_delayed: bool
     kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
@@ -122,11 +124,9 @@ class LinearPlan:
     def of(
         cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Any]], hidden_by: str = "", wide: bool = False
     ) -> LinearPlan:
-        """The plan of a recipe on a device.
+        """kinds: role (x, w, gy) -> the class of its Operand. hidden_by: what hides their memory, see `addresses.wrapper`.
 
-        kinds      role (x, w, gy) -> the class of its Operand
-        hidden_by  what hides the memory of the operands, see `addresses.wrapper`
-        wide       keep decoded values in float32, for float32 products on a CPU: they would be converted at each of them
+        wide: keep decoded values in float32, for float32 products on a CPU, which would convert them at each call.
         """
         of = partial(plan, hidden_by=hidden_by) if hidden_by else plan
         plans = {name: of(gemm, device) for name, gemm in recipe.gemms().items()}
@@ -174,12 +174,12 @@ def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, P
     pairs = unrotated and rows is not None and rows == cols and expands[0] is expands[1] is None
     transposes = same and unrotated and (rows is None or (rows.is_symmetric and rows.format.codes_per_byte == 1))
     if recipe.backward == "straight-through":  # gy: its rows may be sampled; one draw of the noise serves both products
-        pairs, unpacked = False, rows is not None and (expands[0] is not None or rows.format.codes_per_byte == 1)
-        transposes = (
-            same and unpacked and rows is not None and rows.tile == (WHOLE, WHOLE) and recipe.grad_input.sample is None
-        )
+        unpacked = rows is not None and (expands[0] is not None or rows.format.codes_per_byte == 1)
+        whole = rows is not None and rows.tile == (WHOLE, WHOLE) and recipe.grad_input.sample is None
+        pairs, transposes = False, same and unpacked and whole
     shares = _is_shareable(rows, rotations[0]), _is_shareable(cols, rotations[1])
-    return OperandPlan(role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares)
+    is_delayed = any(cast is not None and isinstance(cast.calibrate, Window) for cast in (rows, cols))
+    return OperandPlan(role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares, is_delayed)
 
 
 @dataclass(eq=False)

@@ -9,14 +9,12 @@
                  grad_weight = (d_w where w H was not clipped) H                                [N, K]
                  grad_step   = sum d * (q - x H / s where not clipped, else q) / sqrt(numel max)    of x, and so of w
 
-Equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), the mask in the rotated
-basis, where the clipping happened. gy is cast as the recipe says. Its rows may be sampled (see `leverage_score`): outer ones in
-grad_input, contracted ones in grad_weight; they are weighted before they are cast. A product whose rhs is None takes the original
-instead of the codes, in 16 bits, with no mask and no gradient of a step.
+Equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), the mask in the rotated basis, where
+the clipping happened. gy is cast as the recipe says. Its rows may be sampled (`leverage_score`): outer ones in grad_input, contracted ones
+in grad_weight. A product whose rhs is None takes the original instead of the codes, in 16 bits, with no mask and no gradient of a step.
 
 Kept for backward: q_x, two codes to a byte, and one bit per element that says what was not clipped: 0.625 bytes per element; 2 /
-residual_every more for a learned step. Layers that read the same x keep the same tensors (`caches`). q_w is made again from the
-weight.
+residual_every more for a learned step. q_w is made again from the weight.
 """
 
 from __future__ import annotations
@@ -91,9 +89,6 @@ class CodedOperand(Operand):
     coded: Coded | None = None  # in backward, if somebody asks for the codes or for what was clipped
     inner = 0  # K, before the rotation fills it up
 
-    def read(self) -> None:
-        """Its state is a learned step, not a window."""
-
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         rows = beside.sampled if self.plan.role == "x" else None
         if self.plan.cols is None or self.coded is None:
@@ -108,6 +103,17 @@ class CodedOperand(Operand):
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
         return rotation(self.tensor) if cols is None else self.original()
+
+    def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
+        signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]
+        self.rotation, self.inner = Rotation(self.plan.rows_rotate, signs), shape[1]
+        if self.plan.rows is not None and scale is not None:
+            self.coded = self._restored(self.plan.rows, scale, *kept)
+        return self
+
+    def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
+        """In backward, what forward made of the tensor. kept: what follows the scale in `saved`."""
+        raise NotImplementedError
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where the operand was not clipped, turned back: [outer, inner] float32; and the gradient of the step."""
@@ -159,23 +165,18 @@ class CodedInput(CodedOperand):
         return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
 
     def saved(self) -> Saved:
-        """(x, signs, codes two to a byte, scale, bits, residual, rows), each if backward asks for it."""
+        """(signs, x, scale, codes two to a byte, bits, residual, rows), each if backward asks for it."""
         coded, (masks, reads) = self.casts.codes, self._asks
         kept: Saved = (None, None, None, None, None)
         if coded is not None and (masks or reads):
-            kept = (coded.packed, coded.scale, coded.bits, coded.residual, coded.rows)
-        original = self.tensor if self.needs[1] and (not reads or coded is None) else None
-        return original, self.rotation.signs, *kept
+            kept = (coded.scale, coded.packed, coded.bits, coded.residual, coded.rows)
+        return self.rotation.signs, self.tensor if self.needs[1] and (not reads or coded is None) else None, *kept
 
-    def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
-        self.tensor, signs, packed, scale, bits, residual, rows = saved  # type: ignore[assignment]
-        plan = self.plan
-        self.rotation, self.inner = Rotation(plan.rows_rotate, signs), shape[1]
-        if plan.rows is not None and scale is not None:
-            width = shape[1] if plan.rows_rotate is None else rotated_length(shape[1], plan.rows_rotate)
-            codes = None if packed is None else decode(packed, plan.rows.format, width)  # None: a frozen weight
-            self.coded = Coded(plan.rows, codes, scale, bits, residual, rows)
-        return self
+    def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
+        packed, bits, residual, rows = kept
+        width = self.inner if self.plan.rows_rotate is None else rotated_length(self.inner, self.plan.rows_rotate)
+        codes = None if packed is None else decode(packed, cast.format, width)  # None: a frozen weight
+        return Coded(cast, codes, scale, bits, residual, rows)
 
 
 class CodedWeight(CodedOperand):
@@ -197,21 +198,14 @@ class CodedWeight(CodedOperand):
         return made
 
     def saved(self) -> Saved:
-        """(scale, w, signs)."""
-        return self.scale, self.tensor, self.rotation.signs
+        """(signs, w, scale)."""
+        return self.rotation.signs, self.tensor, self.scale
 
-    def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
-        scale, weight, signs = saved
-        cast = self.plan.rows
-        assert weight is not None
-        self.tensor, self.rotation, self.inner = weight, Rotation(self.plan.rows_rotate, signs), shape[1]
-        if cast is None or scale is None:
-            return self
-        self.coded, rotated = _coded(weight, self.rotation, cast, None, scale, bits=True)
-        if isinstance(cast.calibrate, LearnedStep):
-            residual = self.coded.rounding(self.rotation(weight) if rotated is None else rotated)
-            self.coded = replace(self.coded, residual=residual)
-        return self
+    def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
+        coded, rotated = _coded(self.tensor, self.rotation, cast, None, scale, bits=True)
+        if not isinstance(cast.calibrate, LearnedStep):
+            return coded
+        return replace(coded, residual=coded.rounding(self.rotation(self.tensor) if rotated is None else rotated))
 
 
 class CodedGradient(Operand):
@@ -227,9 +221,6 @@ class CodedGradient(Operand):
     sample: leverage_score.Sample | None
     variance: Tensor | None
     squares: Tensor | None
-
-    def read(self) -> None:
-        """It has no window."""
 
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         self._draw("grad_input", None)
