@@ -1,9 +1,12 @@
-"""Who may have the casts of an operand already. Each is a CastSource (operands.py), asked about one role in this order:
+"""Who may have the casts of an operand already, asked about one role in this order:
 
     InputCasts       x    what computed it cast it as well (`fuse`), or a sister layer that reads the same tensor did: q, k and v
     PrecastSource    w    the optimizer's step left them beside the weight (`ops.quantize.precast_weight`)
     WeightCache      w    made earlier in this optimizer step; what nobody has is made now, and kept here
     GradientCasts    gy   what computed the gradient cast it as well
+
+`lookup(operand)` gives the casts that there are, to which those are added that are made now, or None for an unknown tensor. Another source
+(gathered codes, a message's) is one more object with it in a context's `sources`.
 
 All of them go by one key, `ops.validity`. It does not see a tensor that is written through a raw pointer or `.data`, so casts are kept from
 one optimizer step to the next only, and a forward pass without gradients never reads a kept one. Copies and pickles begin empty.
@@ -29,15 +32,20 @@ if TYPE_CHECKING:
 class WeightCache:
     """The casts of one weight, from one optimizer step to the next.
 
-    key   of the weight, and of what its casts depend on besides
-    held  keeps the memory of the weight: freed, its address could come back as another weight's
+    casts     those that there are
+    is_given  they were made by others, once per step, as a CUDA graph does: valid whatever the weight's version says, and none is added
+    key       of the weight, and of what its casts depend on besides
+    held      keeps the memory of the weight: freed, its address could come back as another weight's
     """
 
+    casts: Casts = field(default_factory=Casts)
+    is_given: bool = False
     key: Key | None = None
     held: Tensor | None = None
-    casts: Casts = field(default_factory=Casts)
 
     def lookup(self, operand: Operand) -> Casts | None:
+        if self.is_given:
+            return replace(self.casts)
         if (valid := validity(operand.tensor)) is None:
             return None
         context = operand.context
@@ -45,14 +53,6 @@ class WeightCache:
         if key != self.key:
             self.key, self.held, self.casts = key, operand.tensor.detach(), Casts()
         return self.casts
-
-
-@dataclass(eq=False)
-class StepCasts(WeightCache):
-    """Casts that others make once per step, as a CUDA graph does: valid whatever the weight's version says. Others are not kept."""
-
-    def lookup(self, operand: Operand) -> Casts | None:
-        return replace(self.casts)
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
-from narrowgauge.nn.operands import CastSource, Rotation, find
+from narrowgauge.nn.operands import Casts, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
 from narrowgauge.recipe import Recipe
 
@@ -163,21 +163,20 @@ class QLinear(nn.Linear):
             self.shared_inputs.clear()
         self._written = (0, 0)
 
-    def cast_weight(self) -> WeightCache:
+    def cast_weight(self) -> Casts:
         """The casts of its weight that serve a whole optimizer step, made now; empty where `keeps_casts` is false."""
-        cache = WeightCache()
+        cache, weight = WeightCache(), self.weight
         if not self.keeps_casts:
-            return cache
+            return cache.casts
         with torch.no_grad():
-            context = self.context(self.weight, cache)
-            operand = find("w", self.weight, context, (True, True), self.amax_state("w"))
-            plan, weight = context.plan.w, self.weight
+            context = self.context(weight, cache)
+            operand, plan = find("w", weight, context, (True, True), self.amax_state("w")), context.plan.w
             rows, cols = plan.serves_a_step
             if rows:
                 operand.rows(Rotation.draw(plan.rows_rotate, weight))
             if cols and not context.plan.straight_through:
                 operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
-        return cache
+        return cache.casts
 
     @property
     def keeps_casts(self) -> bool:
@@ -186,9 +185,9 @@ class QLinear(nn.Linear):
             return False
         return any(self.plan(self.weight.device).w.serves_a_step)
 
-    def take_casts(self, casts: WeightCache) -> None:
-        """Computes with these casts of its weight until the next `empty_cache`."""
-        self._cache = casts
+    def take_casts(self, casts: Casts) -> None:
+        """Computes with these casts of its weight, whatever becomes of it, until the next `empty_cache`."""
+        self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._recipe is None or self.is_suspended:
@@ -216,7 +215,7 @@ class QLinear(nn.Linear):
             return LinearContext(
                 plan_of(self._recipe, x.device), out_dtype, self.training, is_cold=is_cold, sampled=sampled
             )
-        sources: dict[str, list[CastSource]] = {}
+        sources: dict[str, list[Any]] = {}
         if cache is not None:
             sources["w"] = [cache] if self.precast is None else [PrecastSource(self.precast, cache), cache]
         if self.shared_inputs is not None:

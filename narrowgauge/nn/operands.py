@@ -8,7 +8,7 @@ Everything works on plain tensors, so that torch.compile traces through.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ class Operand:
             is_codes = plan.cols_expand is not None and isinstance(made, QTensor) and not made.is_expanded
             return made.expanded(plan.cols_expand) if is_codes else made  # type: ignore[union-attr, arg-type]
         if plan.transposes and casts.rows is not None:
-            made = transposed(casts.rows)
+            made = casts.rows.T
             if plan.role == "w" and plan.cols_expand is None and isinstance(made, QTensor):
                 # Native GEMMs would otherwise turn the codes at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
@@ -241,13 +241,6 @@ class Operand:
         return d, None
 
 
-class CastSource(Protocol):
-    """Who may have the casts of a tensor. Another one (gathered codes, a message's) is one more in a context's `sources`."""
-
-    def lookup(self, operand: Operand) -> Casts | None:
-        """The casts of it that there are, to which those are added that are made now; None: nothing is known of its tensor."""
-
-
 KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}
 
 
@@ -261,10 +254,6 @@ def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, b
             break
     operand.read()
     return operand
-
-
-def transposed(operand: QTensor | Tensor) -> QTensor | Tensor:
-    return operand.transposed() if isinstance(operand, QTensor) else operand.T
 
 
 def _noise(like: Tensor) -> Tensor | Key | DeviceKey:

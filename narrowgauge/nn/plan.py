@@ -189,7 +189,7 @@ class LinearContext:
     out_dtype      of the result
     records        whether delayed scaling notes what it sees: in training, not in evaluation
     grads          whether autograd records, so that a backward pass may come
-    sources        role -> who may have the operand's casts already (operands.CastSource), in the order in which they are asked
+    sources        role -> who may have the operand's casts already (caches.py), in the order in which they are asked
     cache          what keeps the weight's casts, for backward too
     is_cold        whether learned steps are in their cold start
     sampled        the products whose rows are sampled in this step

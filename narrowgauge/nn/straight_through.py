@@ -27,7 +27,7 @@ from torch import Tensor
 
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.nn.operands import Operand, Rotation, Saved, transposed
+from narrowgauge.nn.operands import Operand, Rotation, Saved
 from narrowgauge.ops.hadamard import rotated_length, unrotate
 from narrowgauge.ops.hadamard.codes import decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
@@ -235,7 +235,7 @@ class CodedGradient(Operand):
         self._draw("grad_weight", None if sampler is None else beside.original())
         self.sampled = None if self.sample is None else self.sample.rows
         if self.casts.rows is not None and self.sampled is None:
-            return transposed(self.casts.rows)
+            return self.casts.rows.T
         return self.cast(self.read_rows.T, self.plan.cols, self.plan.cols_expand)
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
