@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Backward = Callable[..., Any]
 
@@ -22,17 +21,13 @@ def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]
     """
 
     def decorate(backward: Backward) -> Backward:
-        once: Backward = once_differentiable(backward)
-
         @wraps(backward)
         def run(ctx: Any, *gradients: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return backward(ctx, *gradients)
-            if torch.compiler.is_compiling():
-                return once(ctx, *gradients)
-            raise RuntimeError(  # only create_graph=True leaves it on
-                f"backward: {what} has no second derivatives, and create_graph=True asks for them. {way_on}"
-            )
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only create_graph=True leaves it on
+                raise RuntimeError(
+                    f"backward: {what} has no second derivatives, and create_graph=True asks for them. {way_on}"
+                )
+            return backward(ctx, *gradients)
 
         return run
 

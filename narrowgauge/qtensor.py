@@ -127,11 +127,6 @@ class QTensor:
         """The scales, [outer tiles, inner tiles] float32, with the per-tensor scale multiplied in."""
         return self.scale if self.global_scale is None else self.scale * self.global_scale
 
-    @property
-    def T(self) -> QTensor:
-        """As of a Tensor."""
-        return self.transposed()
-
     def transposed(self) -> QTensor:
         """The same numbers with the axes exchanged, without copying; the cast's tiles must be symmetric."""
         if self.cast.tile[0] != self.cast.tile[1] or self.is_packed:

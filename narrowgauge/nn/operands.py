@@ -157,10 +157,11 @@ class Operand:
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         casts, plan = self.casts, self.plan
         if (made := casts.cols) is not None:
-            is_codes = plan.cols_expand is not None and isinstance(made, QTensor) and not made.is_expanded
-            return made.expanded(plan.cols_expand) if is_codes else made  # type: ignore[union-attr, arg-type]
+            if plan.cols_expand is not None and isinstance(made, QTensor) and not made.is_expanded:
+                return made.expanded(plan.cols_expand)
+            return made
         if plan.transposes and casts.rows is not None:
-            made = casts.rows.T
+            made = casts.rows.T if isinstance(casts.rows, Tensor) else casts.rows.transposed()
             if plan.role == "w" and plan.cols_expand is None and isinstance(made, QTensor):
                 # Native GEMMs would otherwise turn the codes at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
@@ -222,11 +223,8 @@ class Operand:
             )  # fmt: skip
             return self
         self.tensor = tensor  # type: ignore[assignment]
-        if (
-            plan.role == "w"
-            and self.context.cache is not None
-            and (found := self.context.cache.lookup(self)) is not None
-        ):
+        cache = self.context.cache if plan.role == "w" else None
+        if cache is not None and (found := cache.lookup(self)) is not None:
             self.casts = found
             if found.is_empty:
                 found.amax = amax

@@ -234,8 +234,8 @@ class CodedGradient(Operand):
         sampler = self.context.plan.recipe.grad_weight.sample
         self._draw("grad_weight", None if sampler is None else beside.original())
         self.sampled = None if self.sample is None else self.sample.rows
-        if self.casts.rows is not None and self.sampled is None:
-            return self.casts.rows.T
+        if self.sampled is None and isinstance(rows := self.casts.rows, QTensor):
+            return rows.transposed()
         return self.cast(self.read_rows.T, self.plan.cols, self.plan.cols_expand)
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
