@@ -174,7 +174,7 @@ class QLinear(nn.Linear):
             rows, cols = plan.serves_a_step
             if rows:
                 operand.rows(Rotation.draw(plan.rows_rotate, weight))
-            if cols and not context.plan.straight_through:
+            if cols and self._recipe is not None and self._recipe.backward == "recast":
                 operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
         return cache.casts
 
@@ -198,7 +198,7 @@ class QLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self)) is not None:
                 context.sources["x"] = [inputs]
-            if context.grads and self.training and context.plan.has_memory:
+            if context.grads and self.training and (self.scaling or self.steps or self.sampling):
                 self._expect_advance(weight)
         try:
             y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context))

@@ -93,8 +93,10 @@ def _gradient(
     Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to bfloat16 on its way, once: by 2**-8 of each element
     at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
     """
-    on_narrow_units = plan.expand == context.out_dtype == torch.bfloat16 and lhs.device.type == "cpu"
-    dtype = torch.float32 if context.plan.straight_through else torch.bfloat16 if on_narrow_units else dtype
+    if context.plan.recipe.backward == "straight-through":
+        dtype = torch.float32
+    elif plan.expand == context.out_dtype == torch.bfloat16 and lhs.device.type == "cpu":
+        dtype = torch.bfloat16
     d: Tensor = plan.choice.kernel.run(lhs, rhs, None, dtype, gemm.fast_accumulate)
     return d
 

@@ -117,8 +117,6 @@ class LinearPlan:
     x: OperandPlan
     w: OperandPlan
     gy: OperandPlan
-    straight_through: bool
-    has_memory: bool
 
     @classmethod
     def of(
@@ -135,16 +133,13 @@ class LinearPlan:
                 name: each if each.expand is None else replace(each, expand=torch.float32)
                 for name, each in plans.items()
             }
-        x, w, gy = (_operand_plan(role, kind, recipe, plans) for role, kind in kinds.items())
-        return cls(
-            recipe, plans["output"], plans["grad_input"], plans["grad_weight"], x, w, gy,
-            straight_through=recipe.backward == "straight-through", has_memory=recipe.has_memory,
-        )  # fmt: skip
+        operands = [_operand_plan(role, kind, recipe, plans) for role, kind in kinds.items()]
+        return cls(recipe, plans["output"], plans["grad_input"], plans["grad_weight"], *operands)
 
     def step_cast(self) -> tuple[Cast | None, str]:
         """(the cast of a weight that its optimizer's step can leave beside it, '') or (None, why it cannot, a clause)."""
         w, recipe = self.w, self.recipe
-        if self.straight_through:
+        if recipe.backward == "straight-through":
             return None, f"{recipe.name} multiplies straight-through, with casts of its own"
         if w.rows is None:
             return None, "its output takes the weight in 16 bits"
