@@ -161,12 +161,11 @@ class RowSampling(LayerState):
         super().__init__()
         self.settings = settings
         self.register_buffer("variance", torch.full((2,), UNREAD, device=device))
-        self.active: tuple[str, ...] = ()
         self.decide([UNREAD, UNREAD])
 
     def decide(self, variance: list[float]) -> None:
         """Takes over readings of `variance`. A NaN, from a poisoned gradient, means: all rows."""
-        self.active = tuple(
+        self.active: tuple[str, ...] = tuple(
             product
             for product, predicted in zip(self.PRODUCTS, variance, strict=True)
             if product in self.settings
@@ -182,6 +181,7 @@ class RowSampling(LayerState):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.variance.fill_(UNREAD)
+        self.decide([UNREAD, UNREAD])
 
     def extra_repr(self) -> str:
         return ", ".join(f"{product}: {sampler}" for product, sampler in self.settings.items())

@@ -322,6 +322,8 @@ def test_steps_and_readings_are_in_the_state_dict_and_survive_a_change_of_type()
     assert moved.steps.x.dtype == torch.float32 and moved.steps.x == layer.steps.x
     built = QLinear(64, 48, recipe=recipes.get("int4-hq-lss"), device="meta").to_empty(device="cpu")
     assert built.steps.x.device.type == "cpu" and built.steps.is_cold and built.steps.cold_left == 16
+    moved.sampling.reset_parameters()
+    assert moved.sampling.active == () and (moved.sampling.variance == UNREAD).all()
 
 
 # --- steps that nobody trains ---------------------------------------------------------------------------------------------------
