@@ -135,7 +135,8 @@ def sampled_parts(requantize: bool, keep: float = 0.5) -> Estimator:
     def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
         high, low, step = bit_split(gy, uniform(gy, generator))
         parts = torch.cat((RATIO * high, low))
-        sample = draw(leverage_score.leverage_scores(parts, other), keep, generator)
+        scores = leverage_score.row_norms(parts) * leverage_score.row_norms(other).repeat(2)
+        sample = draw(scores, keep, generator)
         rows = leverage_score.importance_weighted(parts, sample) * step
         rows = integers(rows, uniform(rows, generator), 127) if requantize else rows
         return rows.T @ other[sample.rows % len(other)]
@@ -173,7 +174,8 @@ def sampled_input(quantizer: Quantizer, *, weigh_first: bool, keep: float = 0.5)
         sample = draw(leverage_score.leverage_scores(gy), keep, generator)
         rows = leverage_score.importance_weighted(gy, sample) if weigh_first else gy[sample.rows]
         product = quantizer(rows, uniform(rows, generator)) @ other.T
-        return leverage_score.scatter_rows(product, sample, len(gy), weigh=not weigh_first)
+        product = product if weigh_first else product * sample.weights[:, None]
+        return leverage_score.scatter_rows(product, sample, len(gy))
 
     return estimate
 

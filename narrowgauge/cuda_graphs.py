@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError
-from narrowgauge.nn.caches import StepCasts, WeightCache
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.operands import Casts
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cuda_graph import ReplayedStep
@@ -277,7 +277,7 @@ class GraphedStep:
         self._loss = torch.zeros((), device=device)
         self._readings = torch.zeros(2, device=device)
         self._replayed = self._replayable()
-        self._casts: dict[QLinear, WeightCache] = {}
+        self._casts: dict[QLinear, Casts] = {}
         self._taken, self._usual = 0, 0  # micro-batches of this step, and of the one before
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         for parameter in self._parameters:
@@ -335,7 +335,7 @@ class GraphedStep:
 
     def _cast_weights(self) -> None:
         """Captured, never run eagerly: in eager mode the first micro-batch casts and the others reuse its casts."""
-        self._casts = {layer: StepCasts(casts=layer.cast_weight().casts) for layer in self._layers()}
+        self._casts = {layer: layer.cast_weight() for layer in self._layers()}
 
     def _forward_and_backward(self, **batch: Tensor) -> None:
         for layer, casts in self._casts.items():

@@ -47,34 +47,29 @@ class QTensor:
 
     def _check(self) -> None:
         data, scale, cast, whole = self.data, self.scale, self.cast, self.global_scale
-        if (data.dtype not in (cast.format.storage, *_VALUES) and not self.is_packed) or scale.dtype != torch.float32:
-            raise ShapeError(
-                f"QTensor: data is {data.dtype} and scale {scale.dtype}; {cast.format} needs codes in {cast.format.storage}, packed "
-                "ones in torch.uint8, or values in float32 or bfloat16, and a float32 scale. Build the tensor with quantize()."
-            )
-        if data.ndim != 2 or scale.ndim != 2:
-            raise ShapeError(
-                f"QTensor: data {list(data.shape)} and scale {list(scale.shape)} must both be two-dimensional. "
-                "Flatten the leading axes first."
-            )
         columns = self.inner if not self.is_packed else -(-self.inner // cast.format.codes_per_byte)
-        expected = scale_shape((data.shape[0], self.inner), cast.tile)
-        if data.shape[1] != columns or tuple(scale.shape) != expected:
-            raise ShapeError(
-                f"QTensor: data {list(data.shape)} with scale {list(scale.shape)} does not fit "
-                f"{self.inner} {cast.format} elements per row in tiles of {cast.tile}; "
-                f"expected {columns} columns and scale {list(expected)}."
+        wrong = ""
+        if (data.dtype not in (cast.format.storage, *_VALUES) and not self.is_packed) or scale.dtype != torch.float32:
+            wrong = (
+                f"data is {data.dtype} and scale {scale.dtype}; {cast.format} needs codes in {cast.format.storage}, packed ones in "
+                "torch.uint8, or values in float32 or bfloat16, and a float32 scale"
             )
-        if (whole is not None) != cast.has_global_scale:
-            raise ShapeError(
-                f"QTensor: cast {cast} {'needs' if cast.has_global_scale else 'takes no'} "
-                "global_scale. Build the tensor with quantize()."
+        elif data.ndim != 2 or scale.ndim != 2:
+            wrong = f"data {list(data.shape)} and scale {list(scale.shape)} must both be two-dimensional"
+        elif (data.shape[1], *scale.shape) != (
+            columns,
+            *(sizes := scale_shape((data.shape[0], self.inner), cast.tile)),
+        ):
+            wrong = (
+                f"data {list(data.shape)} with scale {list(scale.shape)} does not fit {self.inner} {cast.format} elements per row "
+                f"in tiles of {cast.tile}; expected {columns} columns and scale {list(sizes)}"
             )
-        if whole is not None and (whole.ndim != 0 or whole.dtype != torch.float32):
-            raise ShapeError(
-                f"QTensor: global_scale is {list(whole.shape)} {whole.dtype}; it must be a single "
-                "float32 without axes. Build the tensor with quantize()."
-            )
+        elif (whole is not None) != cast.has_global_scale:
+            wrong = f"cast {cast} {'needs' if cast.has_global_scale else 'takes no'} global_scale"
+        elif whole is not None and (whole.ndim != 0 or whole.dtype != torch.float32):
+            wrong = f"global_scale is {list(whole.shape)} {whole.dtype}; it must be a single float32 without axes"
+        if wrong:
+            raise ShapeError(f"QTensor: {wrong}. Build the tensor with quantize() from a two-dimensional one.")
 
     @property
     def shape(self) -> tuple[int, int]:

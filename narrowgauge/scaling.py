@@ -15,8 +15,8 @@ One direction everywhere: x ~= decode(codes) * scale. What is stored is exactly 
     tiny              at least smallest   at least smallest   at least smallest   0 when below e4m3's smallest (2**-9)
     huge              finite              at most 2**127      at most 2**127      finite
 
-A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers.
-Under the two-level rules the tile is the tensor, since all tiles share its float32.
+A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers. Under the two-level
+rules the tile is the tensor, since all tiles share its float32.
 
 Two-level scales in the order of NVFP4 (arXiv 2509.25149, appendix C; torchao 0.18 to the bit), each step rounded to float32:
 
@@ -24,15 +24,14 @@ Two-level scales in the order of NVFP4 (arXiv 2509.25149, appendix C; torchao 0.
     scale   = e4m3((amax / max) / whole)                 the number of a tile
     codes   = encode(x * ((1 / whole) / scale))          a product with a rounded reciprocal, as the hardware computes it
 
-e4m3's subnormals down to 2**-9 are used, as TransformerEngine does; torchao raises smaller scales to 2**-6, which quantizes
-tiles with an amax below 2**-14.8 of the tensor's more coarsely.
+e4m3's subnormals down to 2**-9 are used, as TransformerEngine does; torchao raises smaller scales to 2**-6, which quantizes tiles with an
+amax below 2**-14.8 of the tensor's more coarsely.
 
-Powers of two are computed on the bits, never as exp2(floor(log2 x)), which is wrong next to exact powers, nor from a
-quotient, which is not the same on every device (CUDA multiplies by the reciprocal of a constant divisor).
+Powers of two are computed on the bits: exp2(floor(log2 x)) is wrong next to exact powers, and a quotient is not the same on every device
+(CUDA multiplies by the reciprocal of a constant divisor).
 
-`smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that E8M0 could hold. At this
-scale float32's subnormals round to zero and no decoded value is subnormal, so that flush-to-zero, which is a switch of the
-process on a CPU and a habit of GPU compilers, changes no number.
+`smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that E8M0 could hold. At this scale float32's
+subnormals round to zero and no decoded value is subnormal, so that flush-to-zero changes no number.
 
 A tile (a, b) on [outer, inner] takes a rows and b columns; -1 is a whole axis. With A = ceil(outer / a), B = ceil(inner / b):
 
@@ -40,8 +39,8 @@ A tile (a, b) on [outer, inner] takes a rows and b columns; -1 is a whole axis. 
     as_tiles   [A, a, B, b]; [outer, B, b] when a is 1; [outer, inner] when one scale serves everything or each row
     per_tile   the scale as [A, 1, B, 1], [outer, B, 1] or [A, B], so that it broadcasts against as_tiles
 
-The three views exist for speed and for Inductor (2.13): its CPU loop splitting drops a vector tail, or fails an assertion,
-where an index is divided by the size of a tile (try_loop_split in codegen/cpp.py). Views of tiles have no such division.
+The three views exist for speed and for Inductor (2.13), whose CPU code is wrong where an index is divided by the size of a tile: loop
+splitting drops a vector tail, or fails an assertion (try_loop_split in codegen/cpp.py).
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -57,6 +55,7 @@ from torch import Tensor
 from narrowgauge.formats import E4M3, Format
 
 WHOLE = -1  # in a tile: the whole axis
+_ONE_SCALE = ((WHOLE, WHOLE), (1, WHOLE))  # tiles of the tensor, or of a row: there x needs no view of tiles
 SMALLEST_NORMAL = 2.0**-126  # of float32
 LARGEST_POWER = 2.0**127
 _MANTISSA = 23
@@ -88,22 +87,8 @@ class ScaleRule:
 
 def smallest_scale(format: Format) -> float:
     """The smallest scale of a tile of `format`: a power of two; see the module for the reason."""
-    return _smallest_scale(format) if torch.compiler.is_compiling() else _known_smallest_scale(format)
-
-
-def _smallest_scale(format: Format) -> float:
     exact = 2 * SMALLEST_NORMAL / format.smallest
     return 2.0 ** (_floor_log2(exact) + (math.frexp(exact)[0] > 0.5))
-
-
-_known_smallest_scale = cache(_smallest_scale)  # Dynamo warns of caches
-
-
-def two_level_global(amax: Tensor, format: Format) -> Tensor:
-    """The per-tensor scale of a two-level rule: the largest tile lands on e4m3's largest number. A 0-d tensor."""
-    largest = amax.amax()
-    smallest = smallest_scale(format) / E4M3.smallest
-    return _guard(_quotient(largest, E4M3.max * format.max).clamp(min=smallest), largest)
 
 
 def _fp32(amax: Tensor, format: Format) -> Tensor:
@@ -116,25 +101,27 @@ def ceil_carry(format: Format) -> int:
 
 
 def _power_of_two_ceil(amax: Tensor, format: Format) -> Tensor:
-    return _power_of_two(amax, ceil_carry(format), format)
+    return _power_of_two_floor(amax, format, ceil_carry(format))
 
 
-def _power_of_two_floor(amax: Tensor, format: Format) -> Tensor:
-    return _power_of_two(amax, 0, format)
-
-
-def _power_of_two(amax: Tensor, carry: int, format: Format) -> Tensor:
+def _power_of_two_floor(amax: Tensor, format: Format, carry: int = 0) -> Tensor:
     """2 ** (floor(log2 amax) - floor(log2 max)), one more where adding `carry` to amax's bits reaches the exponent."""
     bits = amax.view(torch.int32).clamp(max=_LARGEST_FINITE) + carry
     exponent = (bits & _EXPONENT_BITS) - (_floor_log2(format.max) << _MANTISSA)
-    lowest, highest = (_exponent_bits(power) for power in (smallest_scale(format), LARGEST_POWER))
+    lowest, highest = ((_floor_log2(power) + 127) << _MANTISSA for power in (smallest_scale(format), LARGEST_POWER))
     return _guard(exponent.clamp(lowest, highest).view(torch.float32), amax)
 
 
 def two_level_scales(amax: Tensor, format: Format, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """(e4m3 numbers of the tiles, float32 of the tensor) by a two-level rule; see the module."""
-    whole = two_level_global(amax, format) if amax.numel() else amax.new_ones(())
-    wanted = _quotient(amax, format.max)
+    """(e4m3 numbers of the tiles, float32 of the tensor, 0-d) by a two-level rule; see the module.
+
+    By the float32 the largest tile lands on e4m3's largest number.
+    """
+    if amax.numel() == 0:
+        return rule(amax, format), amax.new_ones(())
+    largest = amax.amax()
+    whole = _quotient(largest, E4M3.max * format.max).clamp(min=smallest_scale(format) / E4M3.smallest)
+    whole, wanted = _guard(whole, largest), _quotient(amax, format.max)
     # Subnormals are zero here, whether or not the division flushes them: rounding up would make 2**-9 of what is left.
     return rule(torch.where(wanted < SMALLEST_NORMAL, 0.0, wanted) / whole, format), whole
 
@@ -163,11 +150,6 @@ def _floor_log2(value: float) -> int:
     return math.frexp(value)[1] - 1
 
 
-def _exponent_bits(power: float) -> int:
-    """A power of two, 2**-126 or above, as the bits of a float32."""
-    return (_floor_log2(power) + 127) << _MANTISSA
-
-
 FP32 = ScaleRule("fp32", _fp32)
 POW2 = ScaleRule("pow2", _power_of_two_ceil, power_of_two=True)
 E8M0_CEIL = ScaleRule("e8m0-ceil", _power_of_two_ceil, power_of_two=True)
@@ -191,7 +173,7 @@ def scale_shape(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int
 
 def filled_up(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """x [outer, inner] with zeros added at the ends, so that whole tiles cover it; x itself if they do."""
-    if tile[1] == WHOLE and tile[0] in (1, WHOLE):
+    if tile in _ONE_SCALE:
         return x
     a, b = tile_sizes(tuple(x.shape), tile)
     fill = (0, -x.shape[1] % b, 0, -x.shape[0] % a)
@@ -200,7 +182,7 @@ def filled_up(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 def as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """A filled-up x as tiles, see the module. No copy if x is contiguous."""
-    if tile[1] == WHOLE and tile[0] in (1, WHOLE):
+    if tile in _ONE_SCALE:
         return x
     a, b = tile_sizes(tuple(x.shape), tile)
     if a == 1:
@@ -210,7 +192,7 @@ def as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 def per_tile(scale: Tensor, tile: tuple[int, int]) -> Tensor:
     """scale [A, B], so shaped that it broadcasts against `as_tiles` of the same tile."""
-    if tile[1] == WHOLE and tile[0] in (1, WHOLE):
+    if tile in _ONE_SCALE:
         return scale
     return scale[:, :, None] if tile[0] == 1 else scale[:, None, :, None]
 

@@ -17,7 +17,6 @@ from narrowgauge import recipes
 from narrowgauge.cuda_graphs import GraphedStep, Graphs, Part, make_capturable, refuse
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.nn import plan
-from narrowgauge.nn.caches import StepCasts
 from narrowgauge.nn.linear import QLinear
 from tests.compare import assert_same
 
@@ -160,17 +159,17 @@ def test_a_step_with_another_number_of_micro_batches_computes_with_the_weights_o
 def test_casts_of_a_step_do_not_ask_for_the_version_of_the_weight():
     """A graph changes the weight behind the host's back; and what is not among the casts is built anew each time."""
     layer = QLinear(32, 48, recipe="fp8-row")
-    casts = StepCasts(casts=layer.cast_weight().casts)
-    assert casts.casts.rows is not None and casts.casts.cols is not None
+    casts = layer.cast_weight()
+    assert casts.rows is not None and casts.cols is not None
     x = torch.randn(4, 32)
     before = layer(x)
     layer.take_casts(casts)
     with torch.no_grad():
         layer.weight.mul_(2.0)
     assert_same(layer(x), before)
-    casts.casts.rows = None
+    casts.rows = None
     assert not torch.equal(layer(x), before)
-    assert casts.casts.rows is None and casts.casts.cols is not None
+    assert casts.rows is None and casts.cols is not None
     layer.empty_cache()
     assert not torch.equal(layer(x), before)
 
@@ -186,14 +185,14 @@ def test_casts_made_ahead_are_those_that_the_layer_makes(recipe):
         torch.manual_seed(1)
         layer.zero_grad()
         if ahead:
-            layer.take_casts(StepCasts(casts=layer.cast_weight().casts))
+            layer.take_casts(layer.cast_weight())
         given = x.clone().requires_grad_()
         y = layer(given)
         y.square().sum().backward()
         results.append([y.detach(), given.grad, layer.weight.grad.clone()])
         layer.empty_cache()
     assert_same(*results)
-    assert layer.cast_weight().casts.is_empty != layer.keeps_casts
+    assert layer.cast_weight().is_empty != layer.keeps_casts
 
 
 def test_one_graph_per_shape_after_the_warm_up():

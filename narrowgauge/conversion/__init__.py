@@ -117,7 +117,7 @@ def convert(
             quantized.reason, quantized.decision = reason, made
     shared = SharedInputs()
     for _, quantized in _quantized(model):
-        quantized.share_inputs(shared)
+        quantized.shared_inputs = shared
     _refuse_fast_path(model)
     _warn(model)
     step_end.follow_model(model)
@@ -277,7 +277,7 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
-    own = "observer is_suspended reason decision _cache _precast _shared _written step_ended _recipe _plans"
+    own = "observer is_suspended reason decision _cache precast shared_inputs _written step_ended _recipe _plans"
     for name in own.split():
         layer.__dict__.pop(name)
     step_end.forget(layer)

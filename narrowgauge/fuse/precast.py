@@ -22,7 +22,7 @@ from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats, SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
-from narrowgauge.nn.plan import LinearContext, OperandPlan, OperandRequest
+from narrowgauge.nn.plan import LinearContext, OperandPlan
 from narrowgauge.ops.norm_act import CastRequest, CastResult, Kind, NormActSpec, backward_of, forward_of
 from narrowgauge.ops.registry import Choice, device_facts
 from narrowgauge.recipe import LearnedStep, Window
@@ -108,15 +108,14 @@ class FusedCast:
 
     def refuse(self, reader: QLinear) -> str | None:
         """Why no kernel casts for this reader, whatever the device; None if one may."""
-        return refuse_cast(_request(reader, reader.context(reader.weight)))
+        return refuse_cast(_input_of(reader, reader.context(reader.weight)))
 
     def _wanted_cast(self, reader: QLinear, context: LinearContext) -> CastRequest | None:
-        request = _request(reader, context)
-        cast = context.plan.x.rows
-        if cast is None or refuse_cast(request) is not None:
+        operand, cast = _input_of(reader, context), context.plan.x.rows
+        if cast is None or refuse_cast(operand) is not None:
             return None
-        live = request.state if isinstance(cast.calibrate, Window) else None
-        return CastRequest(cast, live, context.records, Operand.keeps_codes(request))
+        live = operand.state if isinstance(cast.calibrate, Window) else None
+        return CastRequest(cast, live, context.records, operand.keeps_codes)
 
     def _hand_over(self, y: Tensor, reader: QLinear, made: CastResult | None, context: LinearContext) -> None:
         """Puts the cast of y where its readers look, and the window's state with those who have one of their own."""
@@ -124,18 +123,15 @@ class FusedCast:
         inputs = None if shared is None else shared.of(y)
         if inputs is None or y.shape[-1] != reader.in_features:
             return
-        request = _request(reader, context)
+        operand = _input_of(reader, context, y.detach().reshape(-1, y.shape[-1]))
         if made is None or made.plain is None:
             with torch.no_grad():
-                operand = Operand(y.detach().reshape(-1, y.shape[-1]), request)
                 operand.read()
                 operand.rows(Rotation())
                 operand.saved()
-                casts = operand.casts
         else:
-            cols = made.transposed if Operand.keeps_codes(request) else None
-            casts = Casts(made.plain, cols, made.amax)
-        inputs.put(request, casts, self.stats)
+            operand.casts = Casts(made.plain, made.transposed if operand.keeps_codes else None, made.amax)
+        inputs.put(operand, self.stats)
         self._follow(reader, context)
 
     @torch.no_grad()
@@ -233,20 +229,20 @@ def _rotates_what_it_keeps(layer: QLinear) -> bool:
     return layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
 
 
-def _request(reader: QLinear, context: LinearContext) -> OperandRequest:
+def _input_of(reader: QLinear, context: LinearContext, tensor: Tensor | None = None) -> Operand:
     """What the reader will ask its sources for."""
-    trains = reader.weight.requires_grad
-    return OperandRequest(context.plan.x, context, (True, trains), reader.amax_state("x"))
+    needs = (True, reader.weight.requires_grad)
+    return Operand(tensor, context.plan.x, context, needs, reader.amax_state("x"))  # type: ignore[arg-type]
 
 
-def refuse_cast(request: OperandRequest) -> str | None:
+def refuse_cast(operand: Operand) -> str | None:
     """Why a kernel does not make the cast of x that is asked for, whatever the device; None if one may."""
-    plan = request.plan
+    plan = operand.plan
     if plan.rows is None or isinstance(plan.rows.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:
         return "products are emulated, which reads decoded values"
-    if Operand.keeps_codes(request) and not plan.transposes:
+    if operand.keeps_codes and not plan.transposes:
         return "another cast of x.T is kept"
     return None
 

@@ -19,7 +19,34 @@ from torch import Tensor, nn
 from narrowgauge.recipe import Window
 
 
-class AmaxHistory(nn.Module):
+class LayerState(nn.Module):
+    """State that a recipe adds to a layer. It is moved with the model and keeps its types: amax and steps of 8 bits would jump.
+
+    From the meta device it arrives (to_empty) as whatever was in memory, and begins anew.
+    """
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
+        was_meta = False
+        for name, tensor in [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]:
+            moved = fn(tensor.data)
+            moved = moved if moved.dtype == tensor.dtype else tensor.data.to(moved.device)
+            was_meta = was_meta or (tensor.is_meta and not moved.is_meta)
+            if not isinstance(tensor, nn.Parameter):
+                setattr(self, name, moved)
+            elif tensor.is_meta == moved.is_meta:
+                tensor.data = moved
+            else:  # a parameter cannot change from meta in place
+                setattr(self, name, nn.Parameter(moved, requires_grad=tensor.requires_grad))
+        if was_meta:
+            self.reset_parameters()
+        return self
+
+    def reset_parameters(self) -> None:
+        """Begins anew; the name is the one by which frameworks initialize modules that were made on meta."""
+        raise NotImplementedError
+
+
+class AmaxHistory(LayerState):
     """The state of one tensor; see the module."""
 
     history: Tensor
@@ -33,21 +60,8 @@ class AmaxHistory(nn.Module):
         self.register_buffer("live", torch.zeros(3, dtype=torch.float32, device=device))
         self.register_buffer("nonfinite", torch.zeros(1, dtype=torch.int64, device=device))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> AmaxHistory:
-        """model.to(bfloat16) moves this state but leaves its type: amax is kept in float32.
-
-        From the meta device it arrives (to_empty) as whatever was in memory, and begins anew.
-        """
-        for name, buffer in self._buffers.items():
-            assert buffer is not None
-            moved = fn(buffer)
-            moved = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
-            self._buffers[name] = torch.zeros_like(moved) if buffer.is_meta and not moved.is_meta else moved
-        return self
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Forgets everything; the name is the one by which frameworks initialize modules that were made on meta."""
         for buffer in (self.history, self.live, self.nonfinite):
             buffer.zero_()
 

@@ -7,30 +7,16 @@
 
     p_i = min(1, lambda c_i), sum p = n             minimises the variance  sum_i (1 - p_i) / p_i c_i^2
 
-Section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), with two changes.
-`systematic` draws exactly n rows, where independent draws would give a random number: shapes are static, nothing waits for
-the host, and every p_i is exact all the same. And the cap has a closed form in place of an iteration.
+Section 4.2 and appendices A.2, A.3 and B of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), with two changes: the cap
+has a closed form in place of an iteration, and `systematic` draws exactly n rows, so that shapes are static and nothing waits for the host.
 
-**Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The
-sampled rows are multiplied by it as floats (`importance_weighted`) and the product's ordinary stochastic cast comes after, with one scale:
-one rounding, unbiased, integer product. p_i ~ c_i levels the rows that it keeps, so their largest number hardly grows. The
-paper's order, split first and sample the 2 R rows of parts, works too: stack the parts for `leverage_scores`. Relative variances
-of a weight gradient over lognormal rows of deviation .5 / 1.5 / 2.5 (benchmarks/results/estimators.jsonl):
+**Sample first, cast afterwards.** 1 / p_i belongs to the contracted axis of grad_weight and cannot wait for an epilogue. The sampled rows
+are multiplied by it as floats and the product's ordinary stochastic cast comes after: one rounding, unbiased, integer product. The paper
+splits first and samples the rows of parts; docs/four-bit.md measures both. An outer axis, whose epilogue could apply the weights, gains
+as well: relative variance .017 against .035 at rows of deviation 1.5, since they do not multiply the noise of rounding.
 
-    sample, weigh, then split             R / 2 rows of INT8, or R of INT4    .568 / .017 / .0072    the default
-    split, sample sums, weigh, requantize R / 2 rows of INT8                  .574 / .038 / .0105    sums: 14 high + low
-    split, sample parts, requantize       R rows of INT8                      .552 / .014 / .0095
-    split, sample parts, float weights    R rows of INT4, floats for p < 1    .550 / .010 / .0072    how many is random
-    split, no sampling                    R rows of INT8, or 2 R of INT4      .0016 / .0090 / .0072
-
-Where INT4 runs as INT8, sampling parts costs as much as taking all rows and is always worse; that is why sums, not parts, are the
-unit. Scores taken before rounding see the small rows as they are, and noise of a rounding that comes after the weights is not
-multiplied by 1 / p. So an outer axis, whose epilogue could apply the weights, gains as well from weighing before the cast: .017
-against .035 at deviation 1.5 (`scatter_rows(weigh=False)`).
-
-Everything here is plain torch on one-dimensional float64 scores, no host synchronisation, compiled with fullgraph=True. A
-score that is not finite makes all probabilities and weights NaN: a poisoned gradient stays visible. Randomness comes in as an
-argument, so that whoever draws it can repeat it.
+Plain torch on float64 scores, no host synchronisation, compiled with fullgraph=True. A score that is not finite makes all probabilities
+and weights NaN: a poisoned gradient stays visible. Randomness comes in as an argument, so that whoever draws it can repeat it.
 """
 
 from __future__ import annotations
@@ -39,10 +25,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.errors import ConfigError, ShapeError
+from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.recipe import LeverageScore
 
 # A reading that was not taken, or one beyond float32. Finite: infinity less infinity would make NaN of an average of two models.
@@ -61,22 +47,15 @@ class Sample(NamedTuple):
 
 
 def budget(rows: int, keep: float) -> int:
-    """How many of `rows` rows a keep ratio in (0, 1] allows: ceil(keep * rows), at least 1 of any. Raises ConfigError."""
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-        raise ConfigError(
-            f"sampling: keep is {keep!r}; it must be above 0 and at most 1. keep=0.5 takes every second row."
-        )
+    """How many of `rows` rows a keep ratio in (0, 1] allows: ceil(keep * rows), at least 1 of any."""
     return min(rows, max(math.ceil(keep * rows - 1e-9), min(rows, 1)))  # 0.07 * 100 is above 7 in binary
 
 
 def row_norms(x: Tensor) -> Tensor:
     """x [R, C], floats or integer codes -> Euclidean norm of each row, [R] float64.
 
-    Squares are taken of x / amax, in float32: a gradient of 1e-30 has norms too. Rows 1e-19 times smaller than the largest
-    number count as zero. Two passes over x.
+    Squares are taken of x / amax, in float32: a gradient of 1e-30 has norms too. Rows 1e-19 times smaller than amax count as zero.
     """
-    if x.ndim != 2:
-        raise ShapeError(f"row_norms: x is {list(x.shape)}; it must be two-dimensional. Flatten the leading axes.")
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], dtype=torch.float64)
     x = x.to(torch.float32)
@@ -86,22 +65,13 @@ def row_norms(x: Tensor) -> Tensor:
 
 
 def leverage_scores(gradient: Tensor, other: Tensor | None = None) -> Tensor:
-    """Scores c, [R] float64, from which `probabilities` are made.
+    """Scores c of the rows, [R] float64, from which `probabilities` are made.
 
-    gradient  [R, N], one row per token; or [2 T, N], the parts of a bit-split gradient stacked, both in one unit (14 * high
-              and low): each part of a token is then a row of its own
-    other     [T, K], the operand that meets the gradient on the contracted axis (grad_weight); None for an outer axis
+    gradient  [R, N], one row per token
+    other     [R, K], the operand that meets the gradient on the contracted axis (grad_weight); None for an outer axis
     """
     scores = row_norms(gradient)
-    if other is None:
-        return scores
-    parts, left = divmod(scores.shape[0], max(other.shape[0], 1))
-    if other.ndim != 2 or left or (scores.shape[0] > 0 and parts == 0):
-        raise ShapeError(
-            f"leverage_scores: gradient {list(gradient.shape)} and other {list(other.shape)} share no rows. "
-            "The gradient needs as many rows as the other operand, or a multiple when its parts are stacked."
-        )
-    return scores * row_norms(other).repeat(parts)
+    return scores if other is None else scores * row_norms(other)
 
 
 def probabilities(scores: Tensor, budget: int) -> Tensor:
@@ -111,7 +81,7 @@ def probabilities(scores: Tensor, budget: int) -> Tensor:
     p = 1 and the rest share n - M in proportion to c. If no more than `budget` scores are above zero, p = 1 for these and 0
     for the others: nothing is lost by sampling then.
     """
-    _check(scores, budget)
+    assert min(len(scores), 1) <= budget <= len(scores)
     scores = scores.to(torch.float64)
     poison = scores.sum() * 0.0  # NaN if any score is not finite
     if budget == scores.shape[0]:
@@ -135,9 +105,7 @@ def systematic(p: Tensor, budget: int, noise: Tensor) -> Sample:
     The rows in random order lie end to end, each as long as its p; equally spaced points, one apart, hit those that are
     drawn. No row is longer than 1, so none is hit twice. Two sorts of R numbers.
     """
-    _check(p, budget)
-    if noise.shape != (p.shape[0] + 1,):
-        raise ShapeError(f"systematic: noise is {list(noise.shape)}; {p.shape[0]} rows need [{p.shape[0] + 1}].")
+    assert noise.shape == (p.shape[0] + 1,)
     order = noise[:-1].argsort()
     # Half a step of float32's uniform numbers: a point exactly at 0 would let rounding admit one row too many at the end.
     offset = noise[-1:].to(torch.float64) + 2.0**-25
@@ -156,13 +124,8 @@ def importance_weighted(rows: Tensor, sample: Sample) -> Tensor:
     return rows[sample.rows] * sample.weights[:, None].to(rows.dtype)
 
 
-def scatter_rows(rows: Tensor, sample: Sample, length: int, *, weigh: bool) -> Tensor:
-    """rows [n, C], one per sampled row -> [length, C] with zeros elsewhere: the end of a product sampled on its outer axis.
-
-    weigh  multiply by 1 / p here, in the epilogue; False if `importance_weighted` has done so before the product
-    """
-    if weigh:
-        rows = rows * sample.weights[:, None].to(rows.dtype)
+def scatter_rows(rows: Tensor, sample: Sample, length: int) -> Tensor:
+    """rows [n, C], one per sampled row -> [length, C] with zeros elsewhere: the end of a product sampled on its outer axis."""
     index = sample.rows[:, None].expand_as(rows)
     return rows.new_zeros(length, rows.shape[1]).scatter(0, index, rows)
 
@@ -176,27 +139,15 @@ def sampling_variance(p: Tensor, scores: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, term).sum()
 
 
-def _check(scores: Tensor, budget: int) -> None:
-    if scores.ndim != 1:
-        raise ShapeError(f"sampling: scores are {list(scores.shape)}; they must be [rows], see leverage_scores.")
-    rows = scores.shape[0]
-    if not min(rows, 1) <= budget <= rows:
-        raise ConfigError(
-            f"sampling: the budget is {budget} of {rows} rows; it must be 1 to {rows}. See sampling.budget."
-        )
-
-
 def note(readings: Tensor, place: int, variance: Tensor, whole: Tensor) -> None:
     """Writes the variance that sampling adds to a product, relative to its squared norm `whole`, into a layer's readings [2]."""
     relative = torch.where(variance == 0, 0.0, variance / whole).to(torch.float32)
-    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(
-        max=UNREAD
-    )  # beyond float32 is no reason to sample
+    relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(max=UNREAD)  # no reason to sample
     here = torch.arange(2, device=readings.device) == place
     readings.copy_(torch.where(here, relative, readings))
 
 
-class RowSampling(nn.Module):
+class RowSampling(LayerState):
     """Which products of a layer sample their rows.
 
     variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
@@ -210,12 +161,11 @@ class RowSampling(nn.Module):
         super().__init__()
         self.settings = settings
         self.register_buffer("variance", torch.full((2,), UNREAD, device=device))
-        self.active: tuple[str, ...] = ()
         self.decide([UNREAD, UNREAD])
 
     def decide(self, variance: list[float]) -> None:
         """Takes over readings of `variance`. A NaN, from a poisoned gradient, means: all rows."""
-        self.active = tuple(
+        self.active: tuple[str, ...] = tuple(
             product
             for product, predicted in zip(self.PRODUCTS, variance, strict=True)
             if product in self.settings
@@ -228,13 +178,10 @@ class RowSampling(nn.Module):
             self.variance.clamp_(max=UNREAD)  # infinite in states of earlier versions
             self.decide(self.variance.tolist())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> RowSampling:
-        """Moves and keeps float32; from meta it begins anew."""
-        was_meta, moved = self.variance.is_meta, fn(self.variance)
-        self.variance = moved if moved.dtype == torch.float32 else self.variance.to(moved.device)
-        if was_meta and not self.variance.is_meta:
-            self.variance.fill_(UNREAD)
-        return self
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.variance.fill_(UNREAD)
+        self.decide([UNREAD, UNREAD])
 
     def extra_repr(self) -> str:
         return ", ".join(f"{product}: {sampler}" for product, sampler in self.settings.items())
@@ -242,9 +189,8 @@ class RowSampling(nn.Module):
 
 @torch.no_grad()
 def decide(samplings: list[RowSampling]) -> None:
-    """Ends a step for many layers with one read from the device. A layer without a gradient in the step keeps its reading."""
-    if samplings and holds_numbers(samplings[0].variance):
-        for sampling, variance in zip(
-            samplings, torch.stack([sampling.variance for sampling in samplings]).tolist(), strict=True
-        ):
+    """Ends a step for layers, at least one, with one read from the device. One without a gradient in the step keeps its reading."""
+    if holds_numbers(samplings[0].variance):
+        readings = torch.stack([sampling.variance for sampling in samplings]).tolist()
+        for sampling, variance in zip(samplings, readings, strict=True):
             sampling.decide(variance)

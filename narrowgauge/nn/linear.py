@@ -7,6 +7,7 @@ themselves are in linear_function.py.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,11 @@ from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.nn.caches import InputCasts, PrecastSource, SharedInputs, WeightCache
+from narrowgauge.nn.caches import PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
-from narrowgauge.nn.operands import CastSource, Rotation, find
+from narrowgauge.nn.operands import Casts, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
-from narrowgauge.recipe import Cast, Recipe
+from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
     from narrowgauge.nn.learned_step import LearnedSteps
@@ -38,13 +39,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     """x [..., K] @ weight [N, K].T + bias [N] -> [..., N], differentiable in all three, by `recipe`.
 
-    For recipes without memory; delayed scaling, learned steps and sampling need a QLinear, which holds their state. The result
-    has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, ConfigError on a recipe with memory.
+    The result has autocast's dtype, or x's where autocast is off. Raises ShapeError on a wrong last axis, and ConfigError on a recipe with
+    memory (delayed scaling, learned steps, sampling), which needs a QLinear.
     """
     if not isinstance(recipe, Recipe):
-        raise ConfigError(
-            f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with narrowgauge.recipes.get."
-        )
+        raise ConfigError(f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.")
     _check(x, weight, bias)
     if recipe.has_memory:
         raise ConfigError(
@@ -52,18 +51,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
             "Use narrowgauge.QLinear, or convert the model."
         )
     context = LinearContext(plan_of(recipe, x.device, wrapper(x, weight)), _out_dtype(x))
-    return _apply(x, weight, bias, context, (None, None, None))
+    y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, None, None, None)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class QLinear(nn.Linear):
     """nn.Linear whose products follow a recipe. `layer.recipe` may be changed at any time, to a Recipe, its name, or None.
 
-    Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin
-    anew. `observer` sees every operand in eager mode (see `Observer`).
-    Loading a state without any of the recipe's own (amax windows, learned steps) leaves that as it is, and warns once; one that
-    has a part of it must have all; of another recipe's, a warning says what to do.
-    `reason` is why `convert` chose another recipe than the one asked for, in words for `describe`; '' if it did not.
-    `decision` is what recipe "auto" decided for the layer (narrowgauge.conversion.auto.Decision), None where it did not.
+    Changing it drops the state of the old recipe; learned steps that the new one has too stay the same parameters and begin anew.
+    Loading a state without any of the recipe's own leaves that as it is, and warns; one that has a part of it must have all.
+
+    observer   sees every operand in eager mode, see `Observer`
+    reason     why `convert` chose another recipe than the one asked for, for `describe`; '' if it did not
+    decision   what recipe "auto" decided for the layer (narrowgauge.conversion.auto.Decision), None where it did not
     """
 
     scaling: nn.ModuleDict | None
@@ -71,15 +71,9 @@ class QLinear(nn.Linear):
     sampling: RowSampling | None
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recipe: Recipe | str | None = None,
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, *, recipe: Recipe | str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self._become(recipe)
 
@@ -96,34 +90,16 @@ class QLinear(nn.Linear):
         self.is_suspended = False
         self.reason = ""
         self.decision: object | None = None
-        self._cache: WeightCache | None = None
-        self._precast: PrecastWeight | None = None
-        self._shared: SharedInputs | None = None
-        self._written = (0, 0)
+        self.precast: PrecastWeight | None = None  # what the optimizer's step leaves of the weight's cast
+        self.shared_inputs: SharedInputs | None = None  # casts of x are shared with the layers that have the same
         self.step_ended = False  # by an optimizer of torch, so that the next `advance` has nothing to end
+        self._cache: WeightCache | None = None
+        self._written = (0, 0)
         self._recipe: Recipe | None = None
-        self._plans: dict[tuple[torch.device, str], LinearPlan] = {}
+        self._plans: dict[tuple[torch.device, str, bool], LinearPlan] = {}
         self.scaling = self.steps = self.sampling = None
         self.recipe = recipe
         step_end.follow_layer(self)
-
-    def use_precast(self, precast: PrecastWeight | None) -> None:
-        """Takes its weight's cast from what the optimizer's step leaves (see `optim.precast_weights`); None: no longer."""
-        self._precast = precast
-
-    def uses_precast(self, precast: PrecastWeight | None) -> bool:
-        return self._precast is precast
-
-    def step_cast(self) -> tuple[Cast | None, str]:
-        """(the cast that the optimizer's step could leave for it, '') or (None, why none, a clause)."""
-        if self._recipe is None:
-            return None, "an ordinary Linear"
-        cast, reason = self.plan(self.weight.device).step_cast()
-        if cast is not None:
-            from narrowgauge.ops.quantize import precast_weight
-
-            reason = "" if (refusal := precast_weight.refuse(cast)) is None else refusal.text
-        return None if reason else cast, reason
 
     @property
     def recipe(self) -> Recipe | None:
@@ -144,21 +120,20 @@ class QLinear(nn.Linear):
         self._plans, self._written = {}, (0, 0)
         self.empty_cache()
         with torch.inference_mode(False):  # what inference mode makes cannot be trained later
-            self._renew_windows(recipe)
-            self._renew_state(recipe)
+            self._renew_state()
 
-    def _renew_windows(self, recipe: Recipe | None) -> None:
-        windows = {} if recipe is None else recipe.windows()
-        self.scaling = nn.ModuleDict(
-            {role: AmaxHistory(window, self.weight.device) for role, (window, _) in windows.items()}
-        ) if windows else None  # fmt: skip
-
-    def _renew_state(self, recipe: Recipe | None) -> None:
-        """Learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.
+    def _renew_state(self) -> None:
+        """Amax windows, learned steps and sampling of a new recipe. Steps that it shares with the old one stay the same parameters.
 
         New ones train if the weight does: a layer that was frozen before stays frozen as a whole.
         """
-        steps = {} if recipe is None else recipe.steps()
+        device, recipe = self.weight.device, self._recipe
+        windows, steps, samples = {}, {}, {}
+        if recipe is not None:
+            windows, steps, samples = recipe.windows(), recipe.steps(), recipe.samples()
+        self.scaling = self.sampling = None
+        if windows:
+            self.scaling = nn.ModuleDict({role: AmaxHistory(each, device) for role, (each, _) in windows.items()})
         if self.steps is not None and self.steps.settings == steps:
             self.steps.reset_parameters()
         else:
@@ -166,13 +141,11 @@ class QLinear(nn.Linear):
         if steps and self.steps is None:
             from narrowgauge.nn.learned_step import LearnedSteps
 
-            self.steps = LearnedSteps(steps, self.weight.device).requires_grad_(self.weight.requires_grad)
-        samples = {} if recipe is None else recipe.samples()
-        self.sampling = None
+            self.steps = LearnedSteps(steps, device).requires_grad_(self.weight.requires_grad)
         if samples:
             from narrowgauge.nn.leverage_score import RowSampling
 
-            self.sampling = RowSampling(samples, self.weight.device)
+            self.sampling = RowSampling(samples, device)
 
     def empty_cache(self, keep: bool = False) -> None:
         """Forgets the quantized weight. keep=True: from now on keep casts until the next call (what `advance` does).
@@ -180,31 +153,30 @@ class QLinear(nn.Linear):
         What the optimizer's step left of the cast stays with keep=True: it is of the weight as it is now, if that is unchanged.
         """
         self._cache = WeightCache() if keep or self._cache is not None else None
-        if not keep and self._precast is not None:
-            self._precast.forget()
+        if not keep and self.precast is not None:
+            self.precast.forget()
 
     def end_step(self) -> None:
         """What the end of a step is for every layer, whatever its recipe: nothing made of the weight or of an input is kept."""
         self.empty_cache(keep=True)
-        if self._shared is not None:
-            self._shared.clear()
+        if self.shared_inputs is not None:
+            self.shared_inputs.clear()
         self._written = (0, 0)
 
-    def cast_weight(self) -> WeightCache:
+    def cast_weight(self) -> Casts:
         """The casts of its weight that serve a whole optimizer step, made now; empty where `keeps_casts` is false."""
-        cache = WeightCache()
+        cache, weight = WeightCache(), self.weight
         if not self.keeps_casts:
-            return cache
+            return cache.casts
         with torch.no_grad():
-            context = self.context(self.weight, cache)
-            operand = find("w", self.weight, context, (True, True), self.amax_state("w"))
-            plan, weight = context.plan.w, self.weight
+            context = self.context(weight, cache)
+            operand, plan = find("w", weight, context, (True, True), self.amax_state("w")), context.plan.w
             rows, cols = plan.serves_a_step
             if rows:
                 operand.rows(Rotation.draw(plan.rows_rotate, weight))
-            if cols and not context.plan.straight_through:
+            if cols and self._recipe is not None and self._recipe.backward == "recast":
                 operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
-        return cache
+        return cache.casts
 
     @property
     def keeps_casts(self) -> bool:
@@ -213,64 +185,48 @@ class QLinear(nn.Linear):
             return False
         return any(self.plan(self.weight.device).w.serves_a_step)
 
-    def take_casts(self, casts: WeightCache) -> None:
-        """Computes with these casts of its weight until the next `empty_cache`."""
-        self._cache = casts
-
-    def share_inputs(self, shared: SharedInputs | None) -> None:
-        """From now on casts of x are shared with the layers that were given the same `shared`; None: with no one."""
-        self._shared = shared
-
-    @property
-    def shared_inputs(self) -> SharedInputs | None:
-        return self._shared
+    def take_casts(self, casts: Casts) -> None:
+        """Computes with these casts of its weight, whatever becomes of it, until the next `empty_cache`."""
+        self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._recipe is None or self.is_suspended:
             return super().forward(x)
         weight, bias = self.weight, self.bias
         _check(x, weight, bias)
-        if torch.compiler.is_compiling():
-            context = LinearContext(
-                plan_of(self._recipe, x.device), _out_dtype(x), self.training, **self._of_step(None)
-            )
-            return _apply(x, weight, bias, context, self._states(x, weight, context))
-        grads = torch.is_grad_enabled()
-        inputs = None if self._shared is None else self._shared.of(x, self)
-        context = self.context(x, self._cache if grads else None, inputs)
-        if grads and self.training and context.plan.has_memory:
-            self._expect_advance(weight)
+        context = self.context(x, self._cache if torch.is_grad_enabled() else None)
+        if not torch.compiler.is_compiling():
+            if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self)) is not None:
+                context.sources["x"] = [inputs]
+            if context.grads and self.training and (self.scaling or self.steps or self.sampling):
+                self._expect_advance(weight)
         try:
-            return _apply(x, weight, bias, context, self._states(x, weight, context))
+            y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context))
+            return y.reshape(*x.shape[:-1], weight.shape[0])
         finally:
-            if inputs is not None:
-                inputs.close()
+            context.sources.pop("x", None)  # backward keeps the context, not the casts
 
-    def context(self, x: Tensor, cache: WeightCache | None = None, inputs: InputCasts | None = None) -> LinearContext:
-        """What its products need for an input like x. cache, inputs: where casts are kept; in eager mode only."""
-        sources: list[CastSource] = [] if inputs is None else [inputs]
-        if cache is not None and self._precast is not None:
-            sources.append(PrecastSource(self._precast, cache))
+    def context(self, x: Tensor, cache: WeightCache | None = None) -> LinearContext:
+        """What its products need for an input like x. cache: where casts of the weight are kept, in eager mode only."""
+        assert self._recipe is not None
+        steps, sampling, out_dtype = self.steps, self.sampling, _out_dtype(x)
+        is_cold, sampled = steps is not None and steps.is_cold, () if sampling is None else sampling.active
+        if torch.compiler.is_compiling():
+            return LinearContext(
+                plan_of(self._recipe, x.device), out_dtype, self.training, is_cold=is_cold, sampled=sampled
+            )
+        sources: dict[str, list[Any]] = {}
         if cache is not None:
-            sources.append(cache)
-        if self._shared is not None:
-            sources.append(self._shared.gradients)
+            sources["w"] = [cache] if self.precast is None else [PrecastSource(self.precast, cache), cache]
+        if self.shared_inputs is not None:
+            sources["gy"] = [self.shared_inputs.gradients]
+        weight = self._parameters.get("weight")
+        wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
         return LinearContext(
-            self.plan(x.device, wrapper(x, self._parameters.get("weight"))), _out_dtype(x), self.training,
-            torch.is_grad_enabled(), tuple(sources), cache, self.observer,
-            **self._of_step(cache),
+            self.plan(x.device, wrapper(x, weight), wide and x.device.type == "cpu"),
+            out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
+            steps_version=() if steps is None or cache is None else steps.version(),
         )  # fmt: skip
-
-    def _of_step(self, cache: WeightCache | None) -> dict[str, Any]:
-        """Fields of the context of a recipe with steps or a sampler."""
-        steps, sampling = self.steps, self.sampling
-        if steps is None and sampling is None:
-            return {}
-        return {
-            "is_cold": steps is not None and steps.is_cold,
-            "steps_version": () if steps is None or cache is None else steps.version(),
-            "sampled": () if sampling is None else sampling.active,
-        }
 
     def _expect_advance(self, weight: Tensor) -> None:
         """Warns, once, of a training loop without `advance`: the weight is written again and again, and no step ends."""
@@ -282,26 +238,18 @@ class QLinear(nn.Linear):
             if count == PATIENCE:
                 assert self._recipe is not None
                 warnings.warn(
-                    f"{self._recipe.name}: in {PATIENCE} optimizer steps narrowgauge.advance was not called, so that its {self._memory()} "
-                    "stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
+                    f"{self._recipe.name}: in {PATIENCE} optimizer steps narrowgauge.advance was not called, so that its "
+                    f"{_words(self._memory())} stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
                     stacklevel=3,
                 )
 
-    def _added(self, name: str) -> dict[str, Tensor]:
-        """The state of one of the submodules that recipes add; empty where this one does not."""
-        module = getattr(self, name, None)
-        return {} if module is None else module.state_dict()
-
-    def _memory(self) -> str:
-        """What the recipe remembers, in words."""
-        return ", ".join(words for name, words in _ADDED.items() if getattr(self, name, None) is not None)
-
-    @staticmethod
-    def _words(keys: set[str], prefix: str) -> str:
-        """What entries of a state dict hold, in words."""
-        return ", ".join(
-            words for name, words in _ADDED.items() if any(key.startswith(f"{prefix}{name}.") for key in keys)
-        )
+    def _memory(self) -> dict[str, Tensor]:
+        """Name -> tensor of all that the recipe has added to the layer."""
+        modules = {name: getattr(self, name, None) for name in _ADDED}
+        return {
+            f"{name}.{key}": tensor
+            for name, module in modules.items() if module is not None for key, tensor in module.state_dict().items()
+        }  # fmt: skip
 
     def amax_state(self, role: str) -> Tensor | None:
         """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
@@ -310,11 +258,7 @@ class QLinear(nn.Linear):
 
     def window(self, role: str) -> AmaxHistory | None:
         """The amax window of a role ("x", "w" or "gy"); None without one."""
-        if self.scaling is None or role not in self.scaling:
-            return None
-        window = self.scaling[role]
-        assert isinstance(window, AmaxHistory)
-        return window
+        return None if self.scaling is None or role not in self.scaling else self.scaling[role]  # type: ignore[return-value]
 
     def _states(self, x: Tensor, weight: Tensor, context: LinearContext) -> tuple[Tensor | None, ...]:
         """Its tensors besides weight and bias: amax windows, or steps and the readings of the sampler."""
@@ -350,17 +294,16 @@ class QLinear(nn.Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As ever; but what a recipe added to the layer is not missing where it was saved without, and another's is told."""
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if not self.weight.is_meta and any(each.is_meta for name in _ADDED for each in self._added(name).values()):
+        if not self.weight.is_meta and any(each.is_meta for each in self._memory().values()):
             self.steps = None  # what `assign=True` leaves on meta has no numbers: made anew where the weight is now
-            self._renew_windows(self._recipe)
-            self._renew_state(self._recipe)
-        own = {f"{prefix}{name}.{key}": value for name in _ADDED for key, value in self._added(name).items()}
+            self._renew_state()
+        own = {f"{prefix}{name}": value for name, value in self._memory().items()}
         given = {key for key in state_dict if key.startswith(tuple(f"{prefix}{name}." for name in _ADDED))}
         recipe = None if self.recipe is None else self.recipe.name
         if own and f"{prefix}weight" in state_dict and not given:
             state_dict.update(own)  # a copy that load_state_dict made
             warnings.warn(
-                f"load_state_dict: what is loaded has no {self._memory()} for recipe {recipe!r}: it was saved before the model was "
+                f"load_state_dict: what is loaded has no {_words(self._memory())} for recipe {recipe!r}: it was saved before the model was "
                 "converted, or with another recipe. They stay as they are: of a model just converted they begin with the data of the "
                 "next steps. Where they are of other weights, convert again.",
                 stacklevel=2,
@@ -368,16 +311,16 @@ class QLinear(nn.Linear):
         elif given - own.keys():  # torch raises or, not strict, leaves them out: which it is, it does not say here
             warnings.warn(
                 f"load_state_dict: what is loaded was saved with another recipe than {recipe!r}, which has no place for "
-                f"{self._words(given - own.keys(), prefix)}. Convert the model as the one that was saved was, load, and convert again to "
-                f"{recipe!r}; or leave out what belongs to recipes with strict=False.",
+                f"{_words(key.removeprefix(prefix) for key in given - own.keys())}. Convert the model as the one that was saved "
+                f"was, load, and convert again to {recipe!r}; or leave out what belongs to recipes with strict=False.",
                 stacklevel=2,
             )
 
-    def plan(self, device: torch.device, hidden_by: str = "") -> LinearPlan:
-        """What its recipe means on a device, worked out once. hidden_by: what hides the memory of the operands (`addresses`)."""
-        if (plan := self._plans.get((device, hidden_by))) is None:
+    def plan(self, device: torch.device, hidden_by: str = "", wide: bool = False) -> LinearPlan:
+        """What its recipe means on a device, worked out once; see `LinearPlan.of`."""
+        if (plan := self._plans.get((device, hidden_by, wide))) is None:
             assert self._recipe is not None
-            plan = self._plans[device, hidden_by] = plan_of(self._recipe, device, hidden_by)
+            plan = self._plans[device, hidden_by, wide] = plan_of(self._recipe, device, hidden_by, wide)
         return plan
 
     def extra_repr(self) -> str:
@@ -389,7 +332,13 @@ class QLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
-        return self.__dict__ | {"_cache": None, "_precast": None, "observer": None, "_plans": {}, "step_ended": False}
+        return self.__dict__ | {"_cache": None, "precast": None, "observer": None, "_plans": {}, "step_ended": False}
+
+
+def _words(names: Iterable[str]) -> str:
+    """What tensors that recipes add hold, in words."""
+    modules = {name.partition(".")[0] for name in names}
+    return ", ".join(words for name, words in _ADDED.items() if name in modules)
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:
@@ -412,28 +361,17 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS or tensor.layout != torch.strided:
             kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ShapeError(
-                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. "
-                f"Convert it first."
+                f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. Convert it first."
             )
         if tensor.device != x.device:
             raise ShapeError(f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.")
     if weight.ndim != 2:
         raise ShapeError(f"linear: weight is {list(weight.shape)}; it must be [out_features, in_features].")
-    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise ShapeError(
-            f"linear: x is {list(x.shape)}, weight {list(weight.shape)}; the last axis of x must be {weight.shape[1]}."
-        )
-    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
-        raise ShapeError(
-            f"linear: bias is {list(bias.shape)}, weight {list(weight.shape)}; bias must be [{weight.shape[0]}]."
-        )
-
-
-def _apply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, context: LinearContext, states: tuple[Tensor | None, ...]
-) -> Tensor:
-    y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *states)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    n, k = weight.shape
+    if x.ndim == 0 or x.shape[-1] != k:
+        raise ShapeError(f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.")
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
+        raise ShapeError(f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].")
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.nn.operands import KINDS, Rotation, find
-from narrowgauge.nn.plan import LinearContext, LinearPlan, OperandRequest
+from narrowgauge.nn.plan import LinearContext, LinearPlan
 from narrowgauge.ops.mm import Plan
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm, Recipe
@@ -33,15 +33,9 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        context: LinearContext,
-        x_state: Tensor | None,
-        w_state: Tensor | None,
-        gy_state: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, context: LinearContext,
+        x_state: Tensor | None, w_state: Tensor | None, gy_state: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         needs, plan = ctx.needs_input_grad, context.plan
         wants = needs[0] or needs[4], needs[1] or needs[5]  # the gradient of x or its step, of w or its step
         rotation = Rotation.draw(plan.recipe.output.rotate, x)
@@ -49,7 +43,8 @@ class LinearFunction(torch.autograd.Function):
         lhs, kept = x_operand.rows(rotation), x_operand.saved()
         w_operand = find("w", weight, context, wants, w_state)
         rhs = w_operand.rows(rotation)
-        y = _mm(plan.output, plan.recipe.output, lhs, rhs, bias, context.out_dtype)
+        run, fast = plan.output.choice.kernel.run, plan.recipe.output.fast_accumulate
+        y: Tensor = run(lhs, rhs, bias, context.out_dtype, fast)
 
         ctx.context, ctx.wants, ctx.x_kept = context, wants, len(kept)
         ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype if bias is not None and needs[2] else None
@@ -60,61 +55,55 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @no_double_backward("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        context, wants = ctx.context, ctx.wants
+        context, wants, saved = ctx.context, ctx.wants, ctx.saved_tensors
         plan: LinearPlan = context.plan
-        recipe, saved = plan.recipe, ctx.saved_tensors
-        weight = saved[ctx.x_kept + 1]
-        x_request, w_request = OperandRequest(plan.x, context, wants), OperandRequest(plan.w, context, wants)
-        x = plan.x.kind.restored(x_request, saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]))
-        w = plan.w.kind.restored(w_request, saved[ctx.x_kept :], weight.shape)
+        recipe, weight = plan.recipe, saved[ctx.x_kept + 1]
+        x = plan.x.kind(None, plan.x, context, wants, None).restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]))
+        w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape)
         g = find("gy", gy, context, wants, ctx.gy_state)
         grad_input = grad_weight = grad_bias = x_step = w_step = None
 
         if wants[0]:
             rotation = Rotation.draw(recipe.grad_input.rotate, gy)
             lhs, rhs = g.rows(rotation), w.cols(rotation, g)
-            d = _mm(
-                plan.grad_input,
-                recipe.grad_input,
-                lhs,
-                rhs,
-                None,
-                plan.gradient_dtype(plan.grad_input, context.out_dtype, ctx.x_dtype),
-            )
+            d = _gradient(plan.grad_input, recipe.grad_input, lhs, rhs, context, ctx.x_dtype)
             d, x_step = x.gradient(g.finished("grad_input", d))
             grad_input = d.to(ctx.x_dtype)
         if wants[1]:
             rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T)
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
-            d = _mm(
-                plan.grad_weight,
-                recipe.grad_weight,
-                lhs,
-                rhs,
-                None,
-                plan.gradient_dtype(plan.grad_weight, context.out_dtype, weight.dtype),
-            )
+            d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, weight.dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d.to(weight.dtype)
         if ctx.bias_dtype is not None:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        learns = ctx.needs_input_grad[4:6]
-        if True in learns:
-            x_step, w_step = plan.x.kind.step_gradients((x_step, w_step), learns, context.is_cold, gy.device)
+        # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.
+        if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
+            x_step = torch.zeros(1, device=gy.device)
+        if ctx.needs_input_grad[5] and (w_step is None or context.is_cold):
+            w_step = torch.zeros(1, device=gy.device)
         return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
 
 
-def _mm(
-    plan: Plan, gemm: Gemm, lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None, dtype: torch.dtype
+def _gradient(
+    plan: Plan, gemm: Gemm, lhs: QTensor | Tensor, rhs: QTensor | Tensor, context: LinearContext, dtype: torch.dtype
 ) -> Tensor:
-    out: Tensor = plan.choice.kernel.run(lhs, rhs, bias, dtype, gemm.fast_accumulate)
-    return out
+    """A product whose result becomes a gradient of type `dtype`; in float32 where an epilogue works on it first.
+
+    Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to bfloat16 on its way, once: by 2**-8 of each element
+    at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
+    """
+    if context.plan.recipe.backward == "straight-through":
+        dtype = torch.float32
+    elif plan.expand == context.out_dtype == torch.bfloat16 and lhs.device.type == "cpu":
+        dtype = torch.bfloat16
+    d: Tensor = plan.choice.kernel.run(lhs, rhs, None, dtype, gemm.fast_accumulate)
+    return d
 
 
-def plan_of(recipe: Recipe, device: torch.device, hidden_by: str = "") -> LinearPlan:
-    """What the recipe means on the device. hidden_by: what hides the memory of the operands, see `addresses.wrapper`."""
-    if recipe.backward == "recast":
-        return LinearPlan.of(recipe, device, KINDS, hidden_by)
-    from narrowgauge.nn import straight_through
-
-    return LinearPlan.of(recipe, device, straight_through.KINDS, hidden_by)
+def plan_of(recipe: Recipe, device: torch.device, hidden_by: str = "", wide: bool = False) -> LinearPlan:
+    """What the recipe means on the device; see `LinearPlan.of`."""
+    kinds = KINDS
+    if recipe.backward == "straight-through":
+        from narrowgauge.nn.straight_through import KINDS as kinds
+    return LinearPlan.of(recipe, device, kinds, hidden_by, wide)

@@ -6,7 +6,7 @@ A plan is worked out once: choosing kernels at every call would cost more than a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
+from narrowgauge.ops.quantize import quantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.scaling import WHOLE
@@ -39,6 +40,7 @@ class OperandPlan:
     pairs         both products read codes of the same cast, so that one read of t may give both (`ops.quantize.pair`)
     shares_rows   whether layers that cast the same t get the same rows: no random numbers, and no scale from a layer's own state
     shares_cols   and the same cols
+    is_delayed    whether a window of earlier steps gives their scale
     kernels       the kernels chosen so far
     """
 
@@ -54,10 +56,13 @@ class OperandPlan:
     pairs: bool
     shares_rows: bool
     shares_cols: bool
+    is_delayed: bool
     kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
         """As `ops.quantize`, by a kernel that is chosen once; no refusal looks at more of the arguments than the key does."""
+        if torch.compiler.is_compiling():
+            return quantize(x, cast, amax=amax, noise=noise, expand=expand)
         key = (cast is self.rows, x.dtype, expand, x.shape[1] & 1, 0 in x.shape, type(noise))
         run = self.kernels.get(key)
         if run is None:
@@ -78,22 +83,27 @@ class OperandPlan:
         return found
 
     @property
+    def reads_codes(self) -> bool:
+        """Whether rows are codes of t as it is, which a kernel may make beside other things."""
+        return self.rows is not None and self.rows_expand is None and self.rows_rotate is None
+
+    @property
     def serves_a_step(self) -> tuple[bool, bool]:
         """Whether rows, and cols, are the same at every call between two optimizer steps."""
-        return _is_repeated(self.rows, self.rows_rotate), _is_repeated(self.cols, self.cols_rotate)
+        return (
+            self.rows is not None and not _draws(self.rows, self.rows_rotate),
+            self.cols is not None and not _draws(self.cols, self.cols_rotate),
+        )
 
 
-def _is_repeated(cast: Cast | None, rotate: Hadamard | None) -> bool:
-    return cast is not None and cast.rounding == "nearest" and not _is_random(rotate)
-
-
-def _is_random(rotate: Hadamard | None) -> bool:
-    return rotate is not None and rotate.signs == "random"
+def _draws(cast: Cast | None, rotate: Hadamard | None) -> bool:
+    """Whether random numbers enter the operand."""
+    return (cast is not None and cast.rounding != "nearest") or (rotate is not None and rotate.signs == "random")
 
 
 def _is_shareable(cast: Cast | None, rotate: Hadamard | None) -> bool:
-    own = cast is not None and (cast.rounding != "nearest" or isinstance(cast.calibrate, Window | LearnedStep))
-    return not own and not _is_random(rotate)
+    has_own_scale = cast is not None and isinstance(cast.calibrate, Window | LearnedStep)
+    return not has_own_scale and not _draws(cast, rotate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,37 +117,29 @@ class LinearPlan:
     x: OperandPlan
     w: OperandPlan
     gy: OperandPlan
-    straight_through: bool
-    has_memory: bool
-    on_cpu: bool
 
     @classmethod
-    def of(cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Any]], hidden_by: str = "") -> LinearPlan:
-        """kinds: role -> the class of its Operand. hidden_by: what hides the memory of the operands, see `addresses.wrapper`."""
+    def of(
+        cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Any]], hidden_by: str = "", wide: bool = False
+    ) -> LinearPlan:
+        """kinds: role (x, w, gy) -> the class of its Operand. hidden_by: what hides their memory, see `addresses.wrapper`.
+
+        wide: keep decoded values in float32, for float32 products on a CPU, which would convert them at each call.
+        """
         of = partial(plan, hidden_by=hidden_by) if hidden_by else plan
         plans = {name: of(gemm, device) for name, gemm in recipe.gemms().items()}
-        roles = {role: _operand_plan(role, kind, recipe, plans) for role, kind in kinds.items()}
-        return cls(
-            recipe, plans["output"], plans["grad_input"], plans["grad_weight"], roles["x"], roles["w"], roles["gy"],
-            straight_through=recipe.backward == "straight-through", has_memory=recipe.has_memory,
-            on_cpu=device.type == "cpu",
-        )  # fmt: skip
-
-    def gradient_dtype(self, product: Plan, out_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-        """The type in which a product computes a gradient that becomes `dtype`; float32 for what an epilogue works on.
-
-        Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to bfloat16 on its way, once: by 2**-8 of each element
-        at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
-        """
-        if self.straight_through:
-            return torch.float32
-        on_narrow_units = self.on_cpu and product.expand == out_dtype == torch.bfloat16
-        return torch.bfloat16 if on_narrow_units else dtype
+        if wide:
+            plans = {
+                name: each if each.expand is None else replace(each, expand=torch.float32)
+                for name, each in plans.items()
+            }
+        operands = [_operand_plan(role, kind, recipe, plans) for role, kind in kinds.items()]
+        return cls(recipe, plans["output"], plans["grad_input"], plans["grad_weight"], *operands)
 
     def step_cast(self) -> tuple[Cast | None, str]:
         """(the cast of a weight that its optimizer's step can leave beside it, '') or (None, why it cannot, a clause)."""
         w, recipe = self.w, self.recipe
-        if self.straight_through:
+        if recipe.backward == "straight-through":
             return None, f"{recipe.name} multiplies straight-through, with casts of its own"
         if w.rows is None:
             return None, "its output takes the weight in 16 bits"
@@ -149,7 +151,10 @@ class LinearPlan:
         for product, expand in ((self.output, w.rows_expand), (self.grad_input, w.cols_expand)):
             if expand is not None:
                 return None, f"kernel {product.choice.kernel.name} multiplies decoded values"
-        return w.rows, ""
+        from narrowgauge.ops.quantize import precast_weight
+
+        refusal = precast_weight.refuse(w.rows)
+        return (w.rows, "") if refusal is None else (None, refusal.text)
 
 
 def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, Plan]) -> OperandPlan:
@@ -164,23 +169,23 @@ def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, P
     pairs = unrotated and rows is not None and rows == cols and expands[0] is expands[1] is None
     transposes = same and unrotated and (rows is None or (rows.is_symmetric and rows.format.codes_per_byte == 1))
     if recipe.backward == "straight-through":  # gy: its rows may be sampled; one draw of the noise serves both products
-        pairs, unpacked = False, rows is not None and (expands[0] is not None or rows.format.codes_per_byte == 1)
-        transposes = (
-            same and unpacked and rows is not None and rows.tile == (WHOLE, WHOLE) and recipe.grad_input.sample is None
-        )
+        unpacked = rows is not None and (expands[0] is not None or rows.format.codes_per_byte == 1)
+        whole = rows is not None and rows.tile == (WHOLE, WHOLE) and recipe.grad_input.sample is None
+        pairs, transposes = False, same and unpacked and whole
     shares = _is_shareable(rows, rotations[0]), _is_shareable(cols, rotations[1])
-    return OperandPlan(role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares)
+    is_delayed = any(cast is not None and isinstance(cast.calibrate, Window) for cast in (rows, cols))
+    return OperandPlan(role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares, is_delayed)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LinearContext:
     """What one call of the products needs besides tensors.
 
     out_dtype      of the result
     records        whether delayed scaling notes what it sees: in training, not in evaluation
     grads          whether autograd records, so that a backward pass may come
-    sources        who may have an operand's casts already (operands.CastSource), in the order in which they are asked
-    cache          the one of them that keeps the weight's casts
+    sources        role -> who may have the operand's casts already (caches.py), in the order in which they are asked
+    cache          what keeps the weight's casts, for backward too
     is_cold        whether learned steps are in their cold start
     sampled        the products whose rows are sampled in this step
     steps_version  changes whenever the learned steps do
@@ -190,25 +195,9 @@ class LinearContext:
     out_dtype: torch.dtype
     records: bool = True
     grads: bool = True
-    sources: tuple[Any, ...] = ()
+    sources: dict[str, list[Any]] = field(default_factory=dict)
     cache: Any = None
     observer: Observer | None = None
     is_cold: bool = False
     sampled: tuple[str, ...] = ()
     steps_version: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class OperandRequest:
-    """What is asked of a source.
-
-    plan     of the tensor's role
-    context  of the call
-    needs    whether the gradients of x and of w are wanted
-    state    the tensor's amax window, its learned step, or where a sampler writes its readings; None without one
-    """
-
-    plan: OperandPlan
-    context: LinearContext
-    needs: tuple[bool, bool]
-    state: Tensor | None = None

@@ -9,44 +9,28 @@ A step inside a backward pass (an optimizer per parameter) ends nothing, since l
 casts of its weights are forgotten. Where a GradScaler skips the step, torch calls nothing, and the windows go on taking maxima. A step
 that torch.compile traces, an optimizer that is none of torch's, and weights written by hand need the line.
 
-Followed are weak references to models and layers, and nothing else is global.
+Learned steps are told of the optimizer as well: none may hold them (`learned_step`). Followed are weak references to models and layers,
+and nothing else is global.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowgauge.nn.amax_history import AmaxHistory, roll_history
+from narrowgauge.nn.amax_history import roll_history
 
-if TYPE_CHECKING:
-    from narrowgauge.nn.learned_step import LearnedSteps
-    from narrowgauge.nn.leverage_score import RowSampling
-
-
-class Layer(Protocol):
-    """What a QLinear is here."""
-
-    weight: torch.Tensor
-    scaling: nn.ModuleDict | None
-    steps: LearnedSteps | None
-    sampling: RowSampling | None
-    step_ended: bool
-
-    def end_step(self) -> None: ...
-
-
-_LAYERS: weakref.WeakSet[Any] = weakref.WeakSet()
+QLinear = Any  # nn.linear imports this
+_LAYERS: weakref.WeakSet[QLinear] = weakref.WeakSet()
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _registered: list[Any] = []  # torch's handle, so that it is done once
 
 
-def follow_layer(layer: nn.Module) -> None:
+def follow_layer(layer: QLinear) -> None:
     """From now on the steps of torch's optimizers that hold a parameter of the layer are steps of it."""
     if not _registered:
         _registered.append(register_optimizer_step_post_hook(_after_step))
@@ -58,32 +42,27 @@ def follow_model(model: nn.Module) -> None:
     _MODELS.add(model)
 
 
-def forget(layer: nn.Module) -> None:
+def forget(layer: QLinear) -> None:
     _LAYERS.discard(layer)
 
 
-def end_steps(layers: dict[str, Any]) -> None:
+def end_steps(layers: dict[str, QLinear]) -> None:
     """Name -> layer. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide."""
-    found: list[tuple[str, Layer]] = list(layers.items())
-    for _, layer in found:
+    learned = {name: layer.steps for name, layer in layers.items() if layer.steps is not None}
+    samplings = [layer.sampling for layer in layers.values() if layer.sampling is not None]
+    for layer in layers.values():
         layer.end_step()
-        if layer.steps is not None:
-            layer.steps.advance()
-    if learned := [(name, layer, layer.steps) for name, layer in found if layer.steps is not None]:
+    for steps in learned.values():
+        steps.advance()
+    if learned:
         from narrowgauge.nn.learned_step import warn_of_untrained
 
-        warn_of_untrained(learned)  # type: ignore[arg-type]
-    if samplings := [layer.sampling for _, layer in found if layer.sampling is not None]:
+        warn_of_untrained(learned)
+    if samplings:
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    roll_history([each for _, layer in found if layer.scaling is not None for each in _histories(layer.scaling)])
-
-
-def _histories(scaling: nn.ModuleDict) -> Iterable[AmaxHistory]:
-    for history in scaling.values():
-        assert isinstance(history, AmaxHistory)
-        yield history
+    roll_history([each for layer in layers.values() for each in (layer.scaling or {}).values()])
 
 
 @torch.no_grad()
@@ -91,18 +70,20 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for layer in _LAYERS:
+        if layer.steps is not None and (weight := layer._parameters.get("weight")) is not None:
+            layer.steps.saw_optimizer(weight, held)
     alone = [each for each in _LAYERS if any(id(own) in held for own in each._parameters.values())]
     if torch._C._current_graph_task_id() != -1:  # inside a backward pass
         for layer in alone:
             layer.empty_cache(keep=True)
         return
-    layers: dict[Any, str] = {}
+    ended: dict[QLinear, str] = {}
     for model in list(_MODELS):
         if any(id(parameter) in held for parameter in model.parameters()):
-            layers |= {each: name for name, each in model.named_modules() if each in _LAYERS}
-    layers |= {each: "" for each in alone if each not in layers}
-    ended = {name or f"layer {number}": each for number, (each, name) in enumerate(layers.items())}
+            ended |= {each: name for name, each in model.named_modules() if each in _LAYERS}
+    ended |= {each: "" for each in alone if each not in ended}
     if ended:
-        end_steps(ended)
-    for layer in layers:
+        end_steps({name or f"layer {number}": each for number, (each, name) in enumerate(ended.items())})
+    for layer in ended:
         layer.step_ended = True

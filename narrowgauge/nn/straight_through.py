@@ -9,14 +9,12 @@
                  grad_weight = (d_w where w H was not clipped) H                                [N, K]
                  grad_step   = sum d * (q - x H / s where not clipped, else q) / sqrt(numel max)    of x, and so of w
 
-Equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), the mask in the rotated
-basis, where the clipping happened. gy is cast as the recipe says. Its rows may be sampled (see `leverage_score`): outer ones in
-grad_input, contracted ones in grad_weight; they are weighted before they are cast. A product whose rhs is None takes the original
-instead of the codes, in 16 bits, with no mask and no gradient of a step.
+Equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv 2306.11987), the mask in the rotated basis, where
+the clipping happened. gy is cast as the recipe says. Its rows may be sampled (`leverage_score`): outer ones in grad_input, contracted ones
+in grad_weight. A product whose rhs is None takes the original instead of the codes, in 16 bits, with no mask and no gradient of a step.
 
 Kept for backward: q_x, two codes to a byte, and one bit per element that says what was not clipped: 0.625 bytes per element; 2 /
-residual_every more for a learned step. Layers that read the same x keep the same tensors (`caches`). q_w is made again from the
-weight.
+residual_every more for a learned step. q_w is made again from the weight.
 """
 
 from __future__ import annotations
@@ -29,15 +27,14 @@ from torch import Tensor
 
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.nn.operands import Operand, Rotation, Saved, transposed
-from narrowgauge.nn.plan import OperandRequest
+from narrowgauge.nn.operands import Operand, Rotation, Saved
 from narrowgauge.ops.hadamard import rotated_length, unrotate
-from narrowgauge.ops.hadamard.codes import Codes, decode, encode, unclipped, unpack_bits
+from narrowgauge.ops.hadamard.codes import decode, encode, unclipped, unpack_bits
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
+from narrowgauge.recipe import Cast, ClippedRms, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
 
@@ -60,11 +57,6 @@ class Coded:
     rows: Tensor | None = None
     packed: Tensor | None = None
 
-    def decoded(self) -> Tensor:
-        """[outer, K] float32."""
-        assert self.codes is not None
-        return self.codes * self.scale
-
     def operand(self, expand: torch.dtype | None, rows: Tensor | None = None) -> QTensor:
         """The codes, or some rows of them, one to a byte, or as values of dtype `expand`."""
         assert self.codes is not None
@@ -72,12 +64,12 @@ class Coded:
         data = codes if expand is None else codes.to(expand)
         return QTensor(data=data, scale=self.scale, cast=self.cast, inner=codes.shape[1])
 
-    def gradient(self, d: Tensor, rotation: Rotation, inner: int) -> Tensor:
-        """d, the gradient of the decoded operand, where it was not clipped, turned back: [outer, inner] float32."""
-        assert self.bits is not None
-        if rotation.hadamard is None:
-            return unclipped(d, self.bits)
-        return unrotate(d, rotation.hadamard, inner, rotation.signs, self.bits)
+    def rounding(self, rotated: Tensor, rows: Tensor | None = None) -> Tensor:
+        """codes - x H / scale, zero where clipped, of some rows or all. rotated: these rows of x H."""
+        assert self.codes is not None
+        codes = self.codes if rows is None else self.codes[rows]
+        ratio = rotated.to(torch.float32) / self.scale
+        return torch.where(ratio.abs() <= self.cast.format.max, codes - ratio, 0.0)
 
     def step_gradient(self, d: Tensor) -> Tensor | None:
         """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max). Rounding errors of some rows stand for all."""
@@ -97,68 +89,65 @@ class CodedOperand(Operand):
     coded: Coded | None = None  # in backward, if somebody asks for the codes or for what was clipped
     inner = 0  # K, before the rotation fills it up
 
-    def read(self) -> None:
-        """Its state is a learned step, not a window."""
-
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         rows = beside.sampled if self.plan.role == "x" else None
         if self.plan.cols is None or self.coded is None:
-            return high_precision(self.tensor if rows is None else self.tensor[rows], self.request.context.out_dtype).T
+            return high_precision(self.tensor if rows is None else self.tensor[rows], self.context.out_dtype).T
         return self.coded.operand(self.plan.cols_expand, rows).transposed()
 
     def original(self) -> Tensor:
         """The tensor, or what its codes decode to where only they were kept."""
-        return self.tensor if self.tensor is not None or self.coded is None else self.coded.decoded()
+        if self.tensor is not None or self.coded is None or self.coded.codes is None:
+            return self.tensor
+        return self.coded.codes * self.coded.scale
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
         return rotation(self.tensor) if cols is None else self.original()
 
+    def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
+        signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]
+        self.rotation, self.inner = Rotation(self.plan.rows_rotate, signs), shape[1]
+        if self.plan.rows is not None and scale is not None:
+            self.coded = self._restored(self.plan.rows, scale, *kept)
+        return self
+
+    def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
+        """In backward, what forward made of the tensor. kept: what follows the scale in `saved`."""
+        raise NotImplementedError
+
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where the operand was not clipped, turned back; and the gradient of the step."""
-        if self._other is None or self.coded is None:
+        """Where the operand was not clipped, turned back: [outer, inner] float32; and the gradient of the step."""
+        plan, coded, hadamard = self.context.plan, self.coded, self.rotation.hadamard
+        other = plan.w.cols if self.plan.role == "x" else plan.x.cols  # what that product read of the other operand
+        if other is None:  # the original, in 16 bits
             return d, None
-        step = self.coded.step_gradient(d)
-        return self.coded.gradient(d, self.rotation, self.inner), step
-
-    @staticmethod
-    def step_gradients(
-        found: tuple[Tensor | None, Tensor | None], learns: tuple[bool, bool], is_cold: bool, device: torch.device
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of the two steps: zero in the cold start, and where a product in 16 bits leaves none."""
-        return tuple(
-            None if not learned else torch.zeros(1, device=device) if step is None or is_cold else step
-            for step, learned in zip(found, learns, strict=True)
-        )
-
-    @property
-    def _other(self) -> Cast | None:
-        """The cast by which the product whose result is its gradient reads the other operand: None for the original in 16 bits."""
-        plan = self.request.context.plan
-        return plan.w.cols if self.plan.role == "x" else plan.x.cols
+        bits, step = (None, None) if coded is None else (coded.bits, coded.step_gradient(d))
+        if hadamard is not None:
+            return unrotate(d, hadamard, self.inner, self.rotation.signs, bits), step
+        return d if bits is None else unclipped(d, bits), step
 
 
 class CodedInput(CodedOperand):
     """x [T, K]."""
 
-    @staticmethod
-    def _asks(request: OperandRequest) -> tuple[bool, bool]:
+    @property
+    def _asks(self) -> tuple[bool, bool]:
         """Whether a gradient asks for what was clipped (and for that of the step), and for the codes."""
-        plan, needs = request.context.plan, request.needs
+        plan, needs = self.context.plan, self.needs
         return needs[0] and plan.w.cols is not None, needs[1] and plan.x.cols is not None
 
-    @classmethod
-    def share_key(cls, request: OperandRequest) -> tuple[Any, ...] | None:
-        plan = request.plan
+    def share_key(self) -> tuple[Any, ...] | None:
+        plan = self.plan
         if plan.rows is None or not plan.shares_rows:
             return None
-        return "straight-through", plan.rows, plan.rows_rotate, cls._asks(request)
+        return "straight-through", plan.rows, plan.rows_rotate, self._asks
 
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         self.rotation, cast = rotation, self.plan.rows
         if cast is None:
-            return high_precision(self.tensor, self.request.context.out_dtype)
+            return high_precision(rotation(self.tensor), self.context.out_dtype)
         offset = None
-        if isinstance(cast.calibrate, LearnedStep) and self.request.context.records:
+        if isinstance(cast.calibrate, LearnedStep) and self.context.records:
             # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
             offset = torch.rand((), device=self.tensor.device, dtype=torch.float32)
         if self.casts.codes is None:
@@ -167,38 +156,27 @@ class CodedInput(CodedOperand):
         return made
 
     def _code(self, cast: Cast, offset: Tensor | None) -> Coded:
-        x, rotation = self.tensor, self.rotation
-        masks, reads = self._asks(self.request)
-        learned = masks and isinstance(cast.calibrate, LearnedStep)
-        coded, rotated = _coded(x, rotation, cast, self.request.state, packed=reads or learned, bits=masks)
-        if not learned:
-            return coded
-        assert isinstance(cast.calibrate, LearnedStep) and coded.codes is not None
+        x, (masks, reads) = self.tensor, self._asks
+        if not masks or not isinstance(cast.calibrate, LearnedStep):
+            return _coded(x, self.rotation, cast, self.state, packed=reads, bits=masks)[0]
+        coded, rotated = _coded(x, self.rotation, cast, self.state, packed=True, bits=True)
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device, offset)
-        some = rotation(x[rows]) if rotated is None else rotated[rows]
-        residual = _residual(some, coded.codes[rows], coded).to(torch.float16)
-        return replace(coded, residual=residual, rows=rows)
+        some = self.rotation(x[rows]) if rotated is None else rotated[rows]
+        return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
 
     def saved(self) -> Saved:
-        """(x, signs, codes two to a byte, scale, bits, residual, rows), each if backward asks for it."""
-        coded, (masks, reads) = self.casts.codes, self._asks(self.request)
+        """(signs, x, scale, codes two to a byte, bits, residual, rows), each if backward asks for it."""
+        coded, (masks, reads) = self.casts.codes, self._asks
         kept: Saved = (None, None, None, None, None)
         if coded is not None and (masks or reads):
-            kept = (coded.packed, coded.scale, coded.bits, coded.residual, coded.rows)
-        original = self.tensor if self.request.needs[1] and (not reads or coded is None) else None
-        return original, self.rotation.signs, *kept
+            kept = (coded.scale, coded.packed, coded.bits, coded.residual, coded.rows)
+        return self.rotation.signs, self.tensor if self.needs[1] and (not reads or coded is None) else None, *kept
 
-    @classmethod
-    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
-        original, signs, packed, scale, bits, residual, rows = saved
-        plan = request.plan
-        operand = cls(original, request)  # type: ignore[arg-type]
-        operand.rotation, operand.inner = Rotation(plan.rows_rotate, signs), shape[1]
-        if plan.rows is not None and scale is not None:
-            width = shape[1] if plan.rows_rotate is None else rotated_length(shape[1], plan.rows_rotate)
-            codes = None if packed is None else decode(packed, plan.rows.format, width)  # None: a frozen weight
-            operand.coded = Coded(plan.rows, codes, scale, bits, residual, rows)
-        return operand
+    def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
+        packed, bits, residual, rows = kept
+        width = self.inner if self.plan.rows_rotate is None else rotated_length(self.inner, self.plan.rows_rotate)
+        codes = None if packed is None else decode(packed, cast.format, width)  # None: a frozen weight
+        return Coded(cast, codes, scale, bits, residual, rows)
 
 
 class CodedWeight(CodedOperand):
@@ -209,10 +187,10 @@ class CodedWeight(CodedOperand):
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         self.rotation, cast, made = rotation, self.plan.rows, self.casts.rows
         if made is None and cast is None:
-            made = high_precision(rotation(self.tensor), self.request.context.out_dtype)
+            made = high_precision(rotation(self.tensor), self.context.out_dtype)
         elif made is None:
             assert cast is not None
-            made = _coded(self.tensor, rotation, cast, self.request.state)[0].operand(self.plan.rows_expand)
+            made = _coded(self.tensor, rotation, cast, self.state)[0].operand(self.plan.rows_expand)
         if not rotation.is_random:
             self.casts.rows = made
         self.scale = made.scale if isinstance(made, QTensor) else None
@@ -220,132 +198,105 @@ class CodedWeight(CodedOperand):
         return made
 
     def saved(self) -> Saved:
-        """(scale, w, signs)."""
-        return self.scale, self.tensor, self.rotation.signs
+        """(signs, w, scale)."""
+        return self.rotation.signs, self.tensor, self.scale
 
-    @classmethod
-    def restored(cls, request: OperandRequest, saved: Saved, shape: tuple[int, int]) -> Operand:
-        scale, weight, signs = saved
-        assert weight is not None
-        operand, cast = cls(weight, request), request.plan.rows
-        rotation = operand.rotation = Rotation(request.plan.rows_rotate, signs)
-        operand.inner = shape[1]
-        if cast is None or scale is None:
-            return operand
-        found, rotated = _encoded(weight, rotation, scale, cast, bits=True)
-        operand.coded = Coded(cast, found.codes, scale, found.bits)
-        if isinstance(cast.calibrate, LearnedStep):
-            rotated = rotation(weight) if rotated is None else rotated
-            operand.coded = replace(operand.coded, residual=_residual(rotated, found.codes, operand.coded))
-        return operand
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The rows of the gradient that enter a product.
-
-    rows      the gradient itself, or the sampled rows, weighted
-    sample    which they are; None: all of them
-    variance  what sampling adds, or would add, to the squared error of the product; None: the product never samples
-    squares   the sum of the squared scores
-    """
-
-    rows: Tensor
-    sample: leverage_score.Sample | None = None
-    variance: Tensor | None = None
-    squares: Tensor | None = None
+    def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
+        coded, rotated = _coded(self.tensor, self.rotation, cast, None, scale, bits=True)
+        if not isinstance(cast.calibrate, LearnedStep):
+            return coded
+        return replace(coded, residual=coded.rounding(self.rotation(self.tensor) if rotated is None else rotated))
 
 
 class CodedGradient(Operand):
-    """gy [T, N], of which each product may read a sample of the rows. Its state is where the sampler's readings are written."""
+    """gy [T, N], of which each product may read a sample of the rows. Its state is where the sampler's readings are written.
 
-    drawn: Draw
+    read_rows  the gradient itself, or the sampled rows, weighted, as the last product reads them
+    sample     which they are; None: all of them
+    variance   what sampling adds, or would add, to the squared error of the product; None: the product never samples
+    squares    the sum of the squared scores
+    """
 
-    def read(self) -> None:
-        """It has no window."""
+    read_rows: Tensor
+    sample: leverage_score.Sample | None
+    variance: Tensor | None
+    squares: Tensor | None
 
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
-        self.drawn = self._draw("grad_input", None)
-        made = self.cast(self.drawn.rows, self.plan.rows, self.plan.rows_expand)
+        self._draw("grad_input", None)
+        made = self.cast(self.read_rows, self.plan.rows, self.plan.rows_expand)
         if self.plan.transposes:
             self.casts.rows = made
         return made
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
-        sampler = self.request.context.plan.recipe.grad_weight.sample
-        self.drawn = self._draw("grad_weight", None if sampler is None else beside.original())
-        self.sampled = None if self.drawn.sample is None else self.drawn.sample.rows
-        if self.casts.rows is not None and self.sampled is None:
-            return transposed(self.casts.rows)
-        return self.cast(self.drawn.rows.T, self.plan.cols, self.plan.cols_expand)
+        assert isinstance(beside, CodedOperand)
+        sampler = self.context.plan.recipe.grad_weight.sample
+        self._draw("grad_weight", None if sampler is None else beside.original())
+        self.sampled = None if self.sample is None else self.sample.rows
+        if self.sampled is None and isinstance(rows := self.casts.rows, QTensor):
+            return rows.transposed()
+        return self.cast(self.read_rows.T, self.plan.cols, self.plan.cols_expand)
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
-        return self.drawn.rows
+        return self.read_rows
 
-    def _draw(self, product: str, other: Tensor | None) -> Draw:
+    def _draw(self, product: str, other: Tensor | None) -> None:
         """other: x [T, K] for grad_weight, whose rows count too."""
-        gy, context = self.tensor, self.request.context
-        sampler = getattr(context.plan.recipe, product).sample
+        gy, sampler = self.tensor, getattr(self.context.plan.recipe, product).sample
+        self.read_rows, self.sample, self.variance, self.squares = gy, None, None, None
         if sampler is None or len(gy) == 0:
-            return Draw(gy)
+            return
         budget = leverage_score.budget(len(gy), sampler.keep)
         scores = leverage_score.leverage_scores(gy, other)
         p = leverage_score.probabilities(scores, budget)
-        variance, squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
-        if product not in context.sampled:
-            return Draw(gy, None, variance, squares)
-        noise = torch.rand(len(gy) + 1, device=gy.device)
-        sample = leverage_score.systematic(p, budget, noise)
-        return Draw(leverage_score.importance_weighted(gy.to(torch.float32), sample), sample, variance, squares)
+        self.variance, self.squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
+        if product in self.context.sampled:
+            self.sample = leverage_score.systematic(p, budget, torch.rand(len(gy) + 1, device=gy.device))
+            self.read_rows = leverage_score.importance_weighted(gy.to(torch.float32), self.sample)
 
     def finished(self, product: str, d: Tensor) -> Tensor:
         """Rows that were not drawn are zero in grad_input. Notes what sampling added, or would have."""
-        drawn, whole = self.drawn, self.drawn.squares
-        if product == "grad_input":
-            if drawn.sample is not None:
-                d = leverage_score.scatter_rows(d, drawn.sample, len(self.tensor), weigh=False)
-        elif whole is not None:
+        whole = self.squares
+        if product == "grad_input" and self.sample is not None:
+            d = leverage_score.scatter_rows(d, self.sample, len(self.tensor))
+        elif product == "grad_weight" and whole is not None:
             whole = d.square().sum()
-        if self.request.state is not None and drawn.variance is not None and whole is not None:
-            leverage_score.note(self.request.state, 0 if product == "grad_input" else 1, drawn.variance, whole)
+        if self.state is not None and self.variance is not None and whole is not None:
+            leverage_score.note(self.state, 0 if product == "grad_input" else 1, self.variance, whole)
         return d
 
 
 KINDS: dict[str, type[Operand]] = {"x": CodedInput, "w": CodedWeight, "gy": CodedGradient}
 
 
-# --- codes -----------------------------------------------------------------------------------------------------------------------
-
-
 def _coded(
-    x: Tensor, rotation: Rotation, cast: Cast, step: Tensor | None, packed: bool = False, bits: bool = False
-) -> tuple[Coded, Tensor | None]:
-    """x [outer, inner] -> the codes of x H, and x H itself if it was in memory. A learned step is used as it is.
+    x: Tensor, rotation: Rotation, cast: Cast, step: Tensor | None, scale: Tensor | None = None, *, packed: bool = False, bits: bool = False
+) -> tuple[Coded, Tensor | None]:  # fmt: skip
+    """x [outer, inner] -> the codes of x H, and x H itself if it was in memory. A scale, or a learned step, is used as it is.
 
     Where a kernel rotates, encodes and packs in one pass over x, it never is, and a scale from the spread is that of x itself: a
     rotation keeps the norm. The two differ by the rounding of sums.
     """
     by_norm = isinstance(cast.calibrate, ClippedRms) and cast.tile == (WHOLE, WHOLE)
-    hadamard = rotation.hadamard
-    if hadamard is not None and (step is not None or by_norm) and in_one_pass(x, hadamard, cast.format):
+    hadamard, is_known = rotation.hadamard, scale is not None or step is not None
+    if hadamard is not None and (is_known or by_norm) and in_one_pass(x, hadamard, cast.format):
         rotated = None
-        scale = _scale_before(x, hadamard, cast) if step is None else _guarded(step, x)
+        if (
+            scale is None and step is None
+        ):  # by the root mean square, which is that of x and of the zeros that x is filled up with
+            filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
+            scale = cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
+        elif scale is None:
+            scale = _guarded(step, x)
         found = rotate_and_encode(x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits)
     else:
         rotated = rotation(x).to(torch.float32)
-        learned = step is not None and 0 not in rotated.shape
-        scale = _guarded(step, rotated) if learned else cast.scale(calibrated_amax(rotated, cast), cast.format)
+        if scale is None:
+            learned = step is not None and 0 not in rotated.shape
+            scale = _guarded(step, rotated) if learned else cast.scale(calibrated_amax(rotated, cast), cast.format)
         found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
     return Coded(cast, found.codes, scale, found.bits, packed=found.packed), rotated
-
-
-def _encoded(x: Tensor, rotation: Rotation, scale: Tensor, cast: Cast, bits: bool) -> tuple[Codes, Tensor | None]:
-    """The codes of x H by a scale that is known, and x H itself if it was in memory."""
-    hadamard = rotation.hadamard
-    if hadamard is not None and in_one_pass(x, hadamard, cast.format):
-        return rotate_and_encode(x, hadamard, rotation.signs, scale, cast.format, bits=bits), None
-    rotated = rotation(x)
-    return encode(rotated, scale, cast.format, bits=bits), rotated
 
 
 def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
@@ -354,30 +305,12 @@ def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
     return step.detach().reshape(1, 1) + x.sum(dtype=torch.float32) * 0.0
 
 
-def _scale_before(x: Tensor, hadamard: Hadamard, cast: Cast) -> Tensor:
-    """The scale [1, 1] of x H by its root mean square, which is that of x, and of the zeros that x is filled up with."""
-    filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
-    return cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
-
-
-def _residual(rotated: Tensor, codes: Tensor, coded: Coded) -> Tensor:
-    """codes - x H / scale, zero where clipped."""
-    ratio = rotated.to(torch.float32) / coded.scale
-    return torch.where(ratio.abs() <= coded.cast.format.max, codes - ratio, 0.0)
-
-
 def _drawn_rows(rows: int, every: int, device: torch.device, offset: Tensor | None = None) -> Tensor:
-    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row with the same probability.
-
-    offset  uniform in [0, 1), float32; drawn here if it is not given
-    """
+    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row alike. offset: uniform in [0, 1), else drawn here."""
     count = -(-rows // every)
     offset = torch.rand((), device=device, dtype=torch.float32) if offset is None else offset
     places = (torch.arange(count, device=device, dtype=torch.float64) + offset) * (rows / max(count, 1))
     return places.to(torch.int64).clamp(max=max(rows - 1, 0))
-
-
-# --- steps -----------------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -394,7 +327,5 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
         step = steps.get(role)
         assert step is not None
         there = amax.isfinite() & (amax > 0)
-        found[role] = steps.put(role, torch.where(there, amax / cast.format.max, step), writes)
-        if writes:
-            steps.saw(role, there)
+        found[role] = steps.put(role, torch.where(there, amax / cast.format.max, step), there, writes)
     return found

@@ -49,11 +49,11 @@ class _Link:
         memory = () if window is None else (identity(window.live), identity(window.history))
         own = layer._parameters.get("weight") is parameter
         made_of = (layer.recipe, window, own, identity(parameter), parameter.dtype, parameter.device, *memory)
-        if not _are_the_same(made_of, self.made_of) or not layer.uses_precast(self.stepped):
+        if not _are_the_same(made_of, self.made_of) or layer.precast is not self.stepped:
             self.made_of, self.reason, self.stepped = made_of, self.fixed, None
             if not self.reason:
                 self._decide(layer, parameter, window, own)
-            layer.use_precast(self.stepped)
+            layer.precast = self.stepped
         return None if self.stepped is None or self.stepped.refused else self.stepped
 
     def _decide(self, layer: QLinear, parameter: Tensor, window: AmaxHistory | None, own: bool) -> None:
@@ -66,7 +66,9 @@ class _Link:
         elif not parameter.is_contiguous() or parameter.numel() == 0:
             self.reason = "its weight is not contiguous" if parameter.numel() else "its weight is empty"
         else:
-            cast, self.reason = layer.step_cast()
+            cast, self.reason = None, "an ordinary Linear"
+            if layer.recipe is not None:
+                cast, self.reason = layer.plan(parameter.device).step_cast()
             if cast is not None:
                 self.reason = refuse_here(parameter, cast)
                 self.stepped = None if self.reason else PrecastWeight.of(parameter.detach(), cast, window)
@@ -121,8 +123,8 @@ class WeightCasts(Mapping[str, str]):
     def release(self) -> None:
         """The layers cast their weights themselves again."""
         for link in self._links.values():
-            if isinstance(link.layer, QLinear) and link.layer.uses_precast(link.stepped):
-                link.layer.use_precast(None)
+            if isinstance(link.layer, QLinear) and link.layer.precast is link.stepped:
+                link.layer.precast = None
 
     @property
     def served(self) -> int:

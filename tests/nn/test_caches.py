@@ -16,7 +16,8 @@ from narrowgauge import recipes
 from narrowgauge.nn.caches import SharedInputs
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.linear_function import plan_of
-from narrowgauge.nn.plan import LinearContext, OperandRequest
+from narrowgauge.nn.operands import Operand
+from narrowgauge.nn.plan import LinearContext
 from tests.compare import assert_same
 
 TOKENS, WIDTH = 24, 64
@@ -38,7 +39,7 @@ def built(recipe: str, shared: bool = True) -> nn.Module:
     model = ng.convert(Attention(), recipe)
     if not shared:
         for layer in layers(model):
-            layer.share_inputs(None)
+            layer.shared_inputs = None
     return model
 
 
@@ -152,13 +153,18 @@ def test_the_entry_goes_with_its_tensor():
     shared, x = SharedInputs(), torch.randn(3)
     share = shared.of(x)
     plan = plan_of(recipes.FP8_CURRENT, x.device)
-    request = OperandRequest(plan.x, LinearContext(plan, torch.float32), (True, True))
-    assert share is not None and share.lookup(x, request).casts is share.lookup(x, request).casts
-    share.close()
-    assert share.lookup(x, request) is None
-    del x
+    operand = Operand(x, plan.x, LinearContext(plan, torch.float32), (True, True), None)
+    assert share is not None and share.lookup(operand) is share.lookup(operand) is not None
+    del x, operand
     gc.collect()
     assert shared._entry is None
+
+
+def test_backward_does_not_hold_the_casts_of_inputs():
+    model = built("fp8-current")
+    layer = layers(model)[0]
+    y = layer(torch.randn(TOKENS, WIDTH, requires_grad=True))
+    assert "x" not in y.grad_fn.next_functions[0][0].context.sources
 
 
 def test_copies_share_among_themselves_and_begin_empty():

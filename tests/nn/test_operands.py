@@ -15,7 +15,7 @@ from narrowgauge import recipes
 from narrowgauge.nn import linear_function
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.plan import LinearContext, OperandRequest
+from narrowgauge.nn.plan import LinearContext
 from narrowgauge.ops.validity import validity
 from tests.compare import assert_same
 
@@ -46,9 +46,9 @@ class Gathered:
     def __init__(self, weight: torch.Tensor, **casts: object) -> None:
         self.weight, self.casts, self.asked = weight, casts, []
 
-    def lookup(self, tensor: torch.Tensor, request: OperandRequest) -> Operand | None:
-        self.asked.append(request.plan.role)
-        return request.plan.kind(tensor, request, Casts(**self.casts)) if tensor is self.weight else None
+    def lookup(self, operand: Operand) -> Casts | None:
+        self.asked.append(operand.plan.role)
+        return Casts(**self.casts) if operand.tensor is self.weight else None
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-row", "mxfp8"])
@@ -60,7 +60,8 @@ def test_a_source_of_casts_is_one_object(recipe):
     plan = plan_of(recipe, x.device)
     rows = ng.quantize(real, recipe.output.rhs, expand=plan.w.rows_expand)
     source = Gathered(shown, rows=rows)
-    y = LinearFunction.apply(x, shown, None, LinearContext(plan, x.dtype, sources=(source,)), None, None, None)
+    context = LinearContext(plan, x.dtype, sources={role: (source,) for role in ("x", "w", "gy")})
+    y = LinearFunction.apply(x, shown, None, context, None, None, None)
     assert_same(y, ng.linear(x, real, None, recipe))
     assert source.asked == ["x", "w"]
     y.backward(torch.ones_like(y))

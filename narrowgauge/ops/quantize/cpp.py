@@ -17,7 +17,7 @@ from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
-from narrowgauge.scaling import WHOLE, scale_shape, tile_sizes
+from narrowgauge.scaling import WHOLE, scale_shape
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
@@ -73,17 +73,18 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
 def _nearest(x: Tensor, cast: Cast, amax: Tensor | None, expand: torch.dtype | None) -> QTensor:
     from narrowgauge.ops.cpp import cast as cast_kernel
 
-    shape = (x.shape[0], x.shape[1])
-    if amax is None:
-        # The reference sums squares and magnitudes in float32; of the largest magnitude the type does not matter.
-        sums = isinstance(cast.calibrate, ClippedRms | LearnedStep)
-        amax = definition.calibrated_amax(x.to(torch.float32) if sums else x, cast)
+    shape, dtype, shared = (x.shape[0], x.shape[1]), torch.int8 if expand is None else expand, None
+    if amax is None and cast_kernel.makes_scales(x, cast):
+        data, scale = cast_kernel.cast_nearest(x, cast, dtype)
     else:
-        amax = amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
-    scale, shared = definition.scales(amax, cast)
-    divisor = scale if shared is None else scale * shared
-    dtype = torch.int8 if expand is None else expand
-    data = cast_kernel.round_nearest(x, divisor, tile_sizes(shape, cast.tile), cast.format, dtype)
+        if amax is None:
+            # The reference sums squares and magnitudes in float32; of the largest magnitude the type does not matter.
+            sums = isinstance(cast.calibrate, ClippedRms | LearnedStep)
+            amax = definition.calibrated_amax(x.to(torch.float32) if sums else x, cast)
+        else:
+            amax = amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
+        scale, shared = definition.scales(amax, cast)
+        data, _ = cast_kernel.cast_nearest(x, cast, dtype, scale if shared is None else scale * shared)
     if expand is None and cast.format.codes_per_byte > 1:
         data = cast.format.pack(data)
     return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=shared, checked=True)
