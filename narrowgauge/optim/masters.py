@@ -29,10 +29,6 @@ from narrowgauge.optim import moments, noise
 Master = Literal["fp32", "fp16-scaled", "bf16-remainder", "stochastic"] | None
 KINDS: dict[str | None, int] = {None: 0, "fp32": 1, "fp16-scaled": 2, "bf16-remainder": 3, "stochastic": 4}
 
-_SCALED = moments.SmallFloat(
-    name="fp16", kind=5, dtype=torch.float16, bits=16, mantissa=10, bias=15, top=2.0**15, signed=True
-)  # fmt: skip
-
 
 def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     """x float32, rounded stochastically to bfloat16: E[result] = x.
@@ -66,10 +62,8 @@ def encode_scaled(x: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     |x - x'| < 2^-10 |x| above 2^-29 of the scale, below it < 2^-39 of the scale; E[x'] = x.
     """
     scale = moments.scales(x, moments.POW2_DROPS)
-    wide = scale.to(torch.float32)
-    inverse = torch.where(wide.isnan(), 0.0, 1.0 / wide)[..., None]
-    y = (x.abs() * inverse).clamp(max=1.0) * _SCALED.top
-    gap = _SCALED._power_below(y) * 2.0**-10
+    y = (x.abs() * moments.inverse(scale)).clamp(max=1.0) * 2.0**15
+    gap = moments.FP16.power_below(y) * 2.0**-10
     part = y / gap
     whole = part.floor()
     y = torch.where(uniform < part - whole, whole + 1.0, whole) * gap

@@ -78,11 +78,14 @@ def _refuse_other_options(was: str, kind: str, saved: Mapping[str, Any], group: 
         )
 
 
+def forms_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """The types and shapes of a state's tensors, by name."""
+    tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+    return {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in tensors.items()}
+
+
 def _refuse_other_tensors(where: str, saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    forms = [
-        {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in each.items() if isinstance(x, Tensor)}
-        for each in (saved, expected)
-    ]  # fmt: skip
+    forms = forms_of(saved), forms_of(expected)
     if forms[0] != forms[1]:
         different = [name for name in forms[0] | forms[1] if forms[0].get(name) != forms[1].get(name)]
         words = "; ".join(

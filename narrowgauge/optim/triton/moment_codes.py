@@ -3,9 +3,9 @@
     decode_moment   codes [T, TILE] and scales [T] -> float32          encode_moment   the inverse, with the scales of T tiles
     decode_master   float16 codes of a scaled master -> float32        encode_master   the inverse, rounded stochastically
 
-T whole tiles of TILE elements are in registers; what fills a short last tile is zero. M: a `triton_step.Form`'s moment, with kind,
-signed, lowest and highest as `moments` and step.cpp have them. Scales are bfloat16 and travel as int16, because a kernel only ever
-needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9). Everything else is float32 and whole numbers.
+T whole tiles of TILE elements are in registers; what fills a short last tile is zero. M: a `moments.Moment`. Scales are bfloat16 and
+travel as int16, because a kernel only ever needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9). Everything
+else is float32 and whole numbers.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import negated
 from narrowgauge.ops.triton.noise import mix
-from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS
+from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS, SQUARED_MOST
 
 EXPONENT = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
@@ -24,6 +24,7 @@ MOST_AMAX = tl.constexpr(253 << 23)
 WHOLE_NUMBER = tl.constexpr(12582912.0)  # of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even
 OCTAVES = tl.constexpr(14.0)
 
+SQUARES = tl.constexpr(SQUARED_MOST**2)
 LEVELS = tl.constexpr(DYNAMIC_LEVELS[1:])
 BOUNDARIES = tl.constexpr(DYNAMIC_BOUNDARIES)
 
@@ -120,7 +121,7 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
         x = tl.where(signed < 0, -level, level) * _read_scale(scale)
     elif M.kind == SQUARED8:
         number = codes.to(tl.float32)
-        x = number * tl.abs(number) * (_read_scale(scale) * M.share)
+        x = number * tl.abs(number) * (_read_scale(scale) * (1.0 / SQUARES))
     elif M.kind == UE5M3:
         t = number_of((codes.to(tl.int32) + 761) << 20)
         x = tl.where(codes > 0, t, 0.0) * _read_scale(scale)
@@ -158,7 +159,7 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr):
                 size = tl.where(reached, each + 1, size)
             codes = tl.where(x < 0, -size, size) + 8
         elif M.kind == SQUARED8:
-            root = tl.sqrt_rn(tl.abs(x) * (inverse * M.most))
+            root = tl.sqrt_rn(tl.abs(x) * (inverse * SQUARES))
             size = tl.where(decays, root.to(tl.int32), bits_of(root + WHOLE_NUMBER) - 0x4B400000)
             codes = tl.where(x < 0, -size, size)
         elif M.kind == UE5M3:

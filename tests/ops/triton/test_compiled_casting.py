@@ -52,7 +52,7 @@ def kernels(
 ) -> dict[str, Compiled]:
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     optimizer = AdamW([parameter], states=states, master=master, backend="torch")
-    optimizer._kernel, optimizer.casting = (lambda task: KERNEL), Left(parameter, cast)
+    optimizer._kernel, optimizer.casting = (lambda param_step: KERNEL), Left(parameter, cast)
     parameter.grad = torch.zeros_like(parameter)
     monkeypatch.setattr(launch, "_capability", lambda device: TARGETS[sm])
     return compiled([launch], sm, optimizer.step)
