@@ -8,7 +8,7 @@ state[parameter] holds plain tensors: `step` (float32, as in torch), and for eac
     master, master_scale, remainder     see masters.py
 
 so that `state_dict` is tensors and plain values, exact, and goes into safetensors. Which parameter is kept how is decided by
-`kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
+`param_groups.kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
 
 A gradient with a number that is not finite is not looked for (that would cost a pass and a synchronisation; clip or a
 GradScaler does it). It is never hidden either: float32 states take it up element by element, narrow ones for its whole tile.
@@ -16,7 +16,6 @@ GradScaler does it). It is never hidden either: float32 states take it up elemen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -27,20 +26,15 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, moments, noise, options, rules
+from narrowgauge.optim import backends, moments, noise, param_groups, rules
 from narrowgauge.optim.cuda_graph import ReplayedStep
 from narrowgauge.optim.moments import States
-from narrowgauge.optim.param_groups import groups
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.state_dict import forms_of, refuse_state
-from narrowgauge.optim.step import ParamStep, new_state, shape_of
+from narrowgauge.optim.step import ParamStep, new_state
 
-SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Backend = Literal["auto", "triton", "native", "torch"]
-
-_EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
@@ -48,7 +42,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[Rule]
 
-    def __init__(self, params: Any, defaults: dict[str, Any], backend: Backend = "auto") -> None:
+    def __init__(self, params: Any, backend: Backend, **defaults: Any) -> None:
         if backend not in ("auto", *backends.NAMES):
             names = ", ".join(map(repr, ("auto", *backends.NAMES)))
             raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
@@ -64,7 +58,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """What torch takes as parameters or groups. Raises ConfigError if there are none, and says why."""
         kind = type(self).__name__
         if isinstance(params, nn.Module):
-            found = groups(params)
+            found = param_groups.groups(params)
             if not found:
                 frozen = sum(parameter.numel() for parameter in params.parameters())
                 raise ConfigError(
@@ -121,13 +115,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         kind, rule = type(self).__name__, self._rule_of(group)
-        options.check(kind, group, {"rule": None, **self.defaults, **rule.options})
+        param_groups.check(kind, group, {"rule": None, **self.defaults, **rule.options})
         if self.backend != "auto":
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
                 if reason := backends.refuse(self.backend, device, rule):
                     raise ConfigError(f'{kind}: backend = "{self.backend}" cannot be had here. {reason}')
         for parameter in group["params"]:
-            if reason := _refuse(parameter, group["master"]):
+            if reason := param_groups.refuse(parameter, group["master"]):
                 raise ConfigError(f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}")
 
     # Not compiled: what a step keeps from the last one, Dynamo would take for constants. Torch's own optimizers import it as well.
@@ -231,7 +225,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _param_step(self, parameter: Tensor, group: dict[str, Any]) -> ParamStep:
         """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
-        state, asked = self.state[parameter], options.asked(group)
+        state, asked = self.state[parameter], param_groups.asked(group)
         if not state:
             self._refuse_converted(parameter, group)
             state.update(self._new_state(parameter, group, parameter.device))
@@ -259,7 +253,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Raises ConfigError for a parameter that became another type or shape since the optimizer took it."""
         kind = f"{type(self).__name__}: a parameter of {list(parameter.shape)} is {parameter.dtype} now"
-        if reason := _refuse(parameter, group["master"]):
+        if reason := param_groups.refuse(parameter, group["master"]):
             raise ConfigError(f"{kind}, which it was not when the optimizer was built: {reason}")
         if state is not None and forms_of(state) != forms_of(self._new_state(parameter, group, "meta")):
             raise ConfigError(
@@ -295,7 +289,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
 
 def _states(parameter: Tensor, group: Mapping[str, Any]) -> States:
-    return moments.STATES[kept_as(parameter, group)[0]]
+    return moments.STATES[param_groups.kept_as(parameter, group)[0]]
 
 
 def _counts(steps: list[Tensor]) -> list[float]:
@@ -303,48 +297,10 @@ def _counts(steps: list[Tensor]) -> list[float]:
     return torch.stack(steps).tolist() if all(map(holds_numbers, steps)) else [1.0] * len(steps)
 
 
-def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
-    """(the states that a parameter gets, the rule that says so)."""
-    asked = group["states"]
-    if asked == "fp32":
-        return "fp32", group.get("why", "asked for")
-    if parameter.ndim < 2:
-        return "fp32", "one axis"
-    if parameter.numel() < SMALLEST:
-        return "fp32", f"fewer than {SMALLEST} elements"
-    if shape_of(parameter)[1] < moments.STATES[asked].tile // 8:
-        return "fp32", "rows too short for a tile"
-    if group["embeddings"] == "fp32" and "param_names" in group:
-        place = next(i for i, each in enumerate(group["params"]) if each is parameter)
-        if _EMBEDDING.search(group["param_names"][place]):
-            return "fp32", "embedding"
-    return asked, "asked for"
-
-
-def _refuse(parameter: Tensor, master: str | None) -> str:
-    """Why a parameter cannot be trained with this master, or ''."""
-    if parameter.dtype == torch.float32:
-        return ""
-    if parameter.dtype not in _DTYPES:
-        return (
-            "narrowgauge.optim trains float32, bfloat16 and float16. Convert it, or give it to an optimizer of torch."
-        )
-    if master is None:
-        return (
-            f"an update below 1/{512 if parameter.dtype == torch.bfloat16 else 4096} of a weight would be lost in rounding. "
-            "Choose master='bf16-remainder', 'fp32', 'fp16-scaled' or 'stochastic', or keep the weights in float32."
-        )
-    if parameter.dtype == torch.float16 and master in ("bf16-remainder", "stochastic"):
-        return (
-            f"master={master!r} is for bfloat16. Choose master='fp32' or 'fp16-scaled', or load the model in bfloat16."
-        )
-    return ""
-
-
 def _usable(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     if gradient.layout is not torch.strided:
         raise ConfigError("narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.")
-    if gradient.dtype not in _DTYPES:
+    if gradient.dtype not in param_groups.DTYPES:
         gradient = gradient.to(torch.float32)
     return gradient if gradient.is_contiguous() else gradient.contiguous()

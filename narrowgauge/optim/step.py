@@ -51,7 +51,7 @@ class ParamStep:
     number             the parameter's place in the groups, which its noise depends on
     native             what the compiled backend keeps with it
     backend            who computes it, for gradients of a kind
-    asked              what the group said of the state's form, see `options.asked`
+    asked              what the group said of the state's form, see `param_groups.asked`
     stepped            where a kernel that can leaves the cast of the new weight as well, or None
     """
 
