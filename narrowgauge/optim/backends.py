@@ -43,18 +43,18 @@ class Spec:
     kind: Kind | None = None
 
 
+def _refuse_rule(spec: Spec) -> Refusal | None:
+    return Refusal("operands", rules.refuse(spec.rule)) if rules.refuse(spec.rule) else None
+
+
 def _refuse_triton(spec: Spec) -> Refusal | None:
-    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec.rule)
-
-
-def _refuse_rule(rule: Rule) -> Refusal | None:
-    return Refusal("operands", rules.refuse(rule)) if rules.refuse(rule) else None
+    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec)
 
 
 def _refuse_native(spec: Spec) -> Refusal | None:
     if spec.device.type != "cpu":
         return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
-    if (refusal := _refuse_rule(spec.rule)) is not None:
+    if (refusal := _refuse_rule(spec)) is not None:
         return refusal
     return Refusal("toolchain", binding.refuse()) if binding.refuse() else None
 
@@ -75,17 +75,14 @@ def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any]) -> N
     launch.step(param_steps, kept)
 
 
-def _step_in_torch(param_steps: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
-    for each in param_steps:
-        step_in_torch(each)
-
-
 KERNELS: Registry[Spec] = Registry("optim")
 KERNELS.register(
     checked("optim", Kernel("triton", _refuse_triton, lambda *call: _step_by_triton(*call)), lambda: CHECK)
 )
 KERNELS.register(Kernel("native", _refuse_native, lambda param_steps, kept: binding.step(param_steps)))
-KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=True))
+KERNELS.register(
+    Kernel("torch", lambda spec: None, lambda param_steps, kept: step_in_torch(param_steps), by_torch=True)
+)
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 

@@ -15,6 +15,7 @@ parameters that the graph steps): it compiles, proves the kernels, and writes th
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -32,9 +33,7 @@ class ReplayedStep:
         self._chosen: list[tuple[Tensor, dict[str, Any], int]] = []
         self._gradients: list[Tensor] = []
         self._captured: dict[torch.device, list[Any]] = {}  # of `triton.launch.Batch`
-        counts: dict[torch.device, int] = {}
-        for parameter, _, _ in optimizer._numbered():
-            counts[parameter.device] = counts.get(parameter.device, 0) + 1
+        counts = Counter(parameter.device for parameter, _, _ in optimizer._numbered())
         # A batch for each parameter would be the most: a head, an address, and one to make it even.
         self._step_args = {
             device: torch.zeros(18 * count, dtype=torch.int64, device=device) for device, count in counts.items()

@@ -77,8 +77,8 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
             each.constants = kind.rule.constants({**GROUP, "nesterov": kind.nesterov}, step)
             each.step_key = noise.step_key(SEED, step)
             each.gradient = _gradient(each, step, kind.gradient).to(each.weight.device)
+        step_in_torch(expected)
         for each in expected:
-            step_in_torch(each)
             if each.stepped is not None:
                 precast_weight.write(each.stepped, each.weight)
         run(found)

@@ -10,7 +10,7 @@ The torch backend holds float32 copies of one chunk of rows only (CHUNK elements
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,14 +156,15 @@ def new_state(
 
 
 @torch.no_grad()
-def step_in_torch(param_step: ParamStep) -> None:
-    """The step in chunks of rows, by torch's own operations. About 80 of them per chunk."""
-    rows, columns = param_step.weight.shape
-    per_chunk = max(1, CHUNK.get(param_step.weight.device.type, 1 << 20) // max(columns, 1))
-    if param_step.rule.granularity == "matrix":
-        per_chunk = max(rows, 1)
-    for first in range(0, rows, per_chunk):
-        _step_rows(param_step, slice(first, min(first + per_chunk, rows)))
+def step_in_torch(param_steps: Sequence[ParamStep]) -> None:
+    """All steps, each in chunks of rows, by torch's own operations. About 80 of them per chunk."""
+    for each in param_steps:
+        rows, columns = each.weight.shape
+        per_chunk = max(1, CHUNK.get(each.weight.device.type, 1 << 20) // max(columns, 1))
+        if each.rule.granularity == "matrix":
+            per_chunk = max(rows, 1)
+        for first in range(0, rows, per_chunk):
+            _step_rows(each, slice(first, min(first + per_chunk, rows)))
 
 
 def _step_rows(param_step: ParamStep, rows: slice) -> None:

@@ -29,11 +29,6 @@ def kind(states: str = "8bit", **changes) -> proof.Kind:
     return replace(whole, **changes)
 
 
-def in_torch(param_steps):
-    for param_step in param_steps:
-        step_in_torch(param_step)
-
-
 # --- choice --------------------------------------------------------------------------------------------------------------------
 
 
@@ -124,35 +119,35 @@ def test_the_definition_passes(states):
         {},
         {"weight": torch.bfloat16, "gradient": torch.bfloat16, "master": "stochastic", "aligned": False},
     ):
-        assert proof.compare(in_torch, kind(states, **changes), CPU) == (0.0, None)
+        assert proof.compare(step_in_torch, kind(states, **changes), CPU) == (0.0, None)
 
 
 @pytest.mark.parametrize("master", [name for name in KINDS if name])
 def test_the_definition_passes_with_every_master(master):
     given = kind(weight=torch.bfloat16, gradient=torch.float32, master=master)
-    assert proof.compare(in_torch, given, CPU) == (0.0, None)
-    assert proof.compare(in_torch, replace(given, rule=rules.LION, second=STATES["8bit"].first), CPU)[1] is None
+    assert proof.compare(step_in_torch, given, CPU) == (0.0, None)
+    assert proof.compare(step_in_torch, replace(given, rule=rules.LION, second=STATES["8bit"].first), CPU)[1] is None
 
 
 def with_other_noise(param_steps):
     for param_step in param_steps:
         param_step.number += 1
-    in_torch(param_steps)
+    step_in_torch(param_steps)
     for param_step in param_steps:
         param_step.number -= 1
 
 
 def with_one_tensor_twice(param_steps):
-    in_torch([param_steps[0], param_steps[0]])
+    step_in_torch([param_steps[0], param_steps[0]])
 
 
 def with_the_scale_of_the_next_tile(param_steps):
-    in_torch(param_steps)
+    step_in_torch(param_steps)
     param_steps[0].first.scale.copy_(param_steps[0].first.scale.roll(1, 1))
 
 
 def with_one_bit_off(param_steps):
-    in_torch(param_steps)
+    step_in_torch(param_steps)
     param_steps[1].weight[2, -1] *= 1 + 2.0**-23
 
 
@@ -163,13 +158,13 @@ def with_another_root(param_steps):
         param_step.constants = replace(
             c, correction=float(torch.nextafter(torch.tensor(c.correction), torch.tensor(9.0)))
         )
-    in_torch(param_steps)
+    step_in_torch(param_steps)
 
 
 def without_nan(param_steps):
     for param_step in param_steps:
         param_step.gradient = param_step.gradient.nan_to_num(0.0)
-    in_torch(param_steps)
+    step_in_torch(param_steps)
 
 
 @pytest.mark.parametrize(
@@ -210,5 +205,5 @@ def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
         choice = backends.KERNELS.choose(spec)
         assert choice.kernel.name != "triton" and "is wrong on cpu" in dict(choice.refusals)["triton"].text
     assert len(runs) == proof.STEPS
-    monkeypatch.setattr(backends, "_step_by_triton", lambda param_steps, kept: in_torch(param_steps))
+    monkeypatch.setattr(backends, "_step_by_triton", lambda param_steps, kept: step_in_torch(param_steps))
     assert backends.KERNELS.choose(replace(spec, kind=kind("4bit"))).kernel.name == "triton"

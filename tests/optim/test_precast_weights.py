@@ -32,8 +32,8 @@ RECIPES = ("fp8-delayed", "fp8-current")
 
 
 def step_and_write(param_steps, kept) -> None:
+    step_in_torch(param_steps)
     for param_step in param_steps:
-        step_in_torch(param_step)
         if param_step.stepped is not None:
             precast_weight.write(param_step.stepped, param_step.weight)
 
