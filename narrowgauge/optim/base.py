@@ -179,8 +179,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         counters = [each.state["step"] for each in param_steps]
         if counts:
             torch._foreach_add_(counters, 1.0)
+        # Fake counters hold no numbers: they stand at the first step, which has the shapes of every other.
+        counted = torch.stack(counters).tolist() if all(map(holds_numbers, counters)) else [1.0] * len(counters)
         found: dict[tuple[int, float], tuple[Any, int]] = {}
-        for (_, group, number), each, count in zip(chosen, param_steps, _counts(counters), strict=True):
+        for (_, group, number), each, count in zip(chosen, param_steps, counted, strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
             if shared is None:
                 shared = self._rule_of(group).constants(group, step), noise.step_key(group["seed"], step)
@@ -290,11 +292,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
 def _states(parameter: Tensor, group: Mapping[str, Any]) -> States:
     return moments.STATES[param_groups.kept_as(parameter, group)[0]]
-
-
-def _counts(steps: list[Tensor]) -> list[float]:
-    """The numbers in the counters. Fake ones hold none: they stand at the first step, which has the shapes of every other."""
-    return torch.stack(steps).tolist() if all(map(holds_numbers, steps)) else [1.0] * len(steps)
 
 
 def _usable(gradient: Tensor | None) -> Tensor:

@@ -151,7 +151,8 @@ class Batch:
                 tensors += [kept.codes, kept.scale, kept.expansion]
             sizes = [sum(counts), columns, per_row, rows * per_row]
             lines.append([*sizes, *map(address, tensors), noise.of_parameter(each.number), *_of_cast(each.stepped)])
-            counts.append(_programs(rows, per_row, form))
+            bands = -(-rows // BAND) * (BAND // form.tiles) * per_row  # whole ones where the codes of w.T are written
+            counts.append(bands if form.casts == CODES else -(-rows * per_row // form.tiles))
         self.programs = sum(counts)
         self.table = _sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
         which = torch.arange(len(param_steps), dtype=torch.int32, device="cpu")
@@ -224,13 +225,6 @@ def run(batches: Sequence[Batch], step_args: Tensor) -> None:
         length = HEAD + len(batch.param_steps) + len(batch.param_steps) % 2
         batch.launch(step_args[start : start + length])
         start += length
-
-
-def _programs(rows: int, per_row: int, form: Form) -> int:
-    """Of one tensor; whole bands of rows where the codes of w.T are written."""
-    if form.casts == CODES:
-        return -(-rows // BAND) * (BAND // form.tiles) * per_row
-    return -(-rows * per_row // form.tiles)
 
 
 def _of_cast(stepped: PrecastWeight | None) -> list[int]:
