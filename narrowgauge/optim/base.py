@@ -32,7 +32,7 @@ from narrowgauge.optim.moments import States
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.state_dict import forms_of, refuse_state
-from narrowgauge.optim.step import ParamStep, new_state
+from narrowgauge.optim.step import DTYPES, ParamStep, new_state
 
 Backend = Literal["auto", "triton", "native", "torch"]
 
@@ -298,6 +298,6 @@ def _usable(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     if gradient.layout is not torch.strided:
         raise ConfigError("narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.")
-    if gradient.dtype not in param_groups.DTYPES:
+    if gradient.dtype not in DTYPES:
         gradient = gradient.to(torch.float32)
     return gradient if gradient.is_contiguous() else gradient.contiguous()

@@ -76,11 +76,9 @@ class ReplayedStep:
         for (parameter, _, _), each in zip(self._chosen, param_steps, strict=True):
             each.gradient = parameter.grad
         self._gradients = [parameter.grad for parameter, _, _ in self._chosen if parameter.grad is not None]
-        for device, step_args in self._step_args.items():
-            members = [each for each in param_steps if each.weight.device == device and each.elements]
-            if members:
-                self._captured[device] = launch.batches_of(members, optimizer._kept, makes=False)
-                launch.run(self._captured[device], step_args)
+        self._captured = launch.batches_of(param_steps, optimizer._kept, makes=False)
+        for device, batches in self._captured.items():
+            launch.run(batches, self._step_args[device])
         for each in param_steps:
             each.gradient = None
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.optim import masters, moments
-from narrowgauge.optim.step import shape_of
+from narrowgauge.optim.step import DTYPES, shape_of
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 

@@ -58,16 +58,6 @@ class Kind:
     cast: Cast | None = None
     turns_aligned: bool = False
 
-    @classmethod
-    def of(cls, param_step: ParamStep, aligned: bool, turns_aligned: bool = False) -> Kind:
-        """Of a step whose gradient and constants are known."""
-        c, gradient, stepped = param_step.constants, param_step.gradient, param_step.stepped
-        assert c is not None and gradient is not None
-        return cls(
-            param_step.rule, c.nesterov, param_step.first.format, param_step.second.format, param_step.weight.dtype, gradient.dtype,
-            param_step.master_kind, param_step.tile, aligned, None if stepped is None else stepped.cast, turns_aligned,
-        )  # fmt: skip
-
 
 def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | None]:
     """(0 or infinity, what differs from the definition as a clause, or None)."""

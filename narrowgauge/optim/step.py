@@ -23,6 +23,11 @@ from narrowgauge.optim import masters, moments, noise
 from narrowgauge.optim.moments import Encoded, Moment, States
 from narrowgauge.optim.rules import Rule
 
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+}  # of weights and gradients, with their numbers in the kernels
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
 
 

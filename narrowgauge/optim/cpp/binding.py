@@ -12,16 +12,13 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-import torch
-
 from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 from narrowgauge.optim import masters, rules
-from narrowgauge.optim.step import MomentState, ParamStep
+from narrowgauge.optim.step import DTYPES, MomentState, ParamStep
 
 SOURCES = ("step.cpp", "floats.h", "vectors.h")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _P, _L, _I, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_float
 _CONSTANTS = (
     "decay",
@@ -77,7 +74,7 @@ def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
         rows, columns = param_step.weight.shape
         param_step.native = _Job(
             rows=rows, columns=columns, tile=param_step.tile, weight=address(param_step.weight),
-            weight_dtype=_DTYPES[param_step.weight.dtype], master_kind=masters.KINDS[param_step.master_kind],
+            weight_dtype=DTYPES[param_step.weight.dtype], master_kind=masters.KINDS[param_step.master_kind],
             master=address(param_step.master), master_scale=address(param_step.master_scale),
             first=_moment(param_step.first), second=_moment(param_step.second),
         )  # fmt: skip
@@ -87,7 +84,7 @@ def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
     if constants is None:
         numbers = (getattr(c, name) for name in _CONSTANTS)
         constants = shared[id(c)] = _Constants(*numbers, rules.number(param_step.rule), c.nesterov)
-    job.gradient, job.gradient_dtype = address(gradient), _DTYPES[gradient.dtype]
+    job.gradient, job.gradient_dtype = address(gradient), DTYPES[gradient.dtype]
     job.noise, job.constants = param_step.noise_key, ctypes.addressof(constants)
     if param_step.master_kind is not None:
         job.weight_noise = param_step.weight_noise_key

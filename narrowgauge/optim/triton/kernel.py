@@ -147,14 +147,6 @@ def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.conste
 
 
 @triton.jit
-def _write_amax(seen, line, mask):
-    """The largest magnitude of this program's weights, into its place of int32 [PARTS]."""
-    largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
-    maxima = _pointer(tl.load(line + 16), tl.int32, True)
-    tl.atomic_max(maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
-
-
-@triton.jit
 def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.constexpr):
     """The codes of w and of w.T by the scale that the next step will use, if it is known."""
     C: tl.constexpr = F.cast  # the bare attribute is no argument before Triton 3.9
@@ -335,7 +327,9 @@ def step(which, table, step_args, tables, F: tl.constexpr):
         noise = noise_bits(mix(key ^ WEIGHTS), first, within)
     seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)
     if F.casts != 0:
-        _write_amax(seen, line, mask)
+        largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
+        maxima = _pointer(tl.load(line + 16), tl.int32, True)
+        tl.atomic_max(maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
     if F.casts == CODES:
         # One column of tiles: the same in all of its rows.
         turned = (tl.max(begin, axis=0) + tl.arange(0, F.tile))[:, None]

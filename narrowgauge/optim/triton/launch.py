@@ -33,14 +33,13 @@ from narrowgauge.ops.triton.launch import launch
 from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.selfcheck import Kind
-from narrowgauge.optim.step import ParamStep
+from narrowgauge.optim.step import DTYPES, ParamStep
 from narrowgauge.recipe import Window
 
 ELEMENTS, WARPS = 2048, 4
 EXPANDING_ELEMENTS = 1024
 HEAD = 16  # whole numbers of step arguments before the addresses
 ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FIELDS, CAST_FIELDS = 14, 22  # of a line of a Batch's table
 NOTHING, AMAX, CODES = range(3)  # what is left of the weight's cast
 BAND = 32  # rows that programs of CODES take together, see the kernel
@@ -116,14 +115,18 @@ def form_of_step(param_step: ParamStep) -> Form:
 
 
 def kind_of(param_step: ParamStep) -> Kind:
-    """What the kernel is compiled for, and checked with."""
-    codes = param_step.first.codes, param_step.second.codes
-    tensors = (param_step.weight, param_step.gradient, param_step.master, *codes)
-    addresses_fit = all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
-    rows, columns = param_step.weight.shape
-    stepped = param_step.stepped
+    """What the kernel is compiled for, and checked with; of a step whose gradient and constants are known."""
+    first, second, stepped = param_step.first, param_step.second, param_step.stepped
+    weight, gradient, c = param_step.weight, param_step.gradient, param_step.constants
+    assert gradient is not None and c is not None
+    tensors = (weight, gradient, param_step.master, first.codes, second.codes)
+    rows, columns = weight.shape
+    aligned = columns % ALIGNMENT == 0 and all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
     turns = stepped is not None and stepped.turned is not None and rows % ALIGNMENT == 0
-    return Kind.of(param_step, columns % ALIGNMENT == 0 and addresses_fit, turns)
+    return Kind(
+        param_step.rule, c.nesterov, first.format, second.format, weight.dtype, gradient.dtype, param_step.master_kind,
+        param_step.tile, aligned, None if stepped is None else stepped.cast, turns,
+    )  # fmt: skip
 
 
 class Batch:
@@ -185,22 +188,23 @@ class Batch:
 
 def step(param_steps: Sequence[ParamStep], kept: dict[Any, Batch]) -> None:
     """All steps. kept: the batches of earlier ones, by what they are made of; the caller empties it when tensors change."""
-    for device in dict.fromkeys(each.weight.device for each in param_steps):
-        batches = batches_of([each for each in param_steps if each.weight.device == device and each.elements], kept)
-        if batches:
-            run(batches, _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device))
+    for device, batches in batches_of(param_steps, kept).items():
+        run(batches, _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device))
 
 
-def batches_of(param_steps: Sequence[ParamStep], kept: dict[Any, Batch], makes: bool = True) -> list[Batch]:
-    """The steps, of one device, as few launches.
+def batches_of(
+    param_steps: Sequence[ParamStep], kept: dict[Any, Batch], makes: bool = True
+) -> dict[torch.device, list[Batch]]:
+    """The steps of each device, as few launches.
 
     makes  whether batches that are not kept are made, which writes to the device; else ConfigError
     """
-    groups: dict[tuple[int, int], list[ParamStep]] = {}
+    groups: dict[tuple[torch.device, int, int], list[ParamStep]] = {}
     for each in param_steps:
-        groups.setdefault((id(form_of_step(each)), id(each.constants)), []).append(each)
-    found = []
-    for (form, _), members in groups.items():
+        if each.elements:
+            groups.setdefault((each.weight.device, id(form_of_step(each)), id(each.constants)), []).append(each)
+    found: dict[torch.device, list[Batch]] = {}
+    for (device, form, _), members in groups.items():
         key = (form, *map(id, members))  # what a batch keeps alive, and forms live as long as the process
         if key not in kept:
             if not makes:
@@ -209,7 +213,7 @@ def batches_of(param_steps: Sequence[ParamStep], kept: dict[Any, Batch], makes: 
                     "parameters before the capture."
                 )
             kept[key] = Batch(form_of_step(members[0]), members)
-        found.append(kept[key])
+        found.setdefault(device, []).append(kept[key])
     return found
 
 
