@@ -269,13 +269,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none."""
         own = self.param_groups
-        refuse_state(
-            type(self).__name__,
-            state_dict,
-            own,
-            self.rule.name,
-            lambda each, group: self._new_state(each, group, "meta"),
-        )
+        kind, rule = type(self).__name__, self.rule.name
+        refuse_state(kind, state_dict, own, rule, lambda each, group: self._new_state(each, group, "meta"))
         # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         places = {each: parameter for group, saved in zip(own, state_dict["param_groups"], strict=True)

@@ -194,17 +194,14 @@ class SmallFloat(Moment):
         return torch.maximum(code, (t > 0).to(torch.int32))
 
     def decode(self, state: Encoded) -> Tensor:
-        integer = state.codes.view(torch.uint8 if self.bits == 8 else torch.int16).to(torch.int32)
-        magnitude = integer & (2 ** (self.bits - 1) - 1)
-        x = self._value(magnitude, state.expansion) * _wide(state.scale)
-        return torch.where((integer >> (self.bits - 1)) & 1 > 0, -x, x)
+        if state.expansion is None:
+            return state.codes.to(torch.float32) * (1 / self.top) * _wide(state.scale)
+        integer = state.codes.view(torch.uint8).to(torch.int32)
+        x = self._value(integer & 0x7F, state.expansion) * _wide(state.scale)
+        return torch.where(integer > 0x7F, -x, x)
 
-    def _value(self, magnitude: Tensor, log_k: Tensor | None) -> Tensor:
-        """The tile's share that a code without its sign stands for: (code's number / top)^(1/k)."""
-        if log_k is None:
-            normal = ((magnitude << (23 - self.mantissa)) + ((127 - self.bias) << 23)).view(torch.float32)
-            subnormal = magnitude.to(torch.float32) * 2.0 ** (1 - self.bias - self.mantissa)
-            return torch.where(magnitude < 2**self.mantissa, subnormal, normal) * (1 / self.top)
+    def _value(self, magnitude: Tensor, log_k: Tensor) -> Tensor:
+        """The tile's share that a code of E4M3 without its sign stands for: (code's number / top)^(1/k)."""
         fractions, subnormals, quarters = (table.to(magnitude.device) for table in expansion_tables())
         row = (log_k.to(torch.int64) + 2)[..., None].expand_as(magnitude)
         fraction = magnitude & 7
