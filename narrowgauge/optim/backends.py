@@ -1,8 +1,8 @@
 """Who computes an optimizer's step: the first of these that does not refuse a tensor.
 
-    triton    NVIDIA GPUs: one launch for many tensors, states decoded and encoded in registers (triton_step.py)
+    triton    NVIDIA GPUs: one launch for many tensors, states decoded and encoded in registers (triton/launch.py)
     native    CPUs: step.cpp, compiled once per machine (cpp/binding.py)
-    torch     everywhere: plain torch in chunks, several times slower; the definition (update.py)
+    torch     everywhere: plain torch in chunks, several times slower; the definition (step.py)
 
 All compute the same bits. Which one it is, and why not a faster one, is what `computed_by` and `state_bytes` of an optimizer tell; a
 warning says it once where plain torch stands in for a kernel that should have been there.
@@ -43,17 +43,25 @@ class Spec:
     kind: Kind | None = None
 
 
+def _refuse_rule(spec: Spec) -> Refusal | None:
+    return Refusal("operands", rules.refuse(spec.rule)) if rules.refuse(spec.rule) else None
+
+
 def _refuse_triton(spec: Spec) -> Refusal | None:
-    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec.rule)
+    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec)
 
 
-def _refuse_rule(rule: Rule) -> Refusal | None:
-    return Refusal("operands", rules.refuse(rule)) if rules.refuse(rule) else None
+def _refuse_native(spec: Spec) -> Refusal | None:
+    if spec.device.type != "cpu":
+        return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
+    if (refusal := _refuse_rule(spec)) is not None:
+        return refusal
+    return Refusal("toolchain", binding.refuse()) if binding.refuse() else None
 
 
 def _check(run: Callable[..., None], kind: tuple[Kind], device: torch.device) -> list[str]:
     """What differs from the definition."""
-    reason = compare(lambda tasks: run(tasks, {}), kind[0], device)[1]
+    reason = compare(lambda param_steps: run(param_steps, {}), kind[0], device)[1]
     return [] if reason is None else [reason]
 
 
@@ -61,49 +69,37 @@ def _check(run: Callable[..., None], kind: tuple[Kind], device: torch.device) ->
 CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kind,), _check, lambda: ())
 
 
-def _refuse_native(spec: Spec) -> Refusal | None:
-    if spec.device.type != "cpu":
-        return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
-    if (refusal := _refuse_rule(spec.rule)) is not None:
-        return refusal
-    return Refusal("toolchain", binding.refuse()) if binding.refuse() else None
-
-
-def _step_by_triton(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
+def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
     from narrowgauge.optim.triton import launch
 
-    launch.step(tasks, kept)
-
-
-def _step_in_torch(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
-    for task in tasks:
-        step_in_torch(task)
+    launch.step(param_steps, kept)
 
 
 KERNELS: Registry[Spec] = Registry("optim")
 KERNELS.register(
-    checked("optim", Kernel("triton", _refuse_triton, lambda tasks, kept: _step_by_triton(tasks, kept)), lambda: CHECK)
+    checked("optim", Kernel("triton", _refuse_triton, lambda *call: _step_by_triton(*call)), lambda: CHECK)
 )
-KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: binding.step(tasks)))
-KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=True))
+KERNELS.register(Kernel("native", _refuse_native, lambda param_steps, kept: binding.step(param_steps)))
+KERNELS.register(
+    Kernel("torch", lambda spec: None, lambda param_steps, kept: step_in_torch(param_steps), by_torch=True)
+)
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
-def choose(task: ParamStep, backend: str) -> Choice[Spec]:
-    """The backend of a task, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it.
+def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
+    """The backend of a step, whose gradient and constants are known. Raises BackendError if the one named `backend` refuses it.
 
-    Where no kernel leaves the cast of the new weight, the task asks for none any more, and its `stepped` says why.
+    Where no kernel leaves the cast of the new weight, the step asks for none any more, and its `stepped` says why.
     """
-    if task.stepped is not None:
+    if param_step.stepped is not None:
         triton = next(kernel for kernel in KERNELS.kernels if kernel.name == "triton")
-        asked = backend in ("auto", triton.name)
         named = Refusal("caller", f'the optimizer was built with backend = "{backend}"')
-        refusal = triton.refuse(_spec(task)) if asked else named
+        refusal = triton.refuse(_spec(param_step)) if backend in ("auto", triton.name) else named
         if refusal is None:
             return Choice(triton, ())
-        task.stepped.disable(refusal.text)
-        task.stepped = task.native = None
-    choice = _choice(_spec(task), backend)
+        param_step.stepped.disable(refusal.text)
+        param_step.stepped = param_step.native = None
+    choice = _choice(_spec(param_step), backend)
     if backend == "auto" and choice.kernel.name == "torch":
         tell_once(words(choice))
     return choice
@@ -117,13 +113,13 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
     return KERNELS.choose(spec, None if backend == "auto" else backend)
 
 
-def _spec(task: ParamStep) -> Spec:
-    device = device_of(task.source, task.gradient, *task.state)
-    if device.type != "cuda" or device.wrapper or rules.refuse(task.rule):
-        return Spec(device, task.rule)
+def _spec(param_step: ParamStep) -> Spec:
+    device = device_of(param_step.source, param_step.gradient, *param_step.state.values())
+    if device.type != "cuda" or device.wrapper or rules.refuse(param_step.rule):
+        return Spec(device, param_step.rule)
     from narrowgauge.optim.triton.launch import kind_of
 
-    return Spec(device, task.rule, kind_of(task))
+    return Spec(device, param_step.rule, kind_of(param_step))
 
 
 def words(choice: Choice[Spec]) -> str:
@@ -151,10 +147,10 @@ class ComputedBy(NamedTuple):
         return self.kernel + (f" ({self.why})" if self.why else "")
 
 
-def computed_by(task: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> ComputedBy:
-    """Which backend steps a tensor, by its task if it has stepped."""
-    if task is not None and task.backend is not None:
-        choice: Choice[Spec] = task.backend[1]
+def computed_by(param_step: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> ComputedBy:
+    """Which backend steps a tensor; as it did, if it has stepped."""
+    if param_step is not None and param_step.backend is not None:
+        choice: Choice[Spec] = param_step.backend[1]
     else:
         choice = _choice(Spec(device_facts(device.type, device.index), rule), backend)
     why = words(choice) if backend == "auto" and choice.kernel.name == "torch" else ""
@@ -164,7 +160,7 @@ def computed_by(task: ParamStep | None, device: torch.device, backend: str, rule
 def refuse(backend: str, device: torch.device, rule: Rule) -> str:
     """Why this backend cannot compute the rule on the device, or ''."""
     try:
-        _choice(Spec(device_facts(device.type, device.index), rule), backend)
+        computed_by(None, device, backend, rule)
     except BackendError as error:
         return str(error)
     return ""

@@ -8,7 +8,7 @@ state[parameter] holds plain tensors: `step` (float32, as in torch), and for eac
     master, master_scale, remainder     see masters.py
 
 so that `state_dict` is tensors and plain values, exact, and goes into safetensors. Which parameter is kept how is decided by
-`kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
+`param_groups.kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
 
 A gradient with a number that is not finite is not looked for (that would cost a pass and a synchronisation; clip or a
 GradScaler does it). It is never hidden either: float32 states take it up element by element, narrow ones for its whole tile.
@@ -16,7 +16,6 @@ GradScaler does it). It is never hidden either: float32 states take it up elemen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -27,20 +26,15 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, moments, noise, options, rules
+from narrowgauge.optim import backends, moments, noise, param_groups, rules
 from narrowgauge.optim.cuda_graph import ReplayedStep
-from narrowgauge.optim.moments import Moment, States
-from narrowgauge.optim.param_groups import groups
+from narrowgauge.optim.moments import States
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
-from narrowgauge.optim.state_dict import refuse_state
-from narrowgauge.optim.step import MomentState, ParamStep, allocate
+from narrowgauge.optim.state_dict import forms_of, refuse_state
+from narrowgauge.optim.step import DTYPES, ParamStep, new_state
 
-SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Backend = Literal["auto", "triton", "native", "torch"]
-
-_EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
@@ -48,13 +42,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[Rule]
 
-    def __init__(self, params: Any, defaults: dict[str, Any], backend: Backend = "auto") -> None:
+    def __init__(self, params: Any, backend: Backend, **defaults: Any) -> None:
         if backend not in ("auto", *backends.NAMES):
             names = ", ".join(map(repr, ("auto", *backends.NAMES)))
             raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
         self.backend: Backend = backend
         self._rules: dict[str, Rule] = {}  # that groups brought
-        self._forget_tasks()
+        self._forget_steps()
         self.casting: WeightCasts | None = None
         self.steps_in_backward = False
         self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
@@ -64,7 +58,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """What torch takes as parameters or groups. Raises ConfigError if there are none, and says why."""
         kind = type(self).__name__
         if isinstance(params, nn.Module):
-            found = groups(params)
+            found = param_groups.groups(params)
             if not found:
                 frozen = sum(parameter.numel() for parameter in params.parameters())
                 raise ConfigError(
@@ -82,8 +76,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             )
         return params
 
-    def _forget_tasks(self) -> None:
-        self._tasks: dict[Tensor, ParamStep] = {}
+    def _forget_steps(self) -> None:
+        self._param_steps: dict[Tensor, ParamStep] = {}
         self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,7 +85,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget_tasks()
+        self._forget_steps()
         self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
         self.steps_in_backward = False  # the hooks are on the parameters of the original
         self._hook_group = None
@@ -121,13 +115,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         kind, rule = type(self).__name__, self._rule_of(group)
-        options.check(kind, group, {"rule": None, **self.defaults, **rule.options})
+        param_groups.check(kind, group, {"rule": None, **self.defaults, **rule.options})
         if self.backend != "auto":
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
                 if reason := backends.refuse(self.backend, device, rule):
                     raise ConfigError(f'{kind}: backend = "{self.backend}" cannot be had here. {reason}')
         for parameter in group["params"]:
-            if reason := _refuse(parameter, group["master"]):
+            if reason := param_groups.refuse(parameter, group["master"]):
                 raise ConfigError(f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}")
 
     # Not compiled: what a step keeps from the last one, Dynamo would take for constants. Torch's own optimizers import it as well.
@@ -158,53 +152,56 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "Make optimizer.replayable() before the capture, call its capture() instead of step(), and its before_replay() "
                 "before each replay."
             )
-        tasks = self._next(chosen)
+        param_steps = self._next(chosen)
         strided = []
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
-        for (parameter, _, _), task in zip(chosen, tasks, strict=True):
-            task.gradient = _usable(parameter.grad)
-            if identity(task.weight) != task.address:  # a copy, of a parameter that is not contiguous
-                strided.append((parameter, task.weight))
-                task.weight.copy_(parameter.reshape(task.weight.shape))
-            kernel = self._kernel(task)
-            by_backend.setdefault(kernel.name, (kernel, []))[1].append(task)
+        for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
+            each.gradient = _usable(parameter.grad)
+            if identity(each.weight) != each.address:  # a copy, of a parameter that is not contiguous
+                strided.append((parameter, each.weight))
+                each.weight.copy_(parameter.reshape(each.weight.shape))
+            kernel = self._kernel(each)
+            by_backend.setdefault(kernel.name, (kernel, []))[1].append(each)
         for kernel, members in by_backend.values():
             kernel.run(members, self._kept)
         for parameter, weight in strided:
             parameter.copy_(weight.view(parameter.shape))
         # Kernels write where autograd does not see it; who keeps something made of a weight looks at its version.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in chosen])
-        for (parameter, _, _), task in zip(chosen, tasks, strict=True):
-            task.gradient = None  # or it would outlive the parameter's
-            if task.stepped is not None:
-                task.stepped.commit(parameter)
+        for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
+            each.gradient = None  # or it would outlive the parameter's
+            if each.stepped is not None:
+                each.stepped.commit(parameter)
 
     def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[ParamStep]:
-        """The tasks with the constants and the key of their next step, which is counted unless it is only looked at."""
-        tasks = [self._task(parameter, group) for parameter, group, _ in chosen]
-        steps = [task.step for task in tasks]
+        """The next step of each, with its constants and key. It is counted, unless it is only looked at."""
+        param_steps = [self._param_step(parameter, group) for parameter, group, _ in chosen]
+        counters = [each.state["step"] for each in param_steps]
         if counts:
-            torch._foreach_add_(steps, 1.0)
+            torch._foreach_add_(counters, 1.0)
+        # Fake counters hold no numbers: they stand at the first step, which has the shapes of every other.
+        counted = torch.stack(counters).tolist() if all(map(holds_numbers, counters)) else [1.0] * len(counters)
         found: dict[tuple[int, float], tuple[Any, int]] = {}
-        for (_, group, number), task, count in zip(chosen, tasks, _counts(steps), strict=True):
+        for (_, group, number), each, count in zip(chosen, param_steps, counted, strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
             if shared is None:
                 shared = self._rule_of(group).constants(group, step), noise.step_key(group["seed"], step)
                 found[id(group), count] = shared
-            (task.constants, task.step_key), task.number = shared, number
-        return tasks
+            (each.constants, each.step_key), each.number = shared, number
+        return param_steps
 
     def replayable(self) -> ReplayedStep:
         """The step for a CUDA graph, to be made before its capture; see `replay`."""
         return ReplayedStep(self)
 
-    def _kernel(self, task: ParamStep) -> Kernel[backends.Spec]:
-        """The backend that computes the task; chosen anew when gradients come in another type, or at another alignment."""
-        assert task.gradient is not None
-        key = task.gradient.dtype, identity(task.gradient) % 16 == 0, type(task.gradient)
-        if task.backend is None or task.backend[0] != key:
-            task.backend = key, backends.choose(task, self.backend)
-        kernel: Kernel[backends.Spec] = task.backend[1].kernel
+    def _kernel(self, param_step: ParamStep) -> Kernel[backends.Spec]:
+        """The backend that computes the step; chosen anew when gradients come in another type, or at another alignment."""
+        gradient = param_step.gradient
+        assert gradient is not None
+        key = gradient.dtype, identity(gradient) % 16 == 0, type(gradient)
+        if param_step.backend is None or param_step.backend[0] != key:
+            param_step.backend = key, backends.choose(param_step, self.backend)
+        kernel: Kernel[backends.Spec] = param_step.backend[1].kernel
         return kernel
 
     def cast_weights(self, model: nn.Module | None) -> WeightCasts | None:
@@ -224,110 +221,56 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _computed_by(self, parameter: Tensor) -> backends.ComputedBy:
         group = next(group for group in self.param_groups if any(each is parameter for each in group["params"]))
-        return backends.computed_by(self._tasks.get(parameter), parameter.device, self.backend, self._rule_of(group))
+        return backends.computed_by(
+            self._param_steps.get(parameter), parameter.device, self.backend, self._rule_of(group)
+        )
 
-    def _task(self, parameter: Tensor, group: dict[str, Any]) -> ParamStep:
+    def _param_step(self, parameter: Tensor, group: dict[str, Any]) -> ParamStep:
         """The parameter's tensors as the update wants them, kept from step to step while they are the same memory."""
-        state = self.state[parameter]
+        state, asked = self.state[parameter], param_groups.asked(group)
         if not state:
             self._refuse_converted(parameter, group)
             state.update(self._new_state(parameter, group, parameter.device))
-            self._start_master(parameter, group, state)
-        task = self._tasks.get(parameter)
-        if task is not None and task.asked != options.asked(group):
+        found = self._param_steps.get(parameter)
+        if found is not None and found.asked != asked:
             raise ConfigError(
-                f"{type(self).__name__}: states, master and embeddings of a group were {task.asked} when its state was made, and are "
-                f"{options.asked(group)} now. A state keeps its form: build another optimizer for it."
+                f"{type(self).__name__}: states, master and embeddings of a group were {found.asked} when its state was made, and are "
+                f"{asked} now. A state keeps its form: build another optimizer for it."
             )
-        if task is None or not task.holds(parameter, state):
+        if found is None or not found.holds(parameter, state):
             self._refuse_converted(parameter, group, state)
-            task = self._tasks[parameter] = self._make_task(parameter, group, state)
-            self._kept.clear()  # or it would keep what the old task holds
+            found = ParamStep.of(
+                parameter, self._rule_of(group), _states(parameter, group), group["master"], state, asked=asked
+            )
+            self._param_steps[parameter] = found
+            self._kept.clear()  # or it would keep what the old step holds
         stepped = None if self.casting is None else self.casting.of(parameter)
-        if stepped is not task.stepped:
-            task.stepped, task.native, task.backend = stepped, None, None
+        if stepped is not found.stepped:
+            found.stepped, found.native, found.backend = stepped, None, None
             self._kept.clear()
-        return task
+        return found
 
     def _refuse_converted(
         self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Tensor] | None = None
     ) -> None:
         """Raises ConfigError for a parameter that became another type or shape since the optimizer took it."""
         kind = f"{type(self).__name__}: a parameter of {list(parameter.shape)} is {parameter.dtype} now"
-        if reason := _refuse(parameter, group["master"]):
+        if reason := param_groups.refuse(parameter, group["master"]):
             raise ConfigError(f"{kind}, which it was not when the optimizer was built: {reason}")
-        if state is not None and not _is_form(state, self._new_state(parameter, group, "meta")):
+        if state is not None and forms_of(state) != forms_of(self._new_state(parameter, group, "meta")):
             raise ConfigError(
                 f"{kind}, and its state was made when it had another type or shape. Convert the model before the optimizer is "
                 "built."
             )
 
-    def _make_task(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> ParamStep:
-        states = self._states(parameter, group)
-        rows, columns = shape_of(parameter)
-        kept = []
-        rule = self._rule_of(group)
-        for name, format in _formats(rule, states):
-            codes = state[name].view(rows, -1) if rows * columns else state[name].view(rows, columns)
-            kept.append(
-                MomentState(
-                    format=format, codes=codes, scale=state.get(f"{name}_scale"), expansion=state.get(f"{name}_expansion")
-                )
-            )  # fmt: skip
-        kept += [MomentState(format=moments.NONE)] * (2 - len(kept))
-        wide = parameter.dtype == torch.float32
-        master = state.get("master", state.get("remainder"))
-        weight = parameter.detach()
-        return ParamStep(
-            source=parameter, rule=rule, state=tuple(state.values()), step=state["step"], tile=states.tile, asked=options.asked(group),
-            weight=(weight if weight.is_contiguous() else weight.contiguous()).view(rows, columns),
-            first=kept[0], second=kept[1], master_kind=None if wide else group["master"],
-            master=None if master is None else master.view(rows, columns), master_scale=state.get("master_scale"),
-        )  # fmt: skip
-
-    def _states(self, parameter: Tensor, group: Mapping[str, Any]) -> States:
-        return moments.STATES[kept_as(parameter, group)[0]]
-
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
-        """Empty state tensors; on the device "meta" they cost nothing and tell sizes."""
-        states = self._states(parameter, group)
-        rows, columns = shape_of(parameter)
-        state = {"step": torch.zeros((), dtype=torch.float32, device="meta" if device == "meta" else "cpu")}
-        for name, format in _formats(self._rule_of(group), states):
-            kept = allocate(format, rows, columns, states.tile, device)
-            assert kept.codes is not None
-            state[name] = kept.codes if format.bits == 4 else kept.codes.view(parameter.shape)
-            if kept.scale is not None:
-                state[f"{name}_scale"] = kept.scale
-            if kept.expansion is not None:
-                state[f"{name}_expansion"] = kept.expansion
-        if parameter.dtype == torch.float32 or group["master"] in (None, "stochastic"):
-            return state
-        if group["master"] == "bf16-remainder":
-            return state | {"remainder": torch.zeros(parameter.shape, dtype=torch.int16, device=device)}
-        if group["master"] == "fp32":
-            return state | {"master": torch.zeros(parameter.shape, dtype=torch.float32, device=device)}
-        tiles = -(-columns // states.tile)
-        scale = torch.zeros(rows, tiles, dtype=torch.bfloat16, device=device)
-        return state | {
-            "master": torch.zeros(parameter.shape, dtype=torch.float16, device=device), "master_scale": scale
-        }  # fmt: skip
-
-    def _start_master(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Tensor]) -> None:
-        """fp32 starts as the weight; fp16-scaled starts as zeros, and the first step takes the weight itself over."""
-        if "master" in state and "master_scale" not in state:
-            state["master"].copy_(parameter)
+        return new_state(parameter, self._rule_of(group), _states(parameter, group), group["master"], device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none."""
         own = self.param_groups
-        refuse_state(
-            type(self).__name__,
-            state_dict,
-            own,
-            self.rule.name,
-            lambda each, group: self._new_state(each, group, "meta"),
-        )
+        kind, rule = type(self).__name__, self.rule.name
+        refuse_state(kind, state_dict, own, rule, lambda each, group: self._new_state(each, group, "meta"))
         # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         places = {each: parameter for group, saved in zip(own, state_dict["param_groups"], strict=True)
@@ -339,73 +282,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 for name, value in saved.items()
                 if isinstance(value, Tensor)
             }
-        self._forget_tasks()
+        self._forget_steps()
 
 
-def _formats(rule: Rule, states: States) -> list[tuple[str, Moment]]:
-    return list(zip(rule.moments, (states.first, states.second), strict=False))
-
-
-def _counts(steps: list[Tensor]) -> list[float]:
-    """The numbers in the counters. Fake ones hold none: they stand at the first step, which has the shapes of every other."""
-    return torch.stack(steps).tolist() if all(map(holds_numbers, steps)) else [1.0] * len(steps)
-
-
-def _is_form(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    """Whether both hold tensors of the same names, types and shapes."""
-    forms = ({name: (x.dtype, x.shape) for name, x in each.items()} for each in (state, expected))
-    return next(forms) == next(forms)
-
-
-def shape_of(parameter: Tensor) -> tuple[int, int]:
-    """(rows, columns): the first axis, and all others; a vector is one row."""
-    if parameter.ndim < 2:
-        return 1, parameter.numel()
-    return parameter.shape[0], parameter[0].numel() if parameter.shape[0] else 0
-
-
-def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
-    """(the states that a parameter gets, the rule that says so)."""
-    asked = group["states"]
-    if asked == "fp32":
-        return "fp32", group.get("why", "asked for")
-    if parameter.ndim < 2:
-        return "fp32", "one axis"
-    if parameter.numel() < SMALLEST:
-        return "fp32", f"fewer than {SMALLEST} elements"
-    if shape_of(parameter)[1] < moments.STATES[asked].tile // 8:
-        return "fp32", "rows too short for a tile"
-    if group["embeddings"] == "fp32" and "param_names" in group:
-        place = next(i for i, each in enumerate(group["params"]) if each is parameter)
-        if _EMBEDDING.search(group["param_names"][place]):
-            return "fp32", "embedding"
-    return asked, "asked for"
-
-
-def _refuse(parameter: Tensor, master: str | None) -> str:
-    """Why a parameter cannot be trained with this master, or ''."""
-    if parameter.dtype == torch.float32:
-        return ""
-    if parameter.dtype not in _DTYPES:
-        return (
-            "narrowgauge.optim trains float32, bfloat16 and float16. Convert it, or give it to an optimizer of torch."
-        )
-    if master is None:
-        return (
-            f"an update below 1/{512 if parameter.dtype == torch.bfloat16 else 4096} of a weight would be lost in rounding. "
-            "Choose master='bf16-remainder', 'fp32', 'fp16-scaled' or 'stochastic', or keep the weights in float32."
-        )
-    if parameter.dtype == torch.float16 and master in ("bf16-remainder", "stochastic"):
-        return (
-            f"master={master!r} is for bfloat16. Choose master='fp32' or 'fp16-scaled', or load the model in bfloat16."
-        )
-    return ""
+def _states(parameter: Tensor, group: Mapping[str, Any]) -> States:
+    return moments.STATES[param_groups.kept_as(parameter, group)[0]]
 
 
 def _usable(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     if gradient.layout is not torch.strided:
         raise ConfigError("narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.")
-    if gradient.dtype not in _DTYPES:
+    if gradient.dtype not in DTYPES:
         gradient = gradient.to(torch.float32)
     return gradient if gradient.is_contiguous() else gradient.contiguous()

@@ -26,14 +26,13 @@ def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
     """Sentences, one for each kind of failure; empty if none was found. Looks at dtypes and betas, not at values."""
     if isinstance(optimizer, NarrowOptimizer):
         return []
-    rounds_stochastically = any(
+    stochastic = any(
         getattr(optimizer, option, False) or optimizer.defaults.get(option, False) for option in _ROUNDING_OPTIONS
     )
     found: dict[str, None] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for reason in _of_parameter(parameter, group, optimizer.state.get(parameter, {}), rounds_stochastically):
-                found.setdefault(reason)
+            found |= dict.fromkeys(_of_parameter(parameter, group, optimizer.state.get(parameter, {}), stochastic))
     return list(found)
 
 

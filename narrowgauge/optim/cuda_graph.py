@@ -15,6 +15,7 @@ parameters that the graph steps): it compiles, proves the kernels, and writes th
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -31,10 +32,8 @@ class ReplayedStep:
         self._optimizer = optimizer
         self._chosen: list[tuple[Tensor, dict[str, Any], int]] = []
         self._gradients: list[Tensor] = []
-        self._captured: dict[torch.device, list[Any]] = {}  # of `triton_step.Batch`
-        counts: dict[torch.device, int] = {}
-        for parameter, _, _ in optimizer._numbered():
-            counts[parameter.device] = counts.get(parameter.device, 0) + 1
+        self._captured: dict[torch.device, list[Any]] = {}  # of `triton.launch.Batch`
+        counts = Counter(parameter.device for parameter, _, _ in optimizer._numbered())
         # A batch for each parameter would be the most: a head, an address, and one to make it even.
         self._step_args = {
             device: torch.zeros(18 * count, dtype=torch.int64, device=device) for device, count in counts.items()
@@ -48,12 +47,12 @@ class ReplayedStep:
         for parameter, _, _ in optimizer._numbered():
             if parameter.grad is None:
                 continue
-            task, which = optimizer._tasks.get(parameter), f"a parameter of {list(parameter.shape)}"
-            if task is None or task.backend is None:
+            param_step, which = optimizer._param_steps.get(parameter), f"a parameter of {list(parameter.shape)}"
+            if param_step is None or param_step.backend is None:
                 return f"{which} has never stepped; run one step before the capture"
-            if not parameter.grad.is_contiguous() or identity(task.weight) != task.address:
+            if not parameter.grad.is_contiguous() or identity(param_step.weight) != param_step.address:
                 return f"{which}, or its gradient, is not contiguous; make it so before the optimizer is built"
-            if task.backend[1].kernel.name != "triton":
+            if param_step.backend[1].kernel.name != "triton":
                 by = optimizer.computed_by(parameter)
                 return f"{which} on {parameter.device} is stepped by {by}, which works out its numbers on the host"
         return ""
@@ -73,17 +72,15 @@ class ReplayedStep:
                 "replay."
             )
         self._chosen = [each for each in optimizer._numbered() if each[0].grad is not None]
-        tasks = optimizer._next(self._chosen, counts=False)
-        for (parameter, _, _), task in zip(self._chosen, tasks, strict=True):
-            task.gradient = parameter.grad
+        param_steps = optimizer._next(self._chosen, counts=False)
+        for (parameter, _, _), each in zip(self._chosen, param_steps, strict=True):
+            each.gradient = parameter.grad
         self._gradients = [parameter.grad for parameter, _, _ in self._chosen if parameter.grad is not None]
-        for device, step_args in self._step_args.items():
-            members = [task for task in tasks if task.weight.device == device and task.elements]
-            if members:
-                self._captured[device] = launch.batches_of(members, optimizer._kept, makes=False)
-                launch.run(self._captured[device], step_args)
-        for task in tasks:
-            task.gradient = None
+        self._captured = launch.batches_of(param_steps, optimizer._kept, makes=False)
+        for device, batches in self._captured.items():
+            launch.run(batches, self._step_args[device])
+        for each in param_steps:
+            each.gradient = None
 
     @torch.no_grad()
     def before_replay(self) -> None:
@@ -94,13 +91,13 @@ class ReplayedStep:
             raise ConfigError(
                 f"{type(self._optimizer).__name__}.before_replay: nothing was captured. Call capture() inside torch.cuda.graph."
             )
-        tasks = self._optimizer._next(self._chosen)
-        for task, gradient in zip(tasks, self._gradients, strict=True):
-            task.gradient = gradient
+        param_steps = self._optimizer._next(self._chosen)
+        for each, gradient in zip(param_steps, self._gradients, strict=True):
+            each.gradient = gradient
         for device, batches in self._captured.items():
             numbers = torch.tensor(launch.step_args_of(batches), dtype=torch.int64, device="cpu")
             sent = numbers.pin_memory() if device.type == "cuda" else numbers
             self._step_args[device][: len(numbers)].copy_(sent, non_blocking=True)
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in self._chosen])
-        for task in tasks:
-            task.gradient = None
+        for each in param_steps:
+            each.gradient = None

@@ -29,10 +29,6 @@ from narrowgauge.optim import moments, noise
 Master = Literal["fp32", "fp16-scaled", "bf16-remainder", "stochastic"] | None
 KINDS: dict[str | None, int] = {None: 0, "fp32": 1, "fp16-scaled": 2, "bf16-remainder": 3, "stochastic": 4}
 
-_SCALED = moments.SmallFloat(
-    name="fp16", kind=5, dtype=torch.float16, bits=16, mantissa=10, bias=15, top=2.0**15, signed=True
-)  # fmt: skip
-
 
 def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     """x float32, rounded stochastically to bfloat16: E[result] = x.
@@ -44,32 +40,14 @@ def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isfinite(), carried, x).to(torch.bfloat16)
 
 
-def round_ties_away(x: Tensor) -> Tensor:
-    """x float32 to the nearest bfloat16, ties away from zero. NaN stays, a large number may become infinite."""
-    carried = ((x.view(torch.int32) + 0x8000) & -65536).view(torch.float32)
-    return torch.where(x.isnan(), x, carried).to(torch.bfloat16)
-
-
-def remainder(x: Tensor, rounded: Tensor) -> Tensor:
-    """x float32, rounded = round_ties_away(x) -> int16: what `with_remainder` adds to the bits of the rounded one."""
-    return (x.view(torch.int32) - rounded.to(torch.float32).view(torch.int32)).to(torch.int16)
-
-
-def with_remainder(weight: Tensor, rest: Tensor) -> Tensor:
-    """The float32 number whose bfloat16 rounding and remainder are given, exactly."""
-    return (weight.to(torch.float32).view(torch.int32) + rest.to(torch.int32)).view(torch.float32)
-
-
 def encode_scaled(x: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """x [r, t, tile] float32 -> (float16 codes of the same shape, scale [r, t] bfloat16), x ~= codes / 2^15 * scale.
 
     |x - x'| < 2^-10 |x| above 2^-29 of the scale, below it < 2^-39 of the scale; E[x'] = x.
     """
     scale = moments.scales(x, moments.POW2_DROPS)
-    wide = scale.to(torch.float32)
-    inverse = torch.where(wide.isnan(), 0.0, 1.0 / wide)[..., None]
-    y = (x.abs() * inverse).clamp(max=1.0) * _SCALED.top
-    gap = _SCALED._power_below(y) * 2.0**-10
+    y = (x.abs() * moments.inverse(scale)).clamp(max=1.0) * 2.0**15
+    gap = moments.FP16.power_below(y) * 2.0**-10
     part = y / gap
     whole = part.floor()
     y = torch.where(uniform < part - whole, whole + 1.0, whole) * gap
@@ -82,8 +60,11 @@ def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A master as the weight that the model sees, of dtype bfloat16 or float16."""
-    return round_ties_away(x) if dtype == torch.bfloat16 else x.to(dtype)
+    """A float32 master as the weight that the model sees: float16, or the nearest bfloat16, ties away from zero. NaN stays."""
+    if dtype != torch.bfloat16:
+        return x.to(dtype)
+    carried = ((x.view(torch.int32) + 0x8000) & -65536).view(torch.float32)
+    return torch.where(x.isnan(), x, carried).to(torch.bfloat16)
 
 
 def load(kind: Master, weight: Tensor, kept: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -92,7 +73,7 @@ def load(kind: Master, weight: Tensor, kept: Tensor | None, scale: Tensor | None
     if kept is None:
         return wide
     if kind == "bf16-remainder":
-        return with_remainder(weight, kept)
+        return (wide.view(torch.int32) + kept.to(torch.int32)).view(torch.float32)
     master = kept if scale is None else decode_scaled(kept, scale)
     return torch.where(rounded(master, weight.dtype) == weight, master, wide)
 
@@ -109,4 +90,7 @@ def store(
         codes, scale = encode_scaled(x, noise.uniform(noise.bits(key, index)))
         return rounded(decode_scaled(codes, scale), dtype), codes, scale
     weight = rounded(x, dtype)
-    return weight, x if kind == "fp32" else remainder(x, weight), None
+    if kind == "fp32":
+        return weight, x, None
+    remainder = x.view(torch.int32) - weight.to(torch.float32).view(torch.int32)
+    return weight, remainder.to(torch.int16), None

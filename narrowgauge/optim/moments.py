@@ -34,8 +34,9 @@ fp16: second moments and masters of FP8-LM (arXiv 2310.18313), with a scale per 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +48,13 @@ EXPONENT = 0x7F800000
 POW2_DROPS, BF16_DROPS = 0x7FFFFF, 0xFFFF
 LEAST_SCALE, MOST_AMAX = 33 << 23, 253 << 23  # 2^-94 and 2^126 as bits
 OCTAVES = 14.0  # of normal E4M3 numbers below 2^8
+SQUARED_MOST = 127.0  # the largest code of squared8
 DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
 DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))
 FORM = 2  # of states, kept in the groups of an optimizer: 1 had square roots in the place of dynamic4
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A moment's tiles: codes [r, t, tile] in the format's dtype, scale [r, t] bfloat16, expansion [r, t] int8 or None."""
 
     codes: Tensor
@@ -63,10 +64,12 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """One way to keep a moment.
+    """One way to keep a moment; a constant of the Triton kernel, too.
 
-    kind   its number in step.cpp
+    kind   its number in the kernels
     dtype  of the codes; two 4-bit codes lie in a byte, the first in the low half
+    signed, mantissa, bias, top   of a float: codes stand for `top` times the tile's share; without a sign they are rounded stochastically
+    expands, lowest, highest      whether a tile chooses its k, and the least and greatest log2 k that it chooses from
     """
 
     name: str
@@ -74,7 +77,13 @@ class Moment:
     dtype: torch.dtype
     bits: int
     has_scale: bool = True
-    expansions: tuple[int, int] | None = None  # the least and greatest log2 k
+    signed: bool = True
+    mantissa: int = 0
+    bias: int = 0
+    top: float = 1.0
+    expands: bool = False
+    lowest: int = 0
+    highest: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -91,37 +100,30 @@ class Moment:
         return state.codes
 
 
-@dataclass(frozen=True, kw_only=True)
 class Squared(Moment):
-    """Signed: c |c| / most^2, c to the nearest of sqrt(|x| / s) most; to the one below where x only decays."""
-
-    most: int
+    """Signed: c |c| / 127^2, c to the nearest of 127 sqrt(|x| / s); to the one below where x only decays."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
-        scale, x = _scaled_tiles(x, POW2_DROPS)
-        unit = _inverse(scale) * float(self.most**2)
-        root = square_root(x.abs() * unit)
+        scale, inverse, x = _scaled(x, POW2_DROPS)
+        root = square_root(x.abs() * (inverse * SQUARED_MOST**2))
         code = torch.copysign(root.round() if decays is None else torch.where(decays, root.floor(), root.round()), x)
         return Encoded(code.to(torch.int8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
         code = state.codes.to(torch.float32)
-        return code * code.abs() * (_spread(state.scale) * _float32(1 / self.most**2))
+        return (
+            code
+            * code.abs()
+            * (_wide(state.scale) * float(torch.tensor(1 / SQUARED_MOST**2, dtype=torch.float32, device="cpu")))
+        )
 
 
-@cached
-def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """float32, sent to a device once."""
-    return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Dynamic(Moment):
     """Signed, a level of DYNAMIC_LEVELS and its sign: the nearest, of two equally near the one toward zero; the one below if x decays."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
-        scale, x = _scaled_tiles(x, BF16_DROPS)
-        share = x.abs() * _inverse(scale)
+        scale, inverse, x = _scaled(x, BF16_DROPS)
+        share = x.abs() * inverse
         code = torch.bucketize(share, _constants(DYNAMIC_BOUNDARIES, x.device))
         if decays is not None:
             decays = decays & ~decays.all(-1, keepdim=True)
@@ -132,68 +134,74 @@ class Dynamic(Moment):
     def decode(self, state: Encoded) -> Tensor:
         code = state.codes.to(torch.int64) - 8
         level = _constants(DYNAMIC_LEVELS, code.device)[code.abs() & 7]  # -8 stands nowhere
-        return torch.where(code < 0, -level, level) * _spread(state.scale)
+        return torch.where(code < 0, -level, level) * _wide(state.scale)
 
 
-@dataclass(frozen=True, kw_only=True)
 class UnsignedE5M3(Moment):
     """Unsigned float without subnormals; stochastic rounding is one addition to the bits."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
-        scale, x = _scaled_tiles(x, POW2_DROPS)
-        t = x * _inverse(scale)
-        code = ((t.view(torch.int32) + noise * 16 + 8) >> 20) - 761
+        scale, inverse, x = _scaled(x, POW2_DROPS)
+        code = (((x * inverse).view(torch.int32) + noise * 16 + 8) >> 20) - 761
         return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
         t = ((state.codes.to(torch.int32) + 761) << 20).view(torch.float32)
-        return torch.where(state.codes > 0, t, 0.0) * _spread(state.scale)
+        return torch.where(state.codes > 0, t, 0.0) * _wide(state.scale)
 
 
-@dataclass(frozen=True, kw_only=True)
+class Linear(Moment):
+    """Unsigned, sixteen equal steps of which none is zero; a tile of zeros is told by the least scale."""
+
+    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
+        scale, inverse, x = _scaled(x, BF16_DROPS)
+        code = (x * (inverse * 16.0) + uniform(noise)).to(torch.int32).clamp(1, 16) - 1
+        return Encoded(code.to(torch.uint8), scale)
+
+    def decode(self, state: Encoded) -> Tensor:
+        scale = _wide(state.scale)
+        value = (state.codes.to(torch.float32) + 1.0) * (scale * 2.0**-4)
+        return torch.where(scale == 2.0**-94, 0.0, value)
+
+
 class SmallFloat(Moment):
-    """E4M3 or float16 of `top` times the tile's share, raised to k if `expansions` allows more than 1."""
-
-    mantissa: int
-    bias: int
-    top: float
-    signed: bool
+    """E4M3 or float16 of `top` times the tile's share, raised to the power k where `expands`."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         log_k = self._expansion(x)
-        scale, x = _scaled_tiles(x, POW2_DROPS)
-        t = x.abs() * _inverse(scale)
+        scale, inverse, x = _scaled(x, POW2_DROPS)
+        t = x.abs() * inverse
         y = _expanded(t, log_k) * self.top
         if self.signed:
-            shift = self._power_below(y) * (1.5 * 2 ** (23 - self.mantissa))
+            shift = self.power_below(y) * (1.5 * 2 ** (23 - self.mantissa))
             nearest = (y + shift) - shift
-            magnitude = self._bits(nearest if decays is None else torch.where(decays, y, nearest))
-        elif log_k is None:
-            normal = y.view(torch.int32) + (noise >> (self.mantissa - 7))  # 13 bits for the 13 that float16 drops
-            subnormal = y * 2.0 ** (self.bias + self.mantissa - 1) + uniform(noise)
-            magnitude = torch.where(y < 2.0 ** (1 - self.bias), subnormal.to(torch.int32), self._kept(normal))
-            magnitude = torch.maximum(magnitude, (t > 0).to(torch.int32))
+            magnitude = self._code_below(nearest if decays is None else torch.where(decays, y, nearest))
+            magnitude |= x.signbit().to(torch.int32) << (self.bits - 1)
         else:
-            low = self._bits(y)
-            below, above = (self._value(code, log_k) for code in (low, low + 1))
-            magnitude = low + (below + uniform(noise) * (above - below) < t).to(torch.int32)
-            magnitude = torch.maximum(magnitude, (t > 0).to(torch.int32))
-        sign = (x.signbit().to(torch.int32) << (self.bits - 1)) if self.signed else 0
+            magnitude = self._drawn(t, y, log_k, noise)
         integer = torch.uint8 if self.bits == 8 else torch.int16
-        return Encoded((magnitude | sign).to(integer).view(self.dtype), scale, log_k)
+        return Encoded(magnitude.to(integer).view(self.dtype), scale, log_k)
+
+    def _drawn(self, t: Tensor, y: Tensor, log_k: Tensor | None, noise: Tensor) -> Tensor:
+        """The code of t >= 0, y = top t^k, rounded stochastically; at least 1 for what is not 0."""
+        if log_k is None:
+            normal = y.view(torch.int32) + (noise >> (self.mantissa - 7))  # 13 bits for the 13 that float16 drops
+            code = self._code_below(y, normal.view(torch.float32), uniform(noise))
+        else:
+            code = self._code_below(y)
+            below, above = (self._value(each, log_k) for each in (code, code + 1))
+            code = code + (below + uniform(noise) * (above - below) < t).to(torch.int32)
+        return torch.maximum(code, (t > 0).to(torch.int32))
 
     def decode(self, state: Encoded) -> Tensor:
-        integer = state.codes.view(torch.uint8 if self.bits == 8 else torch.int16).to(torch.int32)
-        magnitude = integer & (2 ** (self.bits - 1) - 1)
-        x = self._value(magnitude, state.expansion) * _spread(state.scale)
-        return torch.where((integer >> (self.bits - 1)) & 1 > 0, -x, x)
+        if state.expansion is None:
+            return state.codes.to(torch.float32) * (1 / self.top) * _wide(state.scale)
+        integer = state.codes.view(torch.uint8).to(torch.int32)
+        x = self._value(integer & 0x7F, state.expansion) * _wide(state.scale)
+        return torch.where(integer > 0x7F, -x, x)
 
-    def _value(self, magnitude: Tensor, log_k: Tensor | None) -> Tensor:
-        """The tile's share that a code without its sign stands for: (code's number / top)^(1/k)."""
-        if log_k is None:
-            normal = ((magnitude << (23 - self.mantissa)) + ((127 - self.bias) << 23)).view(torch.float32)
-            subnormal = magnitude.to(torch.float32) * 2.0 ** (1 - self.bias - self.mantissa)
-            return torch.where(magnitude < 2**self.mantissa, subnormal, normal) * (1 / self.top)
+    def _value(self, magnitude: Tensor, log_k: Tensor) -> Tensor:
+        """The tile's share that a code of E4M3 without its sign stands for: (code's number / top)^(1/k)."""
         fractions, subnormals, quarters = (table.to(magnitude.device) for table in expansion_tables())
         row = (log_k.to(torch.int64) + 2)[..., None].expand_as(magnitude)
         fraction = magnitude & 7
@@ -202,45 +210,29 @@ class SmallFloat(Moment):
         normal = fractions[row, fraction] * quarters[octaves & 3] * power
         return torch.where(magnitude < 8, subnormals[row, fraction], normal)
 
-    def _power_below(self, y: Tensor) -> Tensor:
+    def power_below(self, y: Tensor) -> Tensor:
+        """2^floor(log2 y), at least the smallest normal number."""
         return (y.view(torch.int32) & EXPONENT).clamp(min=(128 - self.bias) << 23).view(torch.float32)
 
-    def _bits(self, y: Tensor) -> Tensor:
-        """The code of y, rounded down."""
-        subnormal = (y * 2.0 ** (self.bias + self.mantissa - 1)).to(torch.int32)
-        return torch.where(y < 2.0 ** (1 - self.bias), subnormal, self._kept(y.view(torch.int32)))
-
-    def _kept(self, bits: Tensor) -> Tensor:
-        return (bits >> (23 - self.mantissa)) - ((127 - self.bias) << self.mantissa)
+    def _code_below(self, y: Tensor, normal: Tensor | None = None, add: Tensor | float = 0.0) -> Tensor:
+        """The code of y, rounded down. normal: what stands for y where it is normal; add: to a subnormal y, in its units."""
+        subnormal = (y * 2.0 ** (self.bias + self.mantissa - 1) + add).to(torch.int32)
+        bits = (y if normal is None else normal).view(torch.int32)
+        code = (bits >> (23 - self.mantissa)) - ((127 - self.bias) << self.mantissa)
+        return torch.where(y < 2.0 ** (1 - self.bias), subnormal, code)
 
     def _expansion(self, x: Tensor) -> Tensor | None:
         """log2 k per tile: the greatest with which the tile's octaves still fit. Zeros and poisoned tiles: k = 1."""
-        if self.expansions is None:
+        if not self.expands:
             return None
         bits = x.abs().view(torch.int32)
         most = bits.amax(-1)
         least = torch.where(bits > 0, bits, EXPONENT).amin(-1)
         octaves = ((most - least) >> 23).to(torch.float32) + 2.0
-        lowest, highest = self.expansions
-        log_k = torch.full_like(octaves, lowest)
-        for each in range(lowest + 1, highest + 1):
+        log_k = torch.full_like(octaves, self.lowest)
+        for each in range(self.lowest + 1, self.highest + 1):
             log_k = torch.where(octaves * 2.0**each <= OCTAVES, float(each), log_k)
         return torch.where((most == 0) | (most >= EXPONENT), 0.0, log_k).to(torch.int8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Linear(Moment):
-    """Unsigned, sixteen equal steps of which none is zero; a tile of zeros is told by the least scale."""
-
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
-        scale, x = _scaled_tiles(x, BF16_DROPS)
-        code = (x * (_inverse(scale) * 16.0) + uniform(noise)).to(torch.int32).clamp(1, 16) - 1
-        return Encoded(code.to(torch.uint8), scale)
-
-    def decode(self, state: Encoded) -> Tensor:
-        scale = _spread(state.scale)
-        value = (state.codes.to(torch.float32) + 1.0) * (scale * 2.0**-4)
-        return torch.where(scale == 2.0**-94, 0.0, value)
 
 
 @cached
@@ -271,21 +263,28 @@ def scales(x: Tensor, drops: int) -> Tensor:
     return torch.where(amax > MOST_AMAX, float("nan"), bits.view(torch.float32)).to(torch.bfloat16)
 
 
-def _scaled_tiles(x: Tensor, drops: int) -> tuple[Tensor, Tensor]:
-    """(scales, x with zeros in tiles whose scale is NaN)."""
+def inverse(scale: Tensor) -> Tensor:
+    """[...] bfloat16 -> [..., 1] float32, 0 for NaN."""
+    wide = _wide(scale)
+    return torch.where(wide.isnan(), 0.0, 1.0 / wide)
+
+
+def _scaled(x: Tensor, drops: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(scales, their inverses, x with zeros in tiles whose scale is NaN)."""
     scale = scales(x, drops)
-    return scale, torch.where(scale.isnan()[..., None], 0.0, x)
+    return scale, inverse(scale), torch.where(scale.isnan()[..., None], 0.0, x)
 
 
-def _inverse(scale: Tensor) -> Tensor:
-    """[...] -> [..., 1] float32, 0 for NaN."""
-    wide = scale.to(torch.float32)
-    return torch.where(wide.isnan(), 0.0, 1.0 / wide)[..., None]
-
-
-def _spread(scale: Tensor | None) -> Tensor:
+def _wide(scale: Tensor | None) -> Tensor:
+    """[...] bfloat16 -> [..., 1] float32."""
     assert scale is not None
     return scale.to(torch.float32)[..., None]
+
+
+@cached
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """float32, sent to a device once."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _expanded(t: Tensor, log_k: Tensor | None) -> Tensor:
@@ -298,27 +297,15 @@ def _expanded(t: Tensor, log_k: Tensor | None) -> Tensor:
     return t
 
 
-def _float32(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float32, device="cpu"))
-
-
 WIDE = Moment(name="fp32", kind=1, dtype=torch.float32, bits=32, has_scale=False)
 NONE = Moment(name="none", kind=0, dtype=torch.float32, bits=0, has_scale=False)
-SQUARED8 = Squared(name="squared8", kind=2, dtype=torch.int8, bits=8, most=127)
+SQUARED8 = Squared(name="squared8", kind=2, dtype=torch.int8, bits=8)
 UE5M3 = UnsignedE5M3(name="ue5m3", kind=3, dtype=torch.uint8, bits=8)
 DYNAMIC4 = Dynamic(name="dynamic4", kind=6, dtype=torch.uint8, bits=4)
 LINEAR4 = Linear(name="linear4", kind=7, dtype=torch.uint8, bits=4)
-E4M3_FIRST = SmallFloat(
-    name="e4m3-expanded", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8, signed=True,
-    expansions=(0, 2),
-)  # fmt: skip
-E4M3_SECOND = SmallFloat(
-    name="e4m3-expanded", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8, signed=False,
-    expansions=(-2, 2),
-)  # fmt: skip
-E4M3 = SmallFloat(
-    name="e4m3", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8, signed=True
-)  # fmt: skip
+E4M3 = SmallFloat(name="e4m3", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8)
+E4M3_FIRST = replace(E4M3, name="e4m3-expanded", expands=True, highest=2)
+E4M3_SECOND = replace(E4M3, name="e4m3-expanded", expands=True, lowest=-2, highest=2, signed=False)
 FP16 = SmallFloat(name="fp16", kind=5, dtype=torch.float16, bits=16, mantissa=10, bias=15, top=2.0**15, signed=False)
 
 

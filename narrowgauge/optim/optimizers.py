@@ -42,9 +42,8 @@ class AdamW(NarrowOptimizer):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
-        super().__init__(params, defaults | shared, backend)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, backend, **numbers, states=states, master=master, embeddings=embeddings, seed=seed)
 
 
 class Lion(NarrowOptimizer):
@@ -65,9 +64,8 @@ class Lion(NarrowOptimizer):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
-        super().__init__(params, defaults | shared, backend)
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, backend, **numbers, states=states, master=master, embeddings=embeddings, seed=seed)
 
 
 class SGD(NarrowOptimizer):
@@ -89,6 +87,5 @@ class SGD(NarrowOptimizer):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        shared = {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
-        super().__init__(params, defaults | shared, backend)
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, backend, **numbers, states=states, master=master, embeddings=embeddings, seed=seed)

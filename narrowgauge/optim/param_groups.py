@@ -1,10 +1,25 @@
-"""Parameter groups of a model: embeddings apart, and vectors if matrices alone are decayed."""
+"""Parameter groups: those of a model, their options and what is refused of them, and how each parameter is kept.
+
+Torch takes whatever a group says, and a step finds out; here it is refused when the group comes.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import ConfigError, closest
+from narrowgauge.optim import masters, moments
+from narrowgauge.optim.step import DTYPES, shape_of
+
+SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
+_ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
+_EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
 def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: str = "fp32") -> list[dict[str, Any]]:
@@ -32,3 +47,78 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
             group["weight_decay"] = 0.0 if is_vector else weight_decay
         result.append(group)
     return result
+
+
+def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides about the form of a state."""
+    return group["states"], group["master"], group["embeddings"], group.get("rule")
+
+
+def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number that cannot be, and for what looks like an option and is none: torch passes over both."""
+    for name in ("lr", "weight_decay", "eps"):
+        if name in group and (not _is_number(group[name]) or not group[name] >= 0):
+            raise ConfigError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0.")
+    for betas in (group.get("betas", (0.0, 0.0)), (group.get("momentum", 0.0),)):
+        if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
+    if "betas" in group and len(group["betas"]) != 2:
+        raise ConfigError(f"{kind}: betas = {group['betas']}: must be two numbers.")
+    if group.get("nesterov") and not group["momentum"]:
+        raise ConfigError(
+            f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out."
+        )
+    for option, names in (("states", moments.STATES), ("master", masters.KINDS)):
+        if group[option] not in names:
+            given = [str(each) for each in names if each is not None]
+            near = closest(str(group[option]), given) or ", ".join(map(repr, given))
+            raise ConfigError(f"{kind}: no {option} {group[option]!r}. Closest: {near}.")
+    if group["embeddings"] not in ("fp32", "same"):
+        raise ConfigError(f"{kind}: embeddings = {group['embeddings']!r}; it is 'fp32' or 'same'.")
+    for name in group:
+        found = [] if name in known or name in _ADDED_BY_TORCH else difflib.get_close_matches(str(name), known, 1, 0.8)
+        if found:
+            raise ConfigError(f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.")
+
+
+def _is_number(value: object) -> bool:
+    """A learning rate may be a tensor, as torch's schedulers allow."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def refuse(parameter: Tensor, master: str | None) -> str:
+    """Why a parameter cannot be trained with this master, or ''."""
+    if parameter.dtype == torch.float32:
+        return ""
+    if parameter.dtype not in DTYPES:
+        return (
+            "narrowgauge.optim trains float32, bfloat16 and float16. Convert it, or give it to an optimizer of torch."
+        )
+    if master is None:
+        return (
+            f"an update below 1/{512 if parameter.dtype == torch.bfloat16 else 4096} of a weight would be lost in rounding. "
+            "Choose master='bf16-remainder', 'fp32', 'fp16-scaled' or 'stochastic', or keep the weights in float32."
+        )
+    if parameter.dtype == torch.float16 and master in ("bf16-remainder", "stochastic"):
+        return (
+            f"master={master!r} is for bfloat16. Choose master='fp32' or 'fp16-scaled', or load the model in bfloat16."
+        )
+    return ""
+
+
+def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
+    """(the states that a parameter gets, the rule that says so)."""
+    asked = group["states"]
+    if asked == "fp32":
+        return "fp32", group.get("why", "asked for")
+    if parameter.ndim < 2:
+        return "fp32", "one axis"
+    if parameter.numel() < SMALLEST:
+        return "fp32", f"fewer than {SMALLEST} elements"
+    if shape_of(parameter)[1] < moments.STATES[asked].tile // 8:
+        return "fp32", "rows too short for a tile"
+    if group["embeddings"] == "fp32" and "param_names" in group:
+        place = next(i for i, each in enumerate(group["params"]) if each is parameter)
+        if _EMBEDDING.search(group["param_names"][place]):
+            return "fp32", "embedding"
+    return asked, "asked for"

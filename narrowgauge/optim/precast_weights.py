@@ -48,9 +48,10 @@ class _Link:
         window = layer.window("w")
         memory = () if window is None else (identity(window.live), identity(window.history))
         own = layer._parameters.get("weight") is parameter
-        made_of = (layer.recipe, window, own, identity(parameter), parameter.dtype, parameter.device, *memory)
-        if not _are_the_same(made_of, self.made_of) or layer.precast is not self.stepped:
-            self.made_of, self.reason, self.stepped = made_of, self.fixed, None
+        # Recipe and window by identity, for as long as they are held: recipes are equal to others, and comparing them takes long.
+        made_of = (id(layer.recipe), id(window), own, identity(parameter), parameter.dtype, parameter.device, *memory)
+        if made_of != self.made_of[2:] or layer.precast is not self.stepped:
+            self.made_of, self.reason, self.stepped = (layer.recipe, window, *made_of), self.fixed, None
             if not self.reason:
                 self._decide(layer, parameter, window, own)
             layer.precast = self.stepped
@@ -74,19 +75,10 @@ class _Link:
                 self.stepped = None if self.reason else PrecastWeight.of(parameter.detach(), cast, window)
 
     def words(self) -> str:
-        if self.stepped is None:
-            return self.reason
-        if self.stepped.refused:
-            return self.stepped.refused
+        if self.stepped is None or self.stepped.refused:
+            return self.reason if self.stepped is None else self.stepped.refused
         what = "amax" if self.stepped.codes is None else "codes in both orientations"
         return f"{what}, taken after {self.stepped.taken} of {self.stepped.left} steps"
-
-
-def _are_the_same(made_of: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Objects by identity: recipes are equal to others, and comparing them takes long."""
-    if len(made_of) != len(before):
-        return False
-    return made_of[0] is before[0] and made_of[1] is before[1] and made_of[2:] == before[2:]
 
 
 class WeightCasts(Mapping[str, str]):

@@ -7,7 +7,7 @@
     bf16-o2    bfloat16  bfloat16           float32 master weights, rounded after       16 (2 + 2 gradient + 4 + 8)
     bf16-o3    bfloat16  bfloat16           in float32, rounded stochastically          12 (2 + 2 gradient + 8)
 
-Every rung combines with every recipe: the recipe decides the operands of the Linears, the rung all else. "O1" and "O2" are the
+Every precision combines with every recipe: the recipe decides the operands of the Linears, the precision all else. "O1" and "O2" are the
 names of Apex and Colossal-AI. FP8 training there is O1 over O2: `bf16-o2` with an fp8 recipe.
 """
 
@@ -24,7 +24,7 @@ from narrowgauge.errors import ConfigError, closest
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """One rung.
+    """One precision.
 
     weights       dtype that the model's parameters are kept in
     autocast      dtype for `torch.autocast`, or None for none
@@ -51,8 +51,8 @@ class Precision:
 
 
 PRECISIONS: dict[str, Precision] = {
-    rung.name: rung
-    for rung in (
+    precision.name: precision
+    for precision in (
         Precision(name="fp32"),
         Precision(name="amp-bf16", autocast=torch.bfloat16),
         Precision(name="amp-fp16", autocast=torch.float16, scales_loss=True),
@@ -63,7 +63,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def get(name: str) -> Precision:
-    """The rung called `name`. Raises ConfigError with the closest names."""
+    """The precision called `name`. Raises ConfigError with the closest names."""
     if name not in PRECISIONS:
         near = closest(name, PRECISIONS) or ", ".join(PRECISIONS)
         raise ConfigError(f"precision.get: no precision {name!r}. Closest: {near}.")

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -82,7 +81,7 @@ class Rule:
     constants: Callable[[Mapping[str, Any], int], Any]
     update: Callable[[Tensor, Tensor, Tensor, Tensor, Any, bool], Updated] = field(compare=False)
     granularity: Literal["element", "matrix"] = "element"
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def only_decays(g: Tensor, m: Tensor) -> Tensor:
@@ -103,20 +102,17 @@ def bound(beta1: float, beta2: float, step: int) -> float:
     return min((1 - beta1) * math.sqrt(total / (1 - beta2)) * SLACK, MOST)
 
 
-def _with_betas(group: Mapping[str, Any], **others: Any) -> Constants:
+def _with_betas(group: Mapping[str, Any], lr: float, **others: Any) -> Constants:
     beta1, beta2 = group["betas"]
-    decay = 1 - float(group["lr"]) * float(group["weight_decay"])
-    return Constants(
-        beta1=beta1, one_minus_beta1=1 - beta1, beta2=beta2, one_minus_beta2=1 - beta2, decay=decay, **others
-    )  # fmt: skip
+    betas = {"beta1": beta1, "one_minus_beta1": 1 - beta1, "beta2": beta2, "one_minus_beta2": 1 - beta2}
+    return Constants(**betas, decay=1 - lr * float(group["weight_decay"]), **others)
 
 
 def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
-    beta1, beta2 = group["betas"]
-    return _with_betas(
-        group, eps=group["eps"], step_size=-float(group["lr"]) / (1 - beta1**step), correction=1 / math.sqrt(1 - beta2**step),
-        bound=bound(beta1, beta2, step),
-    )  # fmt: skip
+    (beta1, beta2), lr = group["betas"], float(group["lr"])
+    step_size, correction = -lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
+    limit = bound(beta1, beta2, step)
+    return _with_betas(group, lr, eps=group["eps"], step_size=step_size, correction=correction, bound=limit)
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
@@ -132,7 +128,7 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool
 
 
 def _lion_constants(group: Mapping[str, Any], step: int) -> Constants:
-    return _with_betas(group, step_size=-float(group["lr"]))
+    return _with_betas(group, float(group["lr"]), step_size=-float(group["lr"]))
 
 
 def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
@@ -143,8 +139,8 @@ def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool)
 
 
 def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    return Constants(beta1=group["momentum"], decay=weight_decay, step_size=-lr, nesterov=group["nesterov"])
+    decay, step_size = float(group["weight_decay"]), -float(group["lr"])
+    return Constants(beta1=group["momentum"], decay=decay, step_size=step_size, nesterov=group["nesterov"])
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
@@ -154,20 +150,16 @@ def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) 
     return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v, decays
 
 
-def _options(**options: Any) -> Mapping[str, Any]:
-    return MappingProxyType(options)
-
-
 ADAMW = Rule(
     name="adamw", moments=("exp_avg", "exp_avg_sq"), constants=_adamw_constants, update=_adamw,
-    options=_options(betas=(0.9, 0.999), eps=1e-8),
+    options={"betas": (0.9, 0.999), "eps": 1e-8},
 )  # fmt: skip
 LION = Rule(
-    name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion, options=_options(betas=(0.9, 0.99))
+    name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion, options={"betas": (0.9, 0.99)},
 )  # fmt: skip
 SGD = Rule(
     name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
-    options=_options(momentum=0.9, nesterov=False),
+    options={"momentum": 0.9, "nesterov": False},
 )  # fmt: skip
 BUILT_IN = {rule.name: rule for rule in (ADAMW, LION, SGD)}  # in the order of their numbers in the kernels
 

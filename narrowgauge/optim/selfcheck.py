@@ -28,9 +28,9 @@ from narrowgauge.ops import selfcheck
 from narrowgauge.ops.quantize import precast_weight
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, noise
-from narrowgauge.optim.moments import Moment
+from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.rules import Rule
-from narrowgauge.optim.step import ParamStep, allocate, step_in_torch
+from narrowgauge.optim.step import ParamStep, new_state, step_in_torch
 from narrowgauge.recipe import Cast, Window
 
 STEPS, SEED = 3, 20260614
@@ -41,7 +41,7 @@ Run = Callable[[Sequence[ParamStep]], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a sample is made for: everything about a task but its numbers and sizes. See `step.ParamStep`.
+    """What a sample is made for: everything about a step but its numbers and sizes. See `step.ParamStep`.
 
     cast           which the step leaves as well, or None; turns_aligned: whether that of w.T can be stored 16 bytes at a time
     """
@@ -58,61 +58,44 @@ class Kind:
     cast: Cast | None = None
     turns_aligned: bool = False
 
-    @classmethod
-    def of(cls, task: ParamStep, aligned: bool, turns_aligned: bool = False) -> Kind:
-        """Of a task whose gradient and constants are known."""
-        c, gradient = task.constants, task.gradient
-        assert c is not None and gradient is not None
-        return cls(
-            task.rule, c.nesterov, task.first.format, task.second.format, task.weight.dtype, gradient.dtype, task.master_kind,
-            task.tile, aligned, None if task.stepped is None else task.stepped.cast, turns_aligned,
-        )  # fmt: skip
-
 
 def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | None]:
     """(0 or infinity, what differs from the definition as a clause, or None)."""
-    expected, found = _tasks(kind, torch.device("cpu")), _tasks(kind, device)
+    expected, found = _samples(kind, torch.device("cpu")), _samples(kind, device)
     for step in range(1, STEPS + 1):
-        for tasks in (expected, found):
-            constants = kind.rule.constants({**GROUP, "nesterov": kind.nesterov}, step)
-            for task in tasks:
-                task.constants, task.step_key = constants, noise.step_key(SEED, step)
-                task.gradient = _gradient(task, step, kind.gradient).to(task.weight.device)
-        for task in expected:
-            step_in_torch(task)
-            if task.stepped is not None:
-                precast_weight.write(task.stepped, task.weight)
+        for each in (*expected, *found):
+            each.constants = kind.rule.constants({**GROUP, "nesterov": kind.nesterov}, step)
+            each.step_key = noise.step_key(SEED, step)
+            each.gradient = _gradient(each, step, kind.gradient).to(each.weight.device)
+        step_in_torch(expected)
+        for each in expected:
+            if each.stepped is not None:
+                precast_weight.write(each.stepped, each.weight)
         run(found)
         for wanted, got in zip(expected, found, strict=True):
             if (reason := _cast_difference(wanted, got, device)) is not None:
                 return float("inf"), f"{reason} in step {step}"
     for place, (got, wanted) in enumerate(zip(found, expected, strict=True)):
-        for name, x in _tensors(wanted).items():
-            reason = selfcheck.difference(f"{name} of tensor {place}", _tensors(got)[name], x, device)
+        for name, x in {"weight": wanted.weight, **wanted.state}.items():
+            computed = got.weight if name == "weight" else got.state[name]
+            reason = selfcheck.difference(f"{name} of tensor {place}", computed, x, device)
             if reason is not None:
                 return float("inf"), reason
     return 0.0, None
 
 
-def _tasks(kind: Kind, device: torch.device) -> list[ParamStep]:
+def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
     generator = torch.Generator().manual_seed(SEED)
     odd = 0 if kind.aligned else 5
     heights = (5, 3) if kind.cast is None else (48, 16) if kind.turns_aligned else (35, 9)
-    tasks = []
+    states = States(first=kind.first, second=kind.second, tile=kind.tile)
+    found = []
     for number, (rows, columns) in enumerate(zip(heights, (2 * kind.tile + 48 + odd, kind.tile + odd), strict=True)):
-        weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight)
-        master, scale = _master(kind, weight)
-        tasks.append(
-            ParamStep(
-                rule=kind.rule, source=weight.to(device), state=(), tile=kind.tile, weight=weight.to(device),
-                first=allocate(kind.first, rows, columns, kind.tile, device),
-                second=allocate(kind.second, rows, columns, kind.tile, device),
-                master_kind=kind.master, master=None if master is None else master.to(device),
-                master_scale=None if scale is None else scale.to(device), step=torch.zeros(()), number=number,
-                stepped=None if kind.cast is None else _stepped(weight.to(device), kind.cast, number),
-            )
-        )  # fmt: skip
-    return tasks
+        weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight).to(device)
+        stepped = None if kind.cast is None else _stepped(weight, kind.cast, number)
+        state = new_state(weight, kind.rule, states, kind.master, device)
+        found.append(ParamStep.of(weight, kind.rule, states, kind.master, state, number=number, stepped=stepped))
+    return found
 
 
 def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
@@ -142,31 +125,12 @@ def _cast_difference(wanted: ParamStep, got: ParamStep, device: torch.device) ->
     return reason
 
 
-def _master(kind: Kind, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    if kind.master == "fp32":
-        return weight.to(torch.float32), None
-    if kind.master == "bf16-remainder":
-        return torch.zeros(weight.shape, dtype=torch.int16), None
-    if kind.master == "fp16-scaled":
-        tiles = -(-weight.shape[1] // kind.tile)
-        return torch.zeros(weight.shape, dtype=torch.float16), torch.zeros(len(weight), tiles, dtype=torch.bfloat16)
-    return None, None
-
-
-def _gradient(task: ParamStep, step: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(SEED + 10 * step + task.number)
-    shape = task.weight.shape
+def _gradient(param_step: ParamStep, step: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED + 10 * step + param_step.number)
+    shape = param_step.weight.shape
     g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
     g[1], g[2, :4], g[:, 40:60] = 0.0, 1e-39, 1e-3
     if step > 1:
         g[:, 60:80] = 0.0
         g[0, 7] = float("nan")
     return g.to(dtype)
-
-
-def _tensors(task: ParamStep) -> dict[str, Tensor]:
-    """By name all that a step changes."""
-    found = {"weight": task.weight, "master": task.master, "master's scale": task.master_scale}
-    for name, kept in (("first moment", task.first), ("second moment", task.second)):
-        found |= {name: kept.codes, f"{name}'s scale": kept.scale, f"{name}'s expansion": kept.expansion}
-    return {name: x for name, x in found.items() if x is not None}

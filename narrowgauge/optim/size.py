@@ -11,10 +11,11 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.backends import ComputedBy
-from narrowgauge.optim.base import NarrowOptimizer, kept_as
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.param_groups import kept_as
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StateRow:
     """Parameters that one rule put into one form. Bytes of states and masters, with scales and step counts.
 
@@ -25,11 +26,11 @@ class StateRow:
     states: str
     rule: str
     backend: str
-    tensors: int
-    parameters: int
-    weight_bytes: int
-    state_bytes: int
-    slow_because: str = ""
+    slow_because: str
+    tensors: int = 0
+    parameters: int = 0
+    weight_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,13 @@ class StateBytes:
 
     def __str__(self) -> str:
         lines = [["states", "because", "tensors", "parameters", "bytes", "bytes per parameter", "computed by"]]
-        for row in self.rows:
-            share = row.state_bytes / max(row.parameters, 1)
-            lines.append(
-                [row.states, row.rule, f"{row.tensors}", f"{row.parameters:,}", f"{row.state_bytes:,}", f"{share:.3f}",
-                 row.backend]
-            )  # fmt: skip
         tensors = sum(row.tensors for row in self.rows)
-        lines.append(
-            ["all", "", f"{tensors}", f"{self.parameters:,}", f"{self.total:,}", f"{self.per_parameter:.3f}", ""]
+        whole = StateRow(
+            states="all", rule="", backend="", slow_because="", tensors=tensors, parameters=self.parameters, state_bytes=self.total
         )  # fmt: skip
+        for row in (*self.rows, whole):
+            sizes = f"{row.tensors}", f"{row.parameters:,}", f"{row.state_bytes:,}"
+            lines.append([row.states, row.rule, *sizes, f"{row.state_bytes / max(row.parameters, 1):.3f}", row.backend])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -82,40 +80,25 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     Measured on the state where there is one. Ours are told before the first step too, from their forms; of a foreign
     optimizer without a state nothing is known, and its bytes are 0.
     """
-    sums: dict[tuple[str, str, ComputedBy], list[int]] = {}
+    rows: dict[tuple[str, str, ComputedBy], StateRow] = {}
     by_parameter: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            state: Mapping[str, Any] = optimizer.state.get(parameter, {})
             if isinstance(optimizer, NarrowOptimizer):
                 states, rule = kept_as(parameter, group)
-                backend = optimizer._computed_by(parameter)
-                state: Mapping[str, Any] = optimizer.state.get(parameter) or optimizer._new_state(
-                    parameter, group, "meta"
-                )
+                by = optimizer._computed_by(parameter)
+                state = state or optimizer._new_state(parameter, group, "meta")
             else:
-                states, rule, backend = "foreign", type(optimizer).__name__, ComputedBy("", "")
-                state = optimizer.state.get(parameter, {})
-            size = by_parameter[parameter] = sum(_bytes(each) for each in state.values())
-            weight = parameter.numel() * parameter.element_size()
-            row = sums.setdefault((states, rule, backend), [0, 0, 0, 0])
-            for place, amount in enumerate((1, parameter.numel(), weight, size)):
-                row[place] += amount
-    return StateBytes(
-        tuple(
-            StateRow(
-                states=states,
-                rule=rule,
-                backend=str(backend),
-                tensors=n,
-                parameters=p,
-                weight_bytes=w,
-                state_bytes=b,
-                slow_because=backend.why,
-            )
-            for (states, rule, backend), (n, p, w, b) in sums.items()
-        ),
-        by_parameter,
-    )
+                states, rule, by = "foreign", type(optimizer).__name__, ComputedBy("", "")
+            new = StateRow(states=states, rule=rule, backend=str(by), slow_because=by.why)
+            row = rows.setdefault((states, rule, by), new)
+            size = by_parameter[parameter] = sum(map(_bytes, state.values()))
+            row.tensors += 1
+            row.parameters += parameter.numel()
+            row.weight_bytes += parameter.numel() * parameter.element_size()
+            row.state_bytes += size
+    return StateBytes(tuple(rows.values()), by_parameter)
 
 
 def _bytes(x: Any) -> int:

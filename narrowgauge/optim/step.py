@@ -1,4 +1,4 @@
-"""One step of one parameter: the task that a backend is given, and the plain torch backend, which is the definition.
+"""One step of one parameter: what a backend is given, and the plain torch backend, which is the definition.
 
     for a few rows at a time:  decode -> the rule's update in float32 -> encode
 
@@ -10,6 +10,7 @@ The torch backend holds float32 copies of one chunk of rows only (CHUNK elements
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,14 @@ from torch import Tensor
 from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, moments, noise
-from narrowgauge.optim.moments import Encoded, Moment
+from narrowgauge.optim.moments import Encoded, Moment, States
 from narrowgauge.optim.rules import Rule
 
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+}  # of weights and gradients, with their numbers in the kernels
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
 
 
@@ -44,20 +50,19 @@ class ParamStep:
 
     rule               see `rules`
     source, state      the parameter and its state's tensors, to see whether they are still the same
-    step               the tensor among them that counts steps
     weight             [rows, columns]; a copy if the parameter is not contiguous
     master             [rows, columns] or None; master_scale [rows, tiles] with fp16-scaled
     gradient, constants, step_key    of the step at hand; the gradient contiguous, of the parameter's shape
     number             the parameter's place in the groups, which its noise depends on
     native             what the compiled backend keeps with it
     backend            who computes it, for gradients of a kind
-    asked              what the group said of the state's form, see `options.asked`
+    asked              what the group said of the state's form, see `param_groups.asked`
     stepped            where a kernel that can leaves the cast of the new weight as well, or None
     """
 
     rule: Rule
     source: Tensor
-    state: tuple[Tensor, ...]
+    state: Mapping[str, Tensor]
     tile: int
     weight: Tensor
     first: MomentState
@@ -73,7 +78,6 @@ class ParamStep:
     backend: tuple[Any, Any] | None = None
     asked: tuple[Any, ...] = ()
     stepped: PrecastWeight | None = None
-    step: Tensor
     address: int = field(init=False)
     elements: int = field(init=False)
 
@@ -81,10 +85,30 @@ class ParamStep:
         self.address = identity(self.source)
         self.elements = self.source.numel()
 
-    def holds(self, parameter: Tensor, state: dict[str, Tensor]) -> bool:
-        """Whether parameter and state are still the memory that the task was made for."""
+    @classmethod
+    def of(
+        cls, parameter: Tensor, rule: Rule, states: States, master: masters.Master, state: Mapping[str, Tensor], **more: Any
+    ) -> ParamStep:  # fmt: skip
+        """Of a parameter and the tensors that `new_state` made for it."""
+        rows, columns = shape_of(parameter)
+        kept = []
+        for name, format in formats_of(rule, states):
+            codes = state[name].view(rows, -1) if rows * columns else state[name].view(rows, columns)
+            scale, expansion = state.get(f"{name}_scale"), state.get(f"{name}_expansion")
+            kept.append(MomentState(format=format, codes=codes, scale=scale, expansion=expansion))
+        kept += [MomentState(format=moments.NONE)] * (2 - len(kept))
+        copy = state.get("master", state.get("remainder"))
+        return cls(
+            rule=rule, source=parameter, state=dict(state), tile=states.tile, first=kept[0], second=kept[1],
+            weight=parameter.detach().contiguous().view(rows, columns),
+            master_kind=None if parameter.dtype == torch.float32 else master,
+            master=None if copy is None else copy.view(rows, columns), master_scale=state.get("master_scale"), **more,
+        )  # fmt: skip
+
+    def holds(self, parameter: Tensor, state: Mapping[str, Tensor]) -> bool:
+        """Whether parameter and state are still the memory that this was made for."""
         same = self.address == identity(parameter) and self.weight.dtype == parameter.dtype
-        return same and all(map(operator.is_, self.state, state.values()))
+        return same and all(map(operator.is_, self.state.values(), state.values()))
 
     @property
     def noise_key(self) -> int:
@@ -95,56 +119,96 @@ class ParamStep:
         return noise.mix(self.noise_key ^ noise.WEIGHTS)
 
 
+def shape_of(parameter: Tensor) -> tuple[int, int]:
+    """(rows, columns): the first axis, and all others; a vector is one row."""
+    if parameter.ndim < 2:
+        return 1, parameter.numel()
+    return parameter.shape[0], parameter[0].numel() if parameter.shape[0] else 0
+
+
+def formats_of(rule: Rule, states: States) -> list[tuple[str, Moment]]:
+    """The names of a rule's moments, and how they are kept."""
+    return list(zip(rule.moments, (states.first, states.second), strict=False))
+
+
+def new_state(
+    parameter: Tensor, rule: Rule, states: States, master: masters.Master, device: torch.device | str
+) -> dict[str, Tensor]:
+    """The tensors of a state before the first step; on the device "meta" they cost nothing and tell sizes.
+
+    A master of float32 starts as the weight, a scaled one as zeros: the first step takes the weight itself over.
+    """
+    rows, columns = shape_of(parameter)
+    tiles, shape = -(-columns // states.tile), parameter.shape
+    state = {"step": torch.zeros((), dtype=torch.float32, device="meta" if device == "meta" else "cpu")}
+    for name, format in formats_of(rule, states):
+        four_bits = (rows, (columns + 1) // 2)
+        state[name] = torch.zeros(four_bits if format.bits == 4 else shape, dtype=format.dtype, device=device)
+        if format is moments.DYNAMIC4:
+            state[name].fill_(0x88)  # two codes of zero
+        if format.has_scale:
+            state[f"{name}_scale"] = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device)
+        if format.expands:
+            state[f"{name}_expansion"] = torch.zeros(rows, tiles, dtype=torch.int8, device=device)
+    if parameter.dtype == torch.float32 or master in (None, "stochastic"):
+        return state
+    if master == "bf16-remainder":
+        return state | {"remainder": torch.zeros(shape, dtype=torch.int16, device=device)}
+    if master == "fp32":
+        return state | {"master": torch.zeros(shape, dtype=torch.float32, device=device).copy_(parameter.detach())}
+    scale = torch.zeros(rows, tiles, dtype=torch.bfloat16, device=device)
+    return state | {"master": torch.zeros(shape, dtype=torch.float16, device=device), "master_scale": scale}
+
+
 @torch.no_grad()
-def step_in_torch(task: ParamStep) -> None:
-    """The task in chunks of rows, by torch's own operations. About 80 of them per chunk."""
-    rows, columns = task.weight.shape
-    if task.rule.granularity == "matrix":
-        return _step_rows(task, slice(0, rows))
-    per_chunk = max(1, CHUNK.get(task.weight.device.type, 1 << 20) // max(columns, 1))
-    for first in range(0, rows, per_chunk):
-        _step_rows(task, slice(first, min(first + per_chunk, rows)))
-    return None
+def step_in_torch(param_steps: Sequence[ParamStep]) -> None:
+    """All steps, each in chunks of rows, by torch's own operations. About 80 of them per chunk."""
+    for each in param_steps:
+        rows, columns = each.weight.shape
+        per_chunk = max(1, CHUNK.get(each.weight.device.type, 1 << 20) // max(columns, 1))
+        if each.rule.granularity == "matrix":
+            per_chunk = max(rows, 1)
+        for first in range(0, rows, per_chunk):
+            _step_rows(each, slice(first, min(first + per_chunk, rows)))
 
 
-def _step_rows(task: ParamStep, rows: slice) -> None:
-    assert task.gradient is not None and task.constants is not None
-    columns = task.weight.shape[1]
-    tiles = -(-columns // task.tile)
+def _step_rows(param_step: ParamStep, rows: slice) -> None:
+    assert param_step.gradient is not None and param_step.constants is not None
+    columns = param_step.weight.shape[1]
+    tiles = -(-columns // param_step.tile)
     count = rows.stop - rows.start
-    device = task.weight.device
-    index = torch.arange(tiles * task.tile, device=device).view(1, tiles, task.tile)
-    index = index + (torch.arange(rows.start, rows.stop, device=device) * (tiles * task.tile)).view(count, 1, 1)
+    device = param_step.weight.device
+    index = torch.arange(tiles * param_step.tile, device=device).view(1, tiles, param_step.tile)
+    index = index + (torch.arange(rows.start, rows.stop, device=device) * (tiles * param_step.tile)).view(count, 1, 1)
 
-    def cut(x: Tensor) -> Tensor:
-        return _as_tiles(x[rows], tiles, task.tile)
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else _as_tiles(x[rows], tiles, param_step.tile)
 
-    w = masters.load(
-        task.master_kind,
-        cut(task.weight),
-        None if task.master is None else cut(task.master),
-        None if task.master_scale is None else task.master_scale[rows],
+    scale = None if param_step.master_scale is None else param_step.master_scale[rows]
+    weight, master, gradient = map(
+        cut, (param_step.weight, param_step.master, param_step.gradient.view(param_step.weight.shape))
     )
-    m, v = (_decode(kept, rows, columns, tiles, task.tile, w) for kept in (task.first, task.second))
-    gradient = cut(task.gradient.view(task.weight.shape)).to(torch.float32)
-    holds = task.second.format.has_scale
-    if task.rule.granularity == "matrix":
+    assert weight is not None and gradient is not None
+    w, gradient = masters.load(param_step.master_kind, weight, master, scale), gradient.to(torch.float32)
+    m, v = (_decode(kept, rows, columns, tiles, param_step.tile, w) for kept in (param_step.first, param_step.second))
+    holds = param_step.second.format.has_scale
+    if param_step.rule.granularity == "matrix":
         w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
-        whole = task.rule.update(w, gradient, m, v, task.constants, holds)
-        w, m, v, decays = (_as_tiles(x, tiles, task.tile) for x in whole)
+        whole = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
+        w, m, v, decays = (_as_tiles(x, tiles, param_step.tile) for x in whole)
     else:
-        w, m, v, decays = task.rule.update(w, gradient, m, v, task.constants, holds)
-    bits = noise.bits(task.noise_key, index)
-    _write(task.first, task.first.format.encode(m, bits, decays), rows, columns)
-    _write(task.second, task.second.format.encode(v, bits), rows, columns)
+        w, m, v, decays = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
+    bits = noise.bits(param_step.noise_key, index)
+    _write(param_step.first, param_step.first.format.encode(m, bits, decays), rows, columns)
+    _write(param_step.second, param_step.second.format.encode(v, bits), rows, columns)
     weight, master, master_scale = masters.store(
-        task.master_kind, w, task.weight.dtype, task.weight_noise_key, index
+        param_step.master_kind, w, param_step.weight.dtype, param_step.weight_noise_key, index
     )  # fmt: skip
-    for target, tile_values in ((task.weight, weight), (task.master, master)):
+    for target, tile_values in ((param_step.weight, weight), (param_step.master, master)):
         if target is not None and tile_values is not None:
             target[rows] = tile_values.flatten(1)[:, :columns]
-    if task.master_scale is not None and master_scale is not None:
-        task.master_scale[rows] = master_scale
+    if param_step.master_scale is not None and master_scale is not None:
+        param_step.master_scale[rows] = master_scale
 
 
 def _as_tiles(x: Tensor, tiles: int, tile: int) -> Tensor:
@@ -183,18 +247,3 @@ def _write(kept: MomentState, found: Encoded, rows: slice, columns: int) -> None
 def _bits_of(codes: Tensor) -> Tensor:
     """8-bit floats as bytes: torch cannot pad or index them everywhere."""
     return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
-
-
-def allocate(format: Moment, rows: int, columns: int, tile: int, device: torch.device | str) -> MomentState:
-    """An empty moment: all zero."""
-    if format is moments.NONE:
-        return MomentState(format=format)
-    tiles = -(-columns // tile)
-    width = (columns + 1) // 2 if format.bits == 4 else columns
-    codes = torch.zeros(rows, width, dtype=format.dtype, device=device)
-    if format is moments.DYNAMIC4:
-        codes.fill_(0x88)  # two codes of zero
-    scale = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device) if format.has_scale else None
-    expanded = isinstance(format, moments.SmallFloat) and format.expansions is not None
-    expansion = torch.zeros(rows, tiles, dtype=torch.int8, device=device) if expanded else None
-    return MomentState(format=format, codes=codes, scale=scale, expansion=expansion)

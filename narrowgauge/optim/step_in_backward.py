@@ -8,7 +8,7 @@ the whole gradient. Loss scaling by a GradScaler, which looks at all gradients b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,12 +27,29 @@ class InBackward:
 
     def _hook(self, place: int) -> None:
         """Hooks the parameters of one group that train."""
-        groups = self._optimizer.param_groups
+        groups, clip = self._optimizer.param_groups, self._clip
         first = sum(len(group["params"]) for group in groups[:place])
+        # A tensor's hooks lie where Python's collector does not see them: holding the optimizer, which holds the tensor, they would
+        # keep weights and states for ever.
+        reference = weakref.ref(self._optimizer)
+
+        @torch.no_grad()
+        def step(number: int, parameter: Tensor) -> None:
+            optimizer = reference()
+            if optimizer is None:
+                raise ConfigError(
+                    f"in_backward: the optimizer that steps this parameter of {list(parameter.shape)} is gone, nothing held it. Keep it, "
+                    "or what in_backward returned, for as long as the model trains."
+                )
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_([parameter], clip)
+            group = optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
+            optimizer._step([(parameter, group, number)])
+            parameter.grad = None
+
         for number, parameter in enumerate(groups[place]["params"], first):
             if parameter.requires_grad:
-                hook = _stepping(self._optimizer, place, number, self._clip)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(step, number)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -85,25 +102,3 @@ def in_backward(
     optimizer.steps_in_backward = True
     optimizer._hook_group = stepping._hook
     return stepping
-
-
-def _stepping(optimizer: NarrowOptimizer, place: int, number: int, clip: float | None) -> Callable[[Tensor], None]:
-    # A tensor's hooks lie where Python's collector does not see them: holding the optimizer, which holds the tensor, they would keep
-    # weights and states for ever.
-    reference = weakref.ref(optimizer)
-
-    @torch.no_grad()
-    def hook(parameter: Tensor) -> None:
-        optimizer = reference()
-        if optimizer is None:
-            raise ConfigError(
-                f"in_backward: the optimizer that steps this parameter of {list(parameter.shape)} is gone, nothing held it. Keep it, or "
-                "what in_backward returned, for as long as the model trains."
-            )
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_([parameter], clip)
-        group = optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
-        optimizer._step([(parameter, group, number)])
-        parameter.grad = None
-
-    return hook

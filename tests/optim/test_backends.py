@@ -29,11 +29,6 @@ def kind(states: str = "8bit", **changes) -> proof.Kind:
     return replace(whole, **changes)
 
 
-def in_torch(tasks):
-    for task in tasks:
-        step_in_torch(task)
-
-
 # --- choice --------------------------------------------------------------------------------------------------------------------
 
 
@@ -108,10 +103,10 @@ def test_the_memory_of_a_subclass_is_left_alone():
     optimizer = AdamW([parameter], states="8bit", backend="torch")
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    task = optimizer._tasks[parameter]
-    assert backends._spec(task).device.wrapper == ""
-    task.source = torch.Tensor._make_wrapper_subclass(Wrapped, (64, 128))
-    choice = backends.KERNELS.choose(backends._spec(task))
+    param_step = optimizer._param_steps[parameter]
+    assert backends._spec(param_step).device.wrapper == ""
+    param_step.source = torch.Tensor._make_wrapper_subclass(Wrapped, (64, 128))
+    choice = backends.KERNELS.choose(backends._spec(param_step))
     assert choice.kernel.name == "torch" and "a Wrapped hides the memory" in backends.words(choice)
 
 
@@ -124,50 +119,52 @@ def test_the_definition_passes(states):
         {},
         {"weight": torch.bfloat16, "gradient": torch.bfloat16, "master": "stochastic", "aligned": False},
     ):
-        assert proof.compare(in_torch, kind(states, **changes), CPU) == (0.0, None)
+        assert proof.compare(step_in_torch, kind(states, **changes), CPU) == (0.0, None)
 
 
 @pytest.mark.parametrize("master", [name for name in KINDS if name])
 def test_the_definition_passes_with_every_master(master):
     given = kind(weight=torch.bfloat16, gradient=torch.float32, master=master)
-    assert proof.compare(in_torch, given, CPU) == (0.0, None)
-    assert proof.compare(in_torch, replace(given, rule=rules.LION, second=STATES["8bit"].first), CPU)[1] is None
+    assert proof.compare(step_in_torch, given, CPU) == (0.0, None)
+    assert proof.compare(step_in_torch, replace(given, rule=rules.LION, second=STATES["8bit"].first), CPU)[1] is None
 
 
-def with_other_noise(tasks):
-    for task in tasks:
-        task.number += 1
-    in_torch(tasks)
-    for task in tasks:
-        task.number -= 1
+def with_other_noise(param_steps):
+    for param_step in param_steps:
+        param_step.number += 1
+    step_in_torch(param_steps)
+    for param_step in param_steps:
+        param_step.number -= 1
 
 
-def with_one_tensor_twice(tasks):
-    in_torch([tasks[0], tasks[0]])
+def with_one_tensor_twice(param_steps):
+    step_in_torch([param_steps[0], param_steps[0]])
 
 
-def with_the_scale_of_the_next_tile(tasks):
-    in_torch(tasks)
-    tasks[0].first.scale.copy_(tasks[0].first.scale.roll(1, 1))
+def with_the_scale_of_the_next_tile(param_steps):
+    step_in_torch(param_steps)
+    param_steps[0].first.scale.copy_(param_steps[0].first.scale.roll(1, 1))
 
 
-def with_one_bit_off(tasks):
-    in_torch(tasks)
-    tasks[1].weight[2, -1] *= 1 + 2.0**-23
+def with_one_bit_off(param_steps):
+    step_in_torch(param_steps)
+    param_steps[1].weight[2, -1] *= 1 + 2.0**-23
 
 
-def with_another_root(tasks):
+def with_another_root(param_steps):
     """A correction that is off by a unit in the last place."""
-    for task in tasks:
-        c = task.constants
-        task.constants = replace(c, correction=float(torch.nextafter(torch.tensor(c.correction), torch.tensor(9.0))))
-    in_torch(tasks)
+    for param_step in param_steps:
+        c = param_step.constants
+        param_step.constants = replace(
+            c, correction=float(torch.nextafter(torch.tensor(c.correction), torch.tensor(9.0)))
+        )
+    step_in_torch(param_steps)
 
 
-def without_nan(tasks):
-    for task in tasks:
-        task.gradient = task.gradient.nan_to_num(0.0)
-    in_torch(tasks)
+def without_nan(param_steps):
+    for param_step in param_steps:
+        param_step.gradient = param_step.gradient.nan_to_num(0.0)
+    step_in_torch(param_steps)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +191,9 @@ def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
     monkeypatch.setattr(backends, "refuse_triton", lambda *device: None)
     runs = []
 
-    def broken(tasks, kept):
-        runs.append(tasks)
-        with_one_bit_off(tasks)
+    def broken(param_steps, kept):
+        runs.append(param_steps)
+        with_one_bit_off(param_steps)
 
     monkeypatch.setattr(backends, "_step_by_triton", broken)
     spec = backends.Spec(Device("cpu", index=0), rules.ADAMW, kind=kind())
@@ -208,5 +205,5 @@ def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
         choice = backends.KERNELS.choose(spec)
         assert choice.kernel.name != "triton" and "is wrong on cpu" in dict(choice.refusals)["triton"].text
     assert len(runs) == proof.STEPS
-    monkeypatch.setattr(backends, "_step_by_triton", lambda tasks, kept: in_torch(tasks))
+    monkeypatch.setattr(backends, "_step_by_triton", lambda param_steps, kept: step_in_torch(param_steps))
     assert backends.KERNELS.choose(replace(spec, kind=kind("4bit"))).kernel.name == "triton"

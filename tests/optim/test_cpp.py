@@ -89,7 +89,7 @@ def test_threads_change_nothing(states, monkeypatch):
     found = []
     monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
     for threads in (1, 3):
-        monkeypatch.setattr(binding.torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         parameters = weights(torch.float32)
         optimizer = AdamW(parameters, states=states, backend="native")
         gradients(parameters, 0, torch.float32)

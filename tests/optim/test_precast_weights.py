@@ -31,11 +31,11 @@ from tests.compare import assert_same
 RECIPES = ("fp8-delayed", "fp8-current")
 
 
-def step_and_write(tasks, kept) -> None:
-    for task in tasks:
-        step_in_torch(task)
-        if task.stepped is not None:
-            precast_weight.write(task.stepped, task.weight)
+def step_and_write(param_steps, kept) -> None:
+    step_in_torch(param_steps)
+    for param_step in param_steps:
+        if param_step.stepped is not None:
+            precast_weight.write(param_step.stepped, param_step.weight)
 
 
 WRITING = Kernel("triton", lambda spec: None, step_and_write)
@@ -66,8 +66,8 @@ class Run:
         self.outputs: list[torch.Tensor] = []
         self.batches = torch.Generator().manual_seed(11)
 
-    def kernel(self, task):
-        task.backend = None, Choice(WRITING, ())
+    def kernel(self, param_step):
+        param_step.backend = None, Choice(WRITING, ())
         return WRITING
 
     def forward(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The compiled backend on the CPU: step.cpp, built once per machine (see `compiled`).
+"""The compiled backend on the CPU: step.cpp, built once per machine (see `ops.cpp.build`).
 
 Plain C++ in a shared library and not torch.compile, because one library serves all shapes, formats and rules, builds in
-seconds, computes the same bits as the definition in `update` (Inductor may contract and reorder), and can be kept: in
+seconds, computes the same bits as the definition in `step` (Inductor may contract and reorder), and can be kept: in
 $XDG_CACHE_HOME/narrowgauge (~/.cache/narrowgauge), under a name made of the source, the flags, the compiler and the processor.
 Threads are Python's: a ctypes call releases the interpreter lock, and each thread takes its share of the tiles.
 """
@@ -12,41 +12,40 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-import torch
-
 from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 from narrowgauge.optim import masters, rules
-from narrowgauge.optim.moments import SmallFloat
-from narrowgauge.optim.step import MomentState, ParamStep
+from narrowgauge.optim.step import DTYPES, MomentState, ParamStep
 
 SOURCES = ("step.cpp", "floats.h", "vectors.h")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_P, _L, _I, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_float
+_CONSTANTS = (
+    "decay",
+    "beta1",
+    "one_minus_beta1",
+    "beta2",
+    "one_minus_beta2",
+    "eps",
+    "step_size",
+    "correction",
+    "bound",
+)
 
 
 class _Moment(ctypes.Structure):
-    _fields_ = (
-        ("codes", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("expansion", ctypes.c_void_p),
-        ("kind", ctypes.c_int32), ("lowest", ctypes.c_int32), ("highest", ctypes.c_int32),
-    )  # fmt: skip
+    _fields_ = (("codes", _P), ("scale", _P), ("expansion", _P), ("kind", _I), ("lowest", _I), ("highest", _I))
 
 
 class _Constants(ctypes.Structure):
-    _fields_ = (
-        ("decay", ctypes.c_float), ("beta1", ctypes.c_float), ("one_minus_beta1", ctypes.c_float), ("beta2", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float), ("eps", ctypes.c_float), ("step_size", ctypes.c_float), ("correction", ctypes.c_float),
-        ("bound", ctypes.c_float), ("rule", ctypes.c_int32), ("nesterov", ctypes.c_int32),
-    )  # fmt: skip
+    _fields_ = (*((name, _F) for name in _CONSTANTS), ("rule", _I), ("nesterov", _I))
 
 
 class _Job(ctypes.Structure):
     _fields_ = (
-        ("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("tile", ctypes.c_int64),
-        ("weight_dtype", ctypes.c_int32), ("gradient_dtype", ctypes.c_int32), ("master_kind", ctypes.c_int32),
-        ("noise", ctypes.c_uint32), ("weight_noise", ctypes.c_uint32), ("constants", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p), ("gradient", ctypes.c_void_p), ("master", ctypes.c_void_p),
-        ("master_scale", ctypes.c_void_p), ("first", _Moment), ("second", _Moment),
+        ("rows", _L), ("columns", _L), ("tile", _L), ("weight_dtype", _I), ("gradient_dtype", _I), ("master_kind", _I),
+        ("noise", _U), ("weight_noise", _U), ("constants", _P), ("weight", _P), ("gradient", _P), ("master", _P),
+        ("master_scale", _P), ("first", _Moment), ("second", _Moment),
     )  # fmt: skip
 
 
@@ -59,62 +58,49 @@ def refuse() -> str:
     return ""
 
 
-def step(tasks: Sequence[ParamStep]) -> None:
-    """All tasks, on as many threads as torch uses. Raises BackendError if there is no compiler."""
+def step(param_steps: Sequence[ParamStep]) -> None:
+    """All steps, on as many threads as torch uses. Raises BackendError if there is no compiler."""
     library = _library()
-    tasks = [task for task in tasks if task.elements]
+    param_steps = [each for each in param_steps if each.elements]
     shared: dict[int, _Constants] = {}
-    jobs = (_Job * len(tasks))(*(_job(task, shared) for task in tasks))
-    elements = sum(task.elements for task in tasks)
-    count = build.parts(elements)
-    build.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(tasks), k, count))
+    jobs = (_Job * len(param_steps))(*(_job(each, shared) for each in param_steps))
+    count = build.parts(sum(each.elements for each in param_steps))
+    build.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(param_steps), k, count))
 
 
-def _job(task: ParamStep, shared: dict[int, _Constants]) -> _Job:
-    """The task as the library reads it. What stays the same from step to step is made once; `shared` keeps the constants."""
-    if task.native is None:
-        task.native = _standing(task)
-    job, c, gradient = task.native, task.constants, task.gradient
+def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
+    """The step as the library reads it. What stays the same from step to step is made once; `shared` keeps the constants."""
+    if param_step.native is None:
+        rows, columns = param_step.weight.shape
+        param_step.native = _Job(
+            rows=rows, columns=columns, tile=param_step.tile, weight=address(param_step.weight),
+            weight_dtype=DTYPES[param_step.weight.dtype], master_kind=masters.KINDS[param_step.master_kind],
+            master=address(param_step.master), master_scale=address(param_step.master_scale),
+            first=_moment(param_step.first), second=_moment(param_step.second),
+        )  # fmt: skip
+    job, c, gradient = param_step.native, param_step.constants, param_step.gradient
     assert c is not None and gradient is not None
     constants = shared.get(id(c))
     if constants is None:
-        constants = shared[id(c)] = _constants(c, rules.number(task.rule))
-    job.gradient, job.gradient_dtype = address(gradient), _DTYPES[gradient.dtype]
-    job.noise, job.constants = task.noise_key, ctypes.addressof(constants)
-    if task.master_kind is not None:
-        job.weight_noise = task.weight_noise_key
+        numbers = (getattr(c, name) for name in _CONSTANTS)
+        constants = shared[id(c)] = _Constants(*numbers, rules.number(param_step.rule), c.nesterov)
+    job.gradient, job.gradient_dtype = address(gradient), DTYPES[gradient.dtype]
+    job.noise, job.constants = param_step.noise_key, ctypes.addressof(constants)
+    if param_step.master_kind is not None:
+        job.weight_noise = param_step.weight_noise_key
     return job
 
 
-def _constants(c: rules.Constants, rule: int) -> _Constants:
-    return _Constants(
-        c.decay, c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.bound, rule,
-        c.nesterov,
-    )  # fmt: skip
-
-
-def _standing(task: ParamStep) -> _Job:
-    rows, columns = task.weight.shape
-    return _Job(
-        rows=rows, columns=columns, tile=task.tile, weight=address(task.weight), weight_dtype=_DTYPES[task.weight.dtype],
-        master_kind=masters.KINDS[task.master_kind], master=address(task.master), master_scale=address(task.master_scale),
-        first=_moment(task.first), second=_moment(task.second),
-    )  # fmt: skip
-
-
 def _moment(kept: MomentState) -> _Moment:
-    format = kept.format
-    lowest, highest = (format.expansions if isinstance(format, SmallFloat) else None) or (0, 0)
-    return _Moment(
-        address(kept.codes), address(kept.scale), address(kept.expansion), format.kind, lowest, highest
-    )  # fmt: skip
+    format, memory = kept.format, map(address, (kept.codes, kept.scale, kept.expansion))
+    return _Moment(*memory, format.kind, format.lowest, format.highest)
 
 
 @cache
 def _library() -> ctypes.CDLL:
     library = build.library("narrowgauge.optim.cpp", SOURCES, "the fused step", 'take backend="torch"')
-    library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+    library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), _L, _L, _L)
     library.narrowgauge_step.restype = None
-    library.narrowgauge_job_bytes.restype = ctypes.c_int64
+    library.narrowgauge_job_bytes.restype = _L
     assert library.narrowgauge_job_bytes() == ctypes.sizeof(_Job)
     return library

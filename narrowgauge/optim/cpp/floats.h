@@ -64,6 +64,25 @@ const float DYNAMIC_LEVELS[8] = {0.0f, 0.003f, 0.012f, 0.04f, 0.11f, 0.27f, 0.55
 const float DYNAMIC_BOUNDARIES[7] = {0.001500000013038516f, 0.007499999832361937f, 0.026000000536441803f, 0.07500000298023224f,
                                      0.1899999976158142f, 0.4099999964237213f, 0.7749999761581421f};
 
+// A code's signed level; and what finds a level in one comparison, since no octave holds two boundaries: for each octave from 2^-11 on
+// how many boundaries lie below it (as bits), and the one in it or infinity. The first stands for all below it, too.
+struct LevelTables {
+  static constexpr int BELOW = 127 - 11;  // the biased exponent of the first octave
+  float of_code[16], below[16], boundary[16];
+  LevelTables() {
+    for (int i = 0; i < 16; i++) {
+      of_code[i] = i > 8 ? DYNAMIC_LEVELS[i - 8] : i > 0 ? -DYNAMIC_LEVELS[8 - i] : 0.f;
+      uint32_t found = 0;
+      const float start = as_float(uint32_t(BELOW + i) << 23);
+      while (found < 7 && DYNAMIC_BOUNDARIES[found] < start) found++;
+      below[i] = as_float(found);
+      boundary[i] = found < 7 && DYNAMIC_BOUNDARIES[found] < 2.f * start ? DYNAMIC_BOUNDARIES[found] : INFINITY;
+    }
+    of_code[8] = 0.f;
+  }
+};
+const LevelTables level_tables;
+
 // y^(1/k) for the E4M3 numbers of 2^8 y, a row for each log2 k of -2 ... 2, as in moments.py.
 struct ExpansionTables {
   float fractions[5][8], subnormals[5][8], quarters[8];

@@ -121,9 +121,8 @@ struct Squared8 : Format {
     return c * magnitude(c) * (scale * (1.f / 16129.f));
   }
   void encode(uint8_t* codes, F x, U, I decays) const {
-    const F root = square_root(magnitude(x) * (16129.f * inverse)), nearest = (root + 0x1.8p23f) - 0x1.8p23f;
-    const I code = to_integer(decays ? root : nearest);
-    store(codes, to_bytes(x < 0.f ? -code : code));
+    const F root = with_sign(square_root(magnitude(x) * (16129.f * inverse)), x);
+    store(codes, to_bytes(decays ? to_integer(root) : to_nearest_integer(root)));
   }
 };
 
@@ -136,8 +135,8 @@ struct UE5M3Format : Format {
     return (c > 0 ? value((c + 761) << 20) : all(0.f)) * scale;
   }
   void encode(uint8_t* codes, F x, U random, I) const {
-    const I code = I((U(bits(x * inverse)) + random * 16 + 8) >> 20) - 761;
-    store(codes, to_bytes(larger(code, at_least_one(x))));
+    const I code = (bits(x * inverse) + I(random * 16) + (8 - (761 << 20))) >> 20;
+    store(codes, to_bytes(larger(code, smaller(bits(x), integers(1)))));  // at least 1 for what is not 0
   }
 };
 
@@ -200,14 +199,12 @@ struct Dynamic4 : Format {
   static constexpr uint32_t DROPS = 0xFFFF;
   using Format::Format;
   F decode(const uint8_t* codes) const {
-    const I c = nibbles(codes) - 8;
-    const F level = lookup8(DYNAMIC_LEVELS, (c < 0 ? -c : c) & 7);
-    return (c < 0 ? -level : level) * scale;
+    return lookup16(level_tables.of_code, nibbles(codes)) * scale;
   }
   void encode(uint8_t* codes, F x, U random, I decays) const {
     const F share = magnitude(x) * inverse;
-    I code = integers(0);
-    for (int k = 0; k < 7; k++) code -= share > DYNAMIC_BOUNDARIES[k];
+    const I octave = larger((bits(share) >> 23) - LevelTables::BELOW, integers(0));
+    I code = bits(lookup16(level_tables.below, octave)) - (share > lookup16(level_tables.boundary, octave));
     code += decays & (share < lookup8(DYNAMIC_LEVELS, code));  // the level below
     store_nibbles(codes, x < 0.f ? 8 - code : 8 + code);
   }
@@ -238,9 +235,8 @@ template <bool HOLDS> struct AdamW {
     const F root = square_root(v);
     if (HOLDS) {
       const F limit = root * c.bound;
-      const I held = magnitude(m) > limit;
-      m = held ? value(bits(limit) | (bits(m) & INT32_MIN)) : m;
-      decays |= held;
+      decays |= magnitude(m) > limit;
+      m = with_sign(smaller(limit, magnitude(m)), m);
     }
     w = w * c.decay + c.step_size * m / (root * c.correction + c.eps);
   }
@@ -340,22 +336,18 @@ void prefetch_tile(const Job& job, int64_t at, int64_t n) {
 
 // ---- a tile -------------------------------------------------------------------------------------------------------------
 
-// The bits of the largest magnitude, NaN being the largest of all; and of the smallest but 0.
+// The bits of the largest of magnitudes, NaN being the largest of all, whatever its sign; and of the smallest but 0.
 template <class FORMAT> struct Extent {
-  I largest = integers(0);
-  U smallest = U(integers(-1));
-  void see(F x) {
-    const I size = bits(x) & 0x7FFFFFFF;
-    largest = larger(largest, size);
-    if constexpr (FORMAT::EXPANDS) {
-      const U less = U(size) - 1;
-      smallest = less < smallest ? less : smallest;
-    }
+  U largest = U{}, smallest = ~U{};
+  void see(F size) {
+    const U x = U(bits(size));
+    largest = x > largest ? x : largest;
+    if constexpr (FORMAT::EXPANDS) smallest = x - 1 < smallest ? x - 1 : smallest;
   }
   uint32_t most() const {
-    int32_t found = 0;
+    uint32_t found = 0;
     for (int l = 0; l < LANES; l++) found = std::max(found, largest[l]);
-    return uint32_t(found);
+    return found & 0x7FFFFFFF;
   }
   uint32_t least() const {  // 0x7F800000 where all are 0
     uint32_t found = 0x7F7FFFFF;
@@ -364,10 +356,14 @@ template <class FORMAT> struct Extent {
   }
 };
 
-// Both moments of a tile as float32, and where the first only decays.
-struct Buffers {
+// A tile between its two passes: both moments as float32, where the first only decays, and what their scales are chosen by.
+template <class FIRST, class SECOND> struct Updated {
+  Place at;
+  int n;
   alignas(64) float m[TILE], v[TILE];
-  alignas(64) int32_t shrinks[TILE];
+  alignas(64) int32_t decays[TILE];
+  Extent<FIRST> of_first;
+  Extent<SECOND> of_second;
 };
 
 template <class FORMAT> FORMAT format_of(const Moment& q, int64_t tile) {
@@ -397,30 +393,33 @@ template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, floa
   return FORMAT(1.f, 0);
 }
 
-// Encodes both moments of a tile, n elements and zeros up to a whole vector. Together: a root of one hides behind the bits of the other.
-template <class FIRST, class SECOND>
-void encode(const FIRST first, const SECOND second, uint8_t* firsts, uint8_t* seconds, const Buffers& buffers, int n, uint32_t key,
-            uint32_t index) {
-  const auto vector = [&](uint8_t* to_first, uint8_t* to_second, int i) __attribute__((always_inline)) {
-    const U random = noise16s(key, index + i);
-    if constexpr (FIRST::IS_NARROW) first.encode(to_first, load<F>(buffers.m + i), random, load<I>(buffers.shrinks + i));
-    if constexpr (SECOND::IS_NARROW) second.encode(to_second, load<F>(buffers.v + i), random, I{});
+// The second pass of a tile: its codes by the scales that the first has found; the end of a last vector that is not whole is zero.
+// Both moments in one loop: a root of one hides behind the bits of the other.
+template <class FIRST, class SECOND> void encode(const Job& job, Updated<FIRST, SECOND>& tile) {
+  const FIRST first = format_for<FIRST>(job.first, tile.at, tile.m, tile.of_first);
+  const SECOND second = format_for<SECOND>(job.second, tile.at, tile.v, tile.of_second);
+  uint8_t *const firsts = codes_of<FIRST>(job.first, tile.at), *const seconds = codes_of<SECOND>(job.second, tile.at);
+  const auto vector = [&](uint8_t* to_first, uint8_t* to_second, int i, U random) __attribute__((always_inline)) {
+    if constexpr (FIRST::IS_NARROW) first.encode(to_first, load<F>(tile.m + i), random, load<I>(tile.decays + i));
+    if constexpr (SECOND::IS_NARROW) second.encode(to_second, load<F>(tile.v + i), random, I{});
   };
-  const int whole = n / BLOCK * BLOCK;
-  for (int i = 0; i < whole; i += BLOCK)  // the vectors of a block share their random bits
-    for (int j = i; j < i + BLOCK; j += LANES) vector(firsts + j * FIRST::BITS / 8, seconds + j * SECOND::BITS / 8, j);
+  const uint32_t key = job.noise, block = uint32_t(tile.at.index / BLOCK);
+  const int n = tile.n, whole = n / BLOCK * BLOCK;
+  for (int i = 0; i < whole; i += BLOCK)
+    for (int j = 0; j < BLOCK; j += LANES)
+      vector(firsts + (i + j) * FIRST::BITS / 8, seconds + (i + j) * SECOND::BITS / 8, i + j, noise16s(key, block + i / BLOCK, j));
   for (int i = whole; i < n; i += LANES) {
     uint8_t a[4 * LANES], b[4 * LANES];
-    vector(a, b, i);
+    vector(a, b, i, noise16s(key, block + i / BLOCK, i % BLOCK));
     const int count = std::min(LANES, n - i);
     if (FIRST::IS_NARROW) copy_codes<FIRST::BITS>(firsts + i * FIRST::BITS / 8, a, count);
     if (SECOND::IS_NARROW) copy_codes<SECOND::BITS>(seconds + i * SECOND::BITS / 8, b, count);
   }
 }
 
+// The first pass of a tile.
 template <class RULE, class FIRST, class SECOND>
-void step_moments(const Job& job, const Place& at, int n, float* weights, const float* gradients) {
-  Buffers buffers;
+void update(const Job& job, const Place& at, int n, float* weights, const float* gradients, Updated<FIRST, SECOND>& tile) {
   const Constants c = *job.constants;  // apart from the memory that is written
   const FIRST first = format_of<FIRST>(job.first, at.tile);
   const SECOND second = format_of<SECOND>(job.second, at.tile);
@@ -438,9 +437,9 @@ void step_moments(const Job& job, const Place& at, int n, float* weights, const 
     store(w_at, w);
     if (count < LANES) x = LANE < count ? x : all(0.f), y = LANE < count ? y : all(0.f);
     if constexpr (FIRST::IS_NARROW) {
-      of_first.see(x);
-      store(buffers.m + i, x);
-      store(buffers.shrinks + i, decays);
+      of_first.see(magnitude(x));
+      store(tile.m + i, x);
+      store(tile.decays + i, decays);
       all_decay &= decays;
     } else {
       store(first_at, x);
@@ -448,7 +447,7 @@ void step_moments(const Job& job, const Place& at, int n, float* weights, const 
     if constexpr (SECOND::BITS == 32) store(second_at, y);
     if constexpr (SECOND::IS_NARROW) {
       of_second.see(y);
-      store(buffers.v + i, y);
+      store(tile.v + i, y);
     }
   };
   const int whole = n / LANES * LANES, rest = n - whole;
@@ -467,22 +466,43 @@ void step_moments(const Job& job, const Place& at, int n, float* weights, const 
     if (SECOND::BITS == 32) std::memcpy(b_at, b, rest * sizeof(float));
   }
   if constexpr (FIRST::BITS == 4) {  // the scale of a tile that decays as a whole follows
-    bool whole = true;
-    for (int l = 0; l < LANES; l++) whole &= all_decay[l] != 0;
-    if (whole) std::fill(buffers.shrinks, buffers.shrinks + TILE, 0);
+    bool all_of_tile = true;
+    for (int l = 0; l < LANES; l++) all_of_tile &= all_decay[l] != 0;
+    if (all_of_tile) std::fill(tile.decays, tile.decays + TILE, 0);
   }
-  if constexpr (FIRST::IS_NARROW)
-    encode(format_for<FIRST>(job.first, at, buffers.m, of_first), format_for<SECOND>(job.second, at, buffers.v, of_second), firsts,
-           seconds, buffers, n, job.noise, uint32_t(at.index));
+  tile.at = at, tile.n = n, tile.of_first = of_first, tile.of_second = of_second;
 }
 
-using Step = void (*)(const Job&, const Place&, int, float*, const float*);
+// Tiles `from` to `to`. A tile's second pass comes after the first one of the next: its scale is known by then, and the processor
+// computes both at once.
+template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job, int64_t from, int64_t to) {
+  Updated<FIRST, SECOND> updated[2];
+  float w_buffer[TILE], g_buffer[TILE];
+  const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
+  const int64_t tiles = (job.columns + job.tile - 1) / job.tile;
+  for (int64_t t = from; t < to; t++) {
+    const int64_t row = t / tiles, column = t % tiles * job.tile;
+    const Place at{t, row * job.columns + column, row * ((job.columns + 1) / 2) + column / 2, t * job.tile};
+    const int n = int(std::min(job.tile, job.columns - column));
+    prefetch_tile(job, at.element + n, job.tile);  // behind the last tile this asks for what nobody reads, which does no harm
+    float* w = direct ? static_cast<float*>(job.weight) + at.element : w_buffer;
+    const float* g = wide_gradient ? static_cast<const float*>(job.gradient) + at.element : g_buffer;
+    if (!direct) load_weight(job, at, n, w);
+    if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at.element, n, g_buffer);
+    update<RULE>(job, at, n, w, g, updated[t % 2]);
+    if (!direct) store_weight(job, w, at, n);
+    if constexpr (FIRST::IS_NARROW) if (t > from) encode(job, updated[(t - 1) % 2]);
+  }
+  if constexpr (FIRST::IS_NARROW) if (to > from) encode(job, updated[(to - 1) % 2]);
+}
+
+using Step = void (*)(const Job&, int64_t, int64_t);
 
 template <class FIRST, class SECOND> Step step_of_rule(int rule) {
   switch (rule) {
-    case ADAMW: return step_moments<AdamW<SECOND::IS_NARROW>, FIRST, SECOND>;
-    case LION: return step_moments<Lion, FIRST, None>;
-    default: return step_moments<Sgd, FIRST, None>;
+    case ADAMW: return step_tiles<AdamW<SECOND::IS_NARROW>, FIRST, SECOND>;
+    case LION: return step_tiles<Lion, FIRST, None>;
+    default: return step_tiles<Sgd, FIRST, None>;
   }
 }
 
@@ -496,21 +516,6 @@ Step step_of(const Job& job) {
   }
 }
 
-void step_tile(const Job& job, Step step, int64_t row, int64_t tile_in_row, int64_t tiles) {
-  float buffers[2][TILE];
-  const int64_t column = tile_in_row * job.tile, tile = row * tiles + tile_in_row;
-  const Place at{tile, row * job.columns + column, row * ((job.columns + 1) / 2) + column / 2, tile * job.tile};
-  const int n = int(std::min(job.tile, job.columns - column));
-  prefetch_tile(job, at.element + n, job.tile);  // behind the last tile this asks for what nobody reads, which does no harm
-  const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
-  float* w = direct ? static_cast<float*>(job.weight) + at.element : buffers[0];
-  const float* g = wide_gradient ? static_cast<const float*>(job.gradient) + at.element : buffers[1];
-  if (!direct) load_weight(job, at, n, w);
-  if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at.element, n, buffers[1]);
-  step(job, at, n, w, g);
-  if (!direct) store_weight(job, w, at, n);
-}
-
 }  // namespace
 
 extern "C" int64_t narrowgauge_job_bytes() { return sizeof(Job); }
@@ -519,8 +524,7 @@ extern "C" int64_t narrowgauge_job_bytes() { return sizeof(Job); }
 extern "C" void narrowgauge_step(const Job* jobs, int64_t count, int64_t part, int64_t parts) {
   for (int64_t j = 0; j < count; j++) {
     const Job& job = jobs[j];
-    const Step step = step_of(job);
-    const int64_t tiles = (job.columns + job.tile - 1) / job.tile, all = job.rows * tiles;
-    for (int64_t t = all * part / parts; t < all * (part + 1) / parts; t++) step_tile(job, step, t / tiles, t % tiles, tiles);
+    const int64_t tiles = job.rows * ((job.columns + job.tile - 1) / job.tile);
+    step_of(job)(job, tiles * part / parts, tiles * (part + 1) / parts);
   }
 }

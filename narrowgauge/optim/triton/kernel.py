@@ -1,11 +1,11 @@
-"""One optimizer step of many tensors in one launch of a Triton kernel: decode, update and encode in registers; see `triton_step`.
+"""One optimizer step of many tensors in one launch of a Triton kernel: decode, update and encode in registers; see `launch`.
 
 A program takes T tiles of TILE elements of one tensor, in the order of its rows: tile t begins in row t // tiles, and a row's last tile
 may be short. Which tensor that is stands in `which`, and where its parts lie in a line of `table`. Every number of a state is read
 once and written once, and none is ever float32 in memory. Elements are counted in int64.
 
     which   int32 [programs]         the line of a program
-    table   int64 [lines, F.fields]  what stays from step to step: see `triton_step.Batch`
+    table   int64 [lines, F.fields]  what stays from step to step: see `launch.Batch`
     step_args   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
     tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
 
@@ -147,14 +147,6 @@ def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.conste
 
 
 @triton.jit
-def _write_amax(seen, line, mask):
-    """The largest magnitude of this program's weights, into its place of int32 [PARTS]."""
-    largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
-    maxima = _pointer(tl.load(line + 16), tl.int32, True)
-    tl.atomic_max(maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
-
-
-@triton.jit
 def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.constexpr):
     """The codes of w and of w.T by the scale that the next step will use, if it is known."""
     C: tl.constexpr = F.cast  # the bare attribute is no argument before Triton 3.9
@@ -207,41 +199,6 @@ def _constant(step_args, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _read_codes(address, place, F: tl.constexpr, M: tl.constexpr):
-    """The codes of a moment [T, TILE], as its kind stores them; zeros where there is no element. place: see `step`."""
-    offset, mask = place[3], place[4]
-    if M.kind == WIDE:
-        codes = _read(address, offset, mask, FLOAT32, F.aligned)
-    elif M.bits == 16:
-        codes = tl.load(_pointer(address, tl.int16, F.aligned) + offset, mask=mask, other=0).to(tl.int32) & 0xFFFF
-    elif M.kind == SQUARED8:
-        codes = tl.load(_pointer(address, tl.int8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
-    elif M.bits == 8:
-        codes = tl.load(_pointer(address, tl.uint8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
-    else:
-        at, there = _bytes(place, F)
-        pairs = tl.load(_pointer(address, tl.uint8, F.aligned) + at, mask=there, other=0).to(tl.int32)
-        codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (F.tiles, F.tile))
-    return codes
-
-
-@triton.jit
-def _write_codes(codes, address, place, F: tl.constexpr, M: tl.constexpr):
-    offset, mask = place[3], place[4]
-    if M.kind == WIDE:
-        _write(codes, address, offset, mask, FLOAT32, F.aligned)
-    elif M.bits == 16:
-        tl.store(_pointer(address, tl.int16, F.aligned) + offset, codes.to(tl.int16), mask=mask)
-    elif M.bits == 8:
-        tl.store(_pointer(address, tl.int8, F.aligned) + offset, codes.to(tl.int8), mask=mask)
-    else:
-        codes = tl.where(mask, codes, 0)  # an odd row ends in a nibble of zero
-        first, second = tl.split(tl.reshape(codes, (F.tiles, F.tile // 2, 2)))
-        at, there = _bytes(place, F)
-        tl.store(_pointer(address, tl.uint8, F.aligned) + at, (first | (second << 4)).to(tl.uint8), mask=there)
-
-
-@triton.jit
 def _bytes(place, F: tl.constexpr):
     """Where the bytes of 4-bit codes lie, [T, TILE / 2] int64, and which there are."""
     row, begin, inside, columns = place[0], place[1], place[2], place[5]
@@ -255,32 +212,55 @@ def _bytes(place, F: tl.constexpr):
 
 @triton.jit
 def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr):
+    """A moment [T, TILE] as float32; zeros where there is no element. place: see `step`."""
     TILES: tl.constexpr = F.tiles  # within a shape too
     TILE: tl.constexpr = F.tile
-    inside, mask, tile = place[2], place[4], place[6]
+    inside, offset, mask, tile = place[2], place[3], place[4], place[6]
+    address = tl.load(line + FIELD)
     if M.kind == NONE:
-        x = tl.zeros((TILES, TILE), tl.float32)
+        codes = tl.zeros((TILES, TILE), tl.float32)
+    elif M.kind == WIDE:
+        codes = _read(address, offset, mask, FLOAT32, F.aligned)
+    elif M.bits == 16:
+        codes = tl.load(_pointer(address, tl.int16, F.aligned) + offset, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    elif M.kind == SQUARED8:
+        codes = tl.load(_pointer(address, tl.int8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
+    elif M.bits == 8:
+        codes = tl.load(_pointer(address, tl.uint8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
     else:
-        codes = _read_codes(tl.load(line + FIELD), place, F, M)
-        scale, log_k = tl.zeros((TILES,), tl.int16), tl.zeros((TILES,), tl.int32)
-        if M.kind != WIDE:
-            scale = tl.load(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, mask=inside, other=0)
+        at, there = _bytes(place, F)
+        pairs = tl.load(_pointer(address, tl.uint8, F.aligned) + at, mask=there, other=0).to(tl.int32)
+        codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (F.tiles, F.tile))
+    if M.has_scale:
+        scale = tl.load(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, mask=inside, other=0)
+        log_k = tl.zeros((TILES,), tl.int32)
         if M.expands:
             expansions = _pointer(tl.load(line + FIELD + 2), tl.int8, False)
             log_k = tl.load(expansions + tile, mask=inside, other=0).to(tl.int32)
-        x = decode_moment(codes, scale, log_k, tables, M)
-        x = tl.where(mask, x, 0.0)  # what fills the last tile counts for nothing
-    return x
+        codes = tl.where(
+            mask, decode_moment(codes, scale, log_k, tables, M), 0.0
+        )  # what fills the last tile counts for nothing
+    return codes
 
 
 @triton.jit
 def _write_moment(x, noise, decays, line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: tl.constexpr):
-    if M.kind != NONE:
-        inside, mask, tile = place[2], place[4], place[6]
+    inside, offset, mask, tile = place[2], place[3], place[4], place[6]
+    address = tl.load(line + FIELD)
+    if M.kind == WIDE:
+        _write(x, address, offset, mask, FLOAT32, F.aligned)
+    elif M.has_scale:
         codes, scale, log_k = encode_moment(tl.where(mask, x, 0.0), noise, decays, tables, M)
-        _write_codes(codes, tl.load(line + FIELD), place, F, M)
-        if M.kind != WIDE:
-            tl.store(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, scale, mask=inside)
+        if M.bits == 16:
+            tl.store(_pointer(address, tl.int16, F.aligned) + offset, codes.to(tl.int16), mask=mask)
+        elif M.bits == 8:
+            tl.store(_pointer(address, tl.int8, F.aligned) + offset, codes.to(tl.int8), mask=mask)
+        else:
+            codes = tl.where(mask, codes, 0)  # an odd row ends in a nibble of zero
+            first, second = tl.split(tl.reshape(codes, (F.tiles, F.tile // 2, 2)))
+            at, there = _bytes(place, F)
+            tl.store(_pointer(address, tl.uint8, F.aligned) + at, (first | (second << 4)).to(tl.uint8), mask=there)
+        tl.store(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, scale, mask=inside)
         if M.expands:
             tl.store(_pointer(tl.load(line + FIELD + 2), tl.int8, False) + tile, log_k, mask=inside)
 
@@ -309,7 +289,7 @@ def _own_tiles(first, per_row, total, F: tl.constexpr):
 
 @triton.jit
 def step(which, table, step_args, tables, F: tl.constexpr):
-    """See the module; F: a `triton_step.Form`."""
+    """See the module; F: a `launch.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
     line = table + number * F.fields
     columns, per_row, total = tl.load(line + 1), tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
@@ -347,7 +327,9 @@ def step(which, table, step_args, tables, F: tl.constexpr):
         noise = noise_bits(mix(key ^ WEIGHTS), first, within)
     seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)
     if F.casts != 0:
-        _write_amax(seen, line, mask)
+        largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)
+        maxima = _pointer(tl.load(line + 16), tl.int32, True)
+        tl.atomic_max(maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
     if F.casts == CODES:
         # One column of tiles: the same in all of its rows.
         turned = (tl.max(begin, axis=0) + tl.arange(0, F.tile))[:, None]

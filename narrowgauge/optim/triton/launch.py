@@ -31,57 +31,19 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.optim import masters, moments, noise, rules
-from narrowgauge.optim.moments import Moment, SmallFloat, Squared
+from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.selfcheck import Kind
-from narrowgauge.optim.step import MomentState, ParamStep
+from narrowgauge.optim.step import DTYPES, ParamStep
 from narrowgauge.recipe import Window
 
 ELEMENTS, WARPS = 2048, 4
 EXPANDING_ELEMENTS = 1024
 HEAD = 16  # whole numbers of step arguments before the addresses
 ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FIELDS, CAST_FIELDS = 14, 22  # of a line of a Batch's table
 NOTHING, AMAX, CODES = range(3)  # what is left of the weight's cast
 BAND = 32  # rows that programs of CODES take together, see the kernel
 HISTORY_BLOCK, HISTORY_WARPS = 1024, 4  # of `foresee`
-
-
-@dataclass(frozen=True)
-class MomentForm:
-    """A constant of the kernel: how a moment is kept. Of plain values, since it is part of the name under which a binary is kept.
-
-    kind, bits      see `moments`
-    signed          first moments have a sign and are rounded to nearest, second ones have none and are rounded stochastically
-    expands, lowest, highest    whether a tile chooses its power k, and log2 of the least and greatest
-    mantissa, bias, top         of a float
-    most, share     of a squared integer: most^2 and 1 / most^2
-    """
-
-    kind: int
-    bits: int
-    signed: bool
-    expands: bool = False
-    lowest: int = 0
-    highest: int = 0
-    mantissa: int = 0
-    bias: int = 0
-    top: float = 1.0
-    most: float = 1.0
-    share: float = 1.0
-
-    @classmethod
-    def of(cls, moment: Moment) -> MomentForm:
-        if isinstance(moment, Squared):
-            share = torch.tensor(1 / moment.most**2, dtype=torch.float32, device="cpu")
-            return cls(moment.kind, moment.bits, True, most=float(moment.most**2), share=float(share))
-        if isinstance(moment, SmallFloat):
-            lowest, highest = moment.expansions or (0, 0)
-            return cls(
-                moment.kind, moment.bits, moment.signed, moment.expansions is not None, lowest, highest, moment.mantissa,
-                moment.bias, moment.top,
-            )  # fmt: skip
-        return cls(moment.kind, moment.bits, False)
 
 
 @dataclass(frozen=True)
@@ -99,8 +61,8 @@ class Form:
 
     rule: int
     nesterov: bool
-    first: MomentForm
-    second: MomentForm
+    first: Moment
+    second: Moment
     weight: int
     gradient: int
     master: int
@@ -121,15 +83,14 @@ class Form:
 def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     """The constants of a kind of task; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
     wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
-    first, second = MomentForm.of(kind.first), MomentForm.of(kind.second)
     casts = NOTHING
     if kind.cast is not None:
         casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
     wide_weight = kind.weight == torch.float32 and kind.master is None
     crowded = casts == CODES and (not kind.aligned or wide_weight or kind.master in ("stochastic", "fp16-scaled"))
-    elements = EXPANDING_ELEMENTS if first.expands or second.expands or crowded else ELEMENTS
+    elements = EXPANDING_ELEMENTS if kind.first.expands or kind.second.expands or crowded else ELEMENTS
     return Form(
-        rule=rules.number(kind.rule), nesterov=kind.nesterov, first=first, second=second,
+        rule=rules.number(kind.rule), nesterov=kind.nesterov, first=kind.first, second=kind.second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
         tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned,
         width=4 if wide or kind.master == "fp32" else 8, casts=casts,
@@ -138,31 +99,34 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     )  # fmt: skip
 
 
-def form_of_task(task: ParamStep) -> Form:
-    """MomentState with the task: working it out takes longer than all else that is done for a tensor at a step."""
-    c, gradient = task.constants, task.gradient
+def form_of_step(param_step: ParamStep) -> Form:
+    """Kept with the step: working it out takes longer than all else that is done for a tensor at a step."""
+    c, gradient = param_step.constants, param_step.gradient
     assert c is not None and gradient is not None
-    if task.native is None:
-        task.native = {}
+    if param_step.native is None:
+        param_step.native = {}
     key = (gradient.dtype, identity(gradient) % ALIGNMENT == 0, c.nesterov)
-    if key not in task.native:
-        kind = kind_of(task)
-        task.native[key] = form_of(kind) if kind.cast is None else form_of(kind, _capability(task.weight.device))
-    form: Form = task.native[key]
+    if key not in param_step.native:
+        kind, device = kind_of(param_step), param_step.weight.device
+        capability = (0, 0) if kind.cast is None else device_facts(device.type, device.index).capability
+        param_step.native[key] = form_of(kind, capability)
+    form: Form = param_step.native[key]
     return form
 
 
-def kind_of(task: ParamStep) -> Kind:
-    """What the kernel is compiled for, and proves itself with."""
-    tensors = (task.weight, task.gradient, task.master, task.first.codes, task.second.codes)
-    addresses_fit = all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
-    rows, columns = task.weight.shape
-    turns = task.stepped is not None and task.stepped.turned is not None and rows % ALIGNMENT == 0
-    return Kind.of(task, columns % ALIGNMENT == 0 and addresses_fit, turns)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return device_facts(device.type, device.index).capability
+def kind_of(param_step: ParamStep) -> Kind:
+    """What the kernel is compiled for, and checked with; of a step whose gradient and constants are known."""
+    first, second, stepped = param_step.first, param_step.second, param_step.stepped
+    weight, gradient, c = param_step.weight, param_step.gradient, param_step.constants
+    assert gradient is not None and c is not None
+    tensors = (weight, gradient, param_step.master, first.codes, second.codes)
+    rows, columns = weight.shape
+    aligned = columns % ALIGNMENT == 0 and all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
+    turns = stepped is not None and stepped.turned is not None and rows % ALIGNMENT == 0
+    return Kind(
+        param_step.rule, c.nesterov, first.format, second.format, weight.dtype, gradient.dtype, param_step.master_kind,
+        param_step.tile, aligned, None if stepped is None else stepped.cast, turns,
+    )  # fmt: skip
 
 
 class Batch:
@@ -177,68 +141,70 @@ class Batch:
     history of its window   20 entries of it that count   21 what is multiplied by, float32 as bits
     """
 
-    def __init__(self, form: Form, tasks: Sequence[ParamStep]) -> None:
-        self.form, self.tasks = form, tuple(tasks)
+    def __init__(self, form: Form, param_steps: Sequence[ParamStep]) -> None:
+        self.form, self.param_steps = form, tuple(param_steps)
         lines: list[list[int]] = []
         counts: list[int] = []
-        device = tasks[0].weight.device
-        for task in tasks:
-            rows, columns = task.weight.shape
-            per_row = -(-columns // task.tile)
-            lines.append([
-                sum(counts), columns, per_row, rows * per_row, *map(address, (task.weight, task.master, task.master_scale)),
-                *_addresses(task.first), *_addresses(task.second), noise.of_parameter(task.number), *_of_cast(task.stepped),
-            ])  # fmt: skip
-            counts.append(_programs(rows, per_row, form))
+        device = param_steps[0].weight.device
+        for each in param_steps:
+            rows, columns = each.weight.shape
+            per_row = -(-columns // each.tile)
+            tensors = [each.weight, each.master, each.master_scale]
+            for kept in (each.first, each.second):
+                tensors += [kept.codes, kept.scale, kept.expansion]
+            sizes = [sum(counts), columns, per_row, rows * per_row]
+            lines.append([*sizes, *map(address, tensors), noise.of_parameter(each.number), *_of_cast(each.stepped)])
+            bands = -(-rows // BAND) * (BAND // form.tiles) * per_row  # whole ones where the codes of w.T are written
+            counts.append(bands if form.casts == CODES else -(-rows * per_row // form.tiles))
         self.programs = sum(counts)
         self.table = _sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
-        which = torch.arange(len(tasks), dtype=torch.int32, device="cpu")
+        which = torch.arange(len(param_steps), dtype=torch.int32, device="cpu")
         self.which = _sent(which.repeat_interleave(torch.tensor(counts, device="cpu")), device)
 
     def step_args(self) -> list[int]:
         """What this step brings, an even number of whole numbers: the next ones are aligned too."""
-        c = self.tasks[0].constants
+        c = self.param_steps[0].constants
         assert c is not None
         numbers = (
             c.decay, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps, c.step_size, c.correction, c.beta1, c.bound
         )  # fmt: skip
-        head = [self.tasks[0].step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
-        gradients = [address(task.gradient) for task in self.tasks]
+        head = [self.param_steps[0].step_key, *struct.unpack("<9i", struct.pack("<9f", *numbers))]
+        gradients = [address(each.gradient) for each in self.param_steps]
         return head + [0] * (HEAD - len(head)) + gradients + [0] * (len(gradients) % 2)
 
     def launch(self, step_args: Tensor) -> None:
         """The step itself; step_args int64 on the device, the numbers of `step_args()`."""
         from narrowgauge.optim.triton import kernel
 
-        form, tables = self.form, _tables(step_args.device)
+        form, count = self.form, len(self.param_steps)
         if form.casts:
-            launch(
-                kernel.foresee, len(self.tasks), self.table, FIELDS=form.fields, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS
-            )  # fmt: skip
+            launch(kernel.foresee, count, self.table, FIELDS=form.fields, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS)
+        tables = _tables(step_args.device)
         launch(kernel.step, self.programs, self.which, self.table, step_args, tables, F=form, warps=WARPS)
-        for task in self.tasks:
-            if task.stepped is not None:
-                task.stepped.mark_written()
+        for each in self.param_steps:
+            if each.stepped is not None:
+                each.stepped.mark_written()
 
 
-def step(tasks: Sequence[ParamStep], kept: dict[Any, Batch]) -> None:
-    """All tasks. kept: the batches of earlier steps, by what they are made of; the caller empties it when tasks change."""
-    for device in dict.fromkeys(task.weight.device for task in tasks):
-        batches = batches_of([task for task in tasks if task.weight.device == device and task.elements], kept)
-        if batches:
-            run(batches, _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device))
+def step(param_steps: Sequence[ParamStep], kept: dict[Any, Batch]) -> None:
+    """All steps. kept: the batches of earlier ones, by what they are made of; the caller empties it when tensors change."""
+    for device, batches in batches_of(param_steps, kept).items():
+        run(batches, _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device))
 
 
-def batches_of(tasks: Sequence[ParamStep], kept: dict[Any, Batch], makes: bool = True) -> list[Batch]:
-    """The tasks, of one device, as few launches.
+def batches_of(
+    param_steps: Sequence[ParamStep], kept: dict[Any, Batch], makes: bool = True
+) -> dict[torch.device, list[Batch]]:
+    """The steps of each device, as few launches.
 
     makes  whether batches that are not kept are made, which writes to the device; else ConfigError
     """
-    groups: dict[tuple[int, int], list[ParamStep]] = {}
-    for task in tasks:
-        groups.setdefault((id(form_of_task(task)), id(task.constants)), []).append(task)
-    found = []
-    for (form, _), members in groups.items():
+    groups: dict[tuple[torch.device, int, int], list[ParamStep]] = {}
+    for each in param_steps:
+        if each.elements:
+            groups.setdefault((each.weight.device, id(form_of_step(each)), id(each.constants)), []).append(each)
+    found: dict[torch.device, list[Batch]] = {}
+    for (device, form, _), members in groups.items():
         key = (form, *map(id, members))  # what a batch keeps alive, and forms live as long as the process
         if key not in kept:
             if not makes:
@@ -246,8 +212,8 @@ def batches_of(tasks: Sequence[ParamStep], kept: dict[Any, Batch], makes: bool =
                     "optim: a CUDA graph is captured of other parameters than those that stepped before. Run one step of the same "
                     "parameters before the capture."
                 )
-            kept[key] = Batch(form_of_task(members[0]), members)
-        found.append(kept[key])
+            kept[key] = Batch(form_of_step(members[0]), members)
+        found.setdefault(device, []).append(kept[key])
     return found
 
 
@@ -260,16 +226,9 @@ def run(batches: Sequence[Batch], step_args: Tensor) -> None:
     """Launches all batches; step_args: `step_args_of` them, on the device."""
     start = 0
     for batch in batches:
-        length = HEAD + len(batch.tasks) + len(batch.tasks) % 2
+        length = HEAD + len(batch.param_steps) + len(batch.param_steps) % 2
         batch.launch(step_args[start : start + length])
         start += length
-
-
-def _programs(rows: int, per_row: int, form: Form) -> int:
-    """Of one tensor; whole bands of rows where the codes of w.T are written."""
-    if form.casts == CODES:
-        return -(-rows // BAND) * (BAND // form.tiles) * per_row
-    return -(-rows * per_row // form.tiles)
 
 
 def _of_cast(stepped: PrecastWeight | None) -> list[int]:
@@ -294,7 +253,3 @@ def _sent(x: Tensor, device: torch.device) -> Tensor:
 @cache
 def _tables(device: torch.device) -> Tensor:
     return _sent(torch.cat([table.flatten() for table in moments.expansion_tables()]), device)
-
-
-def _addresses(kept: MomentState) -> tuple[int, int, int]:
-    return address(kept.codes), address(kept.scale), address(kept.expansion)

@@ -3,9 +3,9 @@
     decode_moment   codes [T, TILE] and scales [T] -> float32          encode_moment   the inverse, with the scales of T tiles
     decode_master   float16 codes of a scaled master -> float32        encode_master   the inverse, rounded stochastically
 
-T whole tiles of TILE elements are in registers; what fills a short last tile is zero. M: a `triton_step.Form`'s moment, with kind,
-signed, lowest and highest as `moments` and step.cpp have them. Scales are bfloat16 and travel as int16, because a kernel only ever
-needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9). Everything else is float32 and whole numbers.
+T whole tiles of TILE elements are in registers; what fills a short last tile is zero. M: a `moments.Moment`. Scales are bfloat16 and
+travel as int16, because a kernel only ever needs their bits, and Triton's interpreter does not compute with bfloat16 (3.9). Everything
+else is float32 and whole numbers.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import negated
 from narrowgauge.ops.triton.noise import mix
-from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS
+from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS, SQUARED_MOST
 
 EXPONENT = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
@@ -24,6 +24,7 @@ MOST_AMAX = tl.constexpr(253 << 23)
 WHOLE_NUMBER = tl.constexpr(12582912.0)  # of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even
 OCTAVES = tl.constexpr(14.0)
 
+SQUARES = tl.constexpr(SQUARED_MOST**2)
 LEVELS = tl.constexpr(DYNAMIC_LEVELS[1:])
 BOUNDARIES = tl.constexpr(DYNAMIC_BOUNDARIES)
 
@@ -62,26 +63,17 @@ def uniform(noise):
 
 
 @triton.jit
-def _scale_bits(amax, DROPS: tl.constexpr):
-    """Bits of the largest magnitudes [T] -> bits of the float32 scales [T], NaN where there is no finite one."""
+def _scales(amax, DROPS: tl.constexpr):
+    """Bits of the largest magnitudes [T] -> (scales as they are stored, int16 [T]; 1 / scale [T, 1], 0 for NaN; which are NaN [T, 1])."""
     bits = tl.maximum((amax + DROPS) & ~DROPS, LEAST_SCALE)
-    return tl.where(amax > MOST_AMAX, NAN, bits)
-
-
-@triton.jit
-def _inverse(scale_bits, DROPS: tl.constexpr):
-    """1 / scale [T], 0 for NaN."""
+    poisoned = amax > MOST_AMAX
+    bits = tl.where(poisoned, NAN, bits)
     if DROPS == POW2_DROPS:
-        inverse = number_of((254 << 23) - scale_bits)
+        inverse = number_of((254 << 23) - bits)
     else:
-        scale = number_of(scale_bits)
+        scale = number_of(bits)
         inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    return tl.where(scale_bits == NAN, 0.0, inverse)
-
-
-@triton.jit
-def _stored_scale(scale_bits):
-    return (scale_bits >> 16).to(tl.int16)
+    return (bits >> 16).to(tl.int16), tl.where(poisoned, 0.0, inverse)[:, None], poisoned[:, None]
 
 
 @triton.jit
@@ -110,9 +102,7 @@ def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BI
 @triton.jit
 def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
     """codes [T, TILE], scale int16 [T], log_k int32 [T] -> float32 [T, TILE]. Of what a kind does not have, anything is given."""
-    if M.kind == WIDE:
-        x = codes
-    elif M.kind == DYNAMIC4:
+    if M.kind == DYNAMIC4:
         signed = codes.to(tl.int32) - 8
         level = tl.zeros(codes.shape, tl.float32)
         for each in tl.static_range(7):
@@ -120,7 +110,7 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
         x = tl.where(signed < 0, -level, level) * _read_scale(scale)
     elif M.kind == SQUARED8:
         number = codes.to(tl.float32)
-        x = number * tl.abs(number) * (_read_scale(scale) * M.share)
+        x = number * tl.abs(number) * (_read_scale(scale) * (1.0 / SQUARES))
     elif M.kind == UE5M3:
         t = number_of((codes.to(tl.int32) + 761) << 20)
         x = tl.where(codes > 0, t, 0.0) * _read_scale(scale)
@@ -138,38 +128,34 @@ def decode_moment(codes, scale, log_k, tables, M: tl.constexpr):
 
 @triton.jit
 def encode_moment(x, noise, decays, tables, M: tl.constexpr):
-    """x float32 [T, TILE], noise int32, decays bool -> (codes as int32 or x itself, scale int16 [T], log_k int8 [T])."""
+    """x float32 [T, TILE], noise int32, decays bool -> (codes as int32, scale int16 [T], log_k int8 [T])."""
     DROPS: tl.constexpr = BF16_DROPS if M.bits == 4 else POW2_DROPS
     sizes = bits_of(x) & 0x7FFFFFFF
     amax = tl.max(sizes, axis=1)
     log_k = _expansion(sizes, amax, M)
-    scale_bits = _scale_bits(amax, DROPS)
-    inverse = _inverse(scale_bits, DROPS)[:, None]
-    if M.kind == WIDE:
-        codes = x
+    scale, inverse, poisoned = _scales(amax, DROPS)
+    x = tl.where(poisoned, 0.0, x)
+    if M.kind == DYNAMIC4:
+        share = tl.abs(x) * inverse
+        size = tl.zeros(x.shape, tl.int32)
+        decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]  # the scale of such a tile follows
+        for each in tl.static_range(7):
+            reached = tl.where(decays, share >= LEVELS[each], share > BOUNDARIES[each])
+            size = tl.where(reached, each + 1, size)
+        codes = tl.where(x < 0, -size, size) + 8
+    elif M.kind == SQUARED8:
+        root = tl.sqrt_rn(tl.abs(x) * (inverse * SQUARES))
+        size = tl.where(decays, root.to(tl.int32), bits_of(root + WHOLE_NUMBER) - 0x4B400000)
+        codes = tl.where(x < 0, -size, size)
+    elif M.kind == UE5M3:
+        codes = ((bits_of(x * inverse) + noise * 16 + 8) >> 20) - 761
+        codes = tl.maximum(codes, (x > 0).to(tl.int32))
+    elif M.kind == LINEAR4:
+        codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
+        codes = tl.minimum(tl.maximum(codes, 1), 16) - 1
     else:
-        x = tl.where((scale_bits == NAN)[:, None], 0.0, x)
-        if M.kind == DYNAMIC4:
-            share = tl.abs(x) * inverse
-            size = tl.zeros(x.shape, tl.int32)
-            decays = decays & (tl.min(decays.to(tl.int32), axis=1) == 0)[:, None]  # the scale of such a tile follows
-            for each in tl.static_range(7):
-                reached = tl.where(decays, share >= LEVELS[each], share > BOUNDARIES[each])
-                size = tl.where(reached, each + 1, size)
-            codes = tl.where(x < 0, -size, size) + 8
-        elif M.kind == SQUARED8:
-            root = tl.sqrt_rn(tl.abs(x) * (inverse * M.most))
-            size = tl.where(decays, root.to(tl.int32), bits_of(root + WHOLE_NUMBER) - 0x4B400000)
-            codes = tl.where(x < 0, -size, size)
-        elif M.kind == UE5M3:
-            codes = ((bits_of(x * inverse) + noise * 16 + 8) >> 20) - 761
-            codes = tl.maximum(codes, (x > 0).to(tl.int32))
-        elif M.kind == LINEAR4:
-            codes = (x * (inverse * 16.0) + uniform(noise)).to(tl.int32)
-            codes = tl.minimum(tl.maximum(codes, 1), 16) - 1
-        else:
-            codes = _encode_float(x, inverse, log_k, noise, decays, tables, M)
-    return codes, _stored_scale(scale_bits), log_k.to(tl.int8)
+        codes = _encode_float(x, inverse, log_k, noise, decays, tables, M)
+    return codes, scale, log_k.to(tl.int8)
 
 
 @triton.jit
@@ -191,7 +177,13 @@ def _expansion(sizes, amax, M: tl.constexpr):
 def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr):
     """E4M3 or float16 as int32: the sign in the highest of M.bits."""
     share = tl.abs(x) * inverse
-    y = _expanded(share, log_k, M) * M.top
+    y = share
+    if M.expands:  # to the power 2^log_k by repeated squares or square roots
+        wide = log_k[:, None]
+        for times in tl.static_range(1, 3):
+            narrow = tl.sqrt_rn(y) if M.lowest <= -times else y
+            y = tl.where(wide >= times, y * y, tl.where(wide <= -times, narrow, y))
+    y = y * M.top
     if M.signed:
         shift = _power_below(y, M.bias) * (1.5 * 2 ** (23 - M.mantissa))
         codes = _code_below(tl.where(decays, y, (y + shift) - shift), M.mantissa, M.bias)
@@ -209,17 +201,6 @@ def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr):
             codes = tl.where(y < 2.0 ** (1 - M.bias), subnormal, normal)
         codes = tl.maximum(codes, (share > 0).to(tl.int32))
     return codes
-
-
-@triton.jit
-def _expanded(share, log_k, M: tl.constexpr):
-    """share ^ (2 ^ log_k) by repeated squares or square roots."""
-    if M.expands:
-        wide = log_k[:, None]
-        for times in tl.static_range(1, 3):
-            narrow = tl.sqrt_rn(share) if M.lowest <= -times else share
-            share = tl.where(wide >= times, share * share, tl.where(wide <= -times, narrow, share))
-    return share
 
 
 @triton.jit
@@ -244,12 +225,12 @@ def decode_master(codes, scale):
 @triton.jit
 def encode_master(x, noise):
     """x float32 [T, TILE] -> (codes float16, scale int16 [T]), |codes| = 2^15 |x| / scale."""
-    scale_bits = _scale_bits(tl.max(bits_of(x) & 0x7FFFFFFF, axis=1), POW2_DROPS)
-    size = tl.abs(x) * _inverse(scale_bits, POW2_DROPS)[:, None]
+    scale, inverse, _ = _scales(tl.max(bits_of(x) & 0x7FFFFFFF, axis=1), POW2_DROPS)
+    size = tl.abs(x) * inverse
     size = tl.where(size > 1.0, 1.0, size) * 32768.0  # NaN stays, as it would not in a minimum
     gap_bits = bits_of(_power_below(size, 15)) - (10 << 23)
     parts = size * number_of((254 << 23) - gap_bits)  # over the gap: exact
     whole = tl.floor(parts)
     size = tl.where(uniform(noise) < parts - whole, whole + 1.0, whole) * number_of(gap_bits)
     signed = number_of(bits_of(size) | (bits_of(x) & -0x80000000))
-    return signed.to(tl.float16), _stored_scale(scale_bits)
+    return signed.to(tl.float16), scale

@@ -88,7 +88,7 @@ def compare(
         optimizer: Any = build([parameter], states=states, master=master, lr=1e-2, weight_decay=20.0, backend="torch")
         casting = Casting(parameter.detach(), cast, guards)
         if interpreted:
-            optimizer._kernel = lambda task: INTERPRETED
+            optimizer._kernel = lambda param_step: INTERPRETED
             optimizer.casting = casting
         for step, seen in enumerate((0.06, 0.0)):
             casting.pass_step(step, seen)

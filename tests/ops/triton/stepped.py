@@ -22,7 +22,7 @@ from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.optim import SGD, AdamW, Lion, base, moments, rules, selfcheck
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
-from narrowgauge.optim.step import MomentState, ParamStep, allocate
+from narrowgauge.optim.step import ParamStep, new_state
 from narrowgauge.optim.triton import kernel, launch
 from tests.compare import assert_same
 from tests.ops.triton.cases import Case
@@ -57,12 +57,8 @@ class Guards:
         self.buffers.append(buffer)
         return buffer[self.MARGIN : self.MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
 
-    def allocate(self, *call: Any) -> MomentState:
-        kept = allocate(*call)
-        if kept.codes is None or kept.codes.is_meta:
-            return kept
-        parts = {name: getattr(kept, name) for name in ("codes", "scale", "expansion")}
-        return replace(kept, **{name: self.home(x) for name, x in parts.items() if x is not None})
+    def new_state(self, *call: Any) -> dict[str, torch.Tensor]:
+        return {name: x if x.is_meta or name == "step" else self.home(x) for name, x in new_state(*call).items()}
 
     def check(self) -> None:
         for buffer in self.buffers:
@@ -100,10 +96,10 @@ def compare(
         with pytest.MonkeyPatch.context() as patch:
             if interpreted:
                 parameters = [nn.Parameter(guards.home(p.detach())) for p in parameters]
-                patch.setattr(base, "allocate", guards.allocate)
+                patch.setattr(base, "new_state", guards.new_state)
             optimizer = BUILD[rule](parameters, states=states, master=master, backend="torch")
             if interpreted:
-                optimizer._kernel = lambda task: INTERPRETED
+                optimizer._kernel = lambda param_step: INTERPRETED
             for step in range(steps):
                 gradients(parameters, step, poison)
                 optimizer.step()
@@ -123,7 +119,7 @@ def compare_groups() -> None:
         ]
         optimizer = AdamW(groups, states="8bit", seed=7, backend="torch")
         if interpreted:
-            optimizer._kernel = lambda task: INTERPRETED  # type: ignore[method-assign]
+            optimizer._kernel = lambda param_step: INTERPRETED  # type: ignore[method-assign]
         for step in range(3):
             gradients(parameters if step else parameters[:2], step)
             optimizer.step()
@@ -142,7 +138,7 @@ def compare_replayed() -> None:
     for replays in (True, False):
         parameters = weights(torch.bfloat16)
         optimizer = AdamW(parameters, states="8bit", master="stochastic", lr=1e-2, backend="torch")
-        optimizer._kernel = lambda task: INTERPRETED  # type: ignore[method-assign]
+        optimizer._kernel = lambda param_step: INTERPRETED  # type: ignore[method-assign]
         gradients(parameters, 0)
         optimizer.step()
         if replays:
@@ -193,7 +189,7 @@ def compare_graphed() -> None:
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(77, 64), nn.GELU(), nn.Linear(64, 5)).to(torch.bfloat16)
         optimizer = AdamW(model.parameters(), states="8bit", master="stochastic", lr=1e-2)
-        optimizer._kernel = lambda task: choose_interpreted(task)  # type: ignore[method-assign]
+        optimizer._kernel = lambda param_step: choose_interpreted(param_step)  # type: ignore[method-assign]
 
         def backward(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
             loss = model(x).float().square().mean()
@@ -214,9 +210,9 @@ def compare_graphed() -> None:
         assert_same(replayed, eager)
 
 
-def choose_interpreted(task: ParamStep) -> Kernel[Any]:
-    task.backend = None, Choice(replace(INTERPRETED, name="triton"), ())
-    return task.backend[1].kernel  # type: ignore[no-any-return]
+def choose_interpreted(param_step: ParamStep) -> Kernel[Any]:
+    param_step.backend = None, Choice(replace(INTERPRETED, name="triton"), ())
+    return param_step.backend[1].kernel  # type: ignore[no-any-return]
 
 
 def state_tensors(optimizer: AdamW) -> Iterator[torch.Tensor]:
@@ -292,8 +288,8 @@ PROVEN = {
 }  # fmt: skip
 
 
-def run(tasks: Sequence[ParamStep]) -> None:
-    launch.step(tasks, {})
+def run(param_steps: Sequence[ParamStep]) -> None:
+    launch.step(param_steps, {})
 
 
 def prove(kind: selfcheck.Kind) -> None:

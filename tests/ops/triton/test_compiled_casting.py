@@ -10,6 +10,7 @@ from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.quantize import triton_launch
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
+from narrowgauge.ops.registry import Device
 from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.moments import STATES
@@ -52,9 +53,9 @@ def kernels(
 ) -> dict[str, Compiled]:
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     optimizer = AdamW([parameter], states=states, master=master, backend="torch")
-    optimizer._kernel, optimizer.casting = (lambda task: KERNEL), Left(parameter, cast)
+    optimizer._kernel, optimizer.casting = (lambda param_step: KERNEL), Left(parameter, cast)
     parameter.grad = torch.zeros_like(parameter)
-    monkeypatch.setattr(launch, "_capability", lambda device: TARGETS[sm])
+    monkeypatch.setattr(launch, "device_facts", lambda *device: Device("cuda", TARGETS[sm]))
     return compiled([launch], sm, optimizer.step)
 
 

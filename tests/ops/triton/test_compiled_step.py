@@ -41,7 +41,7 @@ MATRIX = [each for each in dict.fromkeys(MATRIX) if each not in QUICK]
 def kernel(states: str, master: str | None, dtype: torch.dtype, sm: int, columns: int = 512, build=AdamW) -> Compiled:
     parameter = nn.Parameter(torch.zeros(16, columns, dtype=dtype))
     optimizer = build([parameter], states=states, master=master, backend="torch")
-    optimizer._kernel = lambda task: KERNEL
+    optimizer._kernel = lambda param_step: KERNEL
     parameter.grad = torch.zeros_like(parameter)
     return compiled([launch], sm, optimizer.step)["step"]
 
