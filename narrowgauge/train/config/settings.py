@@ -3,7 +3,7 @@
 TOML keys, command-line flags, `narrowgauge train --help` and RUN/config.toml are all read off `TrainConfig`, so a new
 setting is one entry here. The key `hidden_size` is the flag `--hidden-size`; `layers_recipe` alone is spelled `recipes`
 on both sides, because in a file it is a table. Rules that need one value stand beside it; rules between values are in
-`cross_checks`. Names of recipes are checked later, by `narrowgauge.recipes`, because this file does without torch.
+`checks`. Names of recipes are checked later, by `narrowgauge.recipes`, because this file does without torch.
 """
 
 import math
@@ -14,27 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.config.cross_checks import BEST, TASKS, cross_checks
-from narrowgauge.train.config.field_checks import (
+from narrowgauge.train.config.checks import (
+    BEST,
     COUNT,
     COUNT_OR_ZERO,
     NOT_EMPTY,
     TABLE,
+    TASKS,
     Matching,
     OneOf,
     Problem,
     Range,
+    cross_checks,
     key_of,
     refuse,
     setting,
-)
+)  # fmt: skip
 
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
 NO_RECIPE = "none"  # an ordinary Linear, in the numbers of the precision
-OPTIMIZERS = ("adamw", "lion", "sgd")
-STATES = ("fp32", "8bit", "fp8", "fp8-lm", "4bit")
-MASTERS = ("fp32", "fp16-scaled", "bf16-remainder", "stochastic")
-PRECISIONS = ("fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3")
 MODEL, DATA, TASK, PRECISION, TRAINING, RUN = (
     partial(setting, group) for group in ("model", "data", "task", "precision", "training", "run")
 )
@@ -93,7 +91,7 @@ class TrainConfig:
     layers_recipe: TABLE = PRECISION(  # noqa: RUF009 (it returns a dataclasses.field)
         dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16'.", key="recipes")
     switch: str = PRECISION("", "Wider recipes later in the run, as 'fp8-current@80%' or 'layers.0.*=bf16@240:forward'.")
-    precision: str = PRECISION("amp-bf16", "Numbers outside the recipe.", OneOf(PRECISIONS))
+    precision: str = PRECISION("amp-bf16", "Numbers outside the recipe.", OneOf(("fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3")))
     fuse: bool = PRECISION(False, "Norms and activations cast what they compute for the Linears that read it.")
     save: str = PRECISION("", "What a Linear keeps for its backward pass; empty: as the recipe says.", OneOf(("", "original", "quantized")))
 
@@ -103,10 +101,11 @@ class TrainConfig:
     learning_rate: float = TRAINING(1e-3, "Peak learning rate.", Range(0, 1, open_low=True))
     min_learning_rate: float = TRAINING(0.0, "Learning rate after the last step.", Range(0, 1))
     warmup_steps: int = TRAINING(20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
-    optimizer: str = TRAINING("adamw", "Rule of the updates.", OneOf(OPTIMIZERS))
-    states: str = TRAINING("fp32", "Numbers of the optimizer's moments.", OneOf(STATES))
+    optimizer: str = TRAINING("adamw", "Rule of the updates.", OneOf(("adamw", "lion", "sgd")))
+    states: str = TRAINING("fp32", "Numbers of the optimizer's moments.", OneOf(("fp32", "8bit", "fp8", "fp8-lm", "4bit")))
     embedding_states: str = TRAINING("fp32", "Moments of embeddings: float32, or the same as all.", OneOf(("fp32", "same")))
-    master: str = TRAINING("", "What keeps the low bits of 16-bit weights; empty: as the precision says.", OneOf(("", *MASTERS)))
+    master: str = TRAINING("", "What keeps the low bits of 16-bit weights; empty: as the precision says.",
+        OneOf(("", "fp32", "fp16-scaled", "bf16-remainder", "stochastic")))
     weight_decay: float = TRAINING(0.1, "Decoupled weight decay of AdamW.", Range(0, 1))
     beta1: float = TRAINING(0.9, "Decay of the first moment; SGD's momentum.", Range(0, 1, open_high=True))
     beta2: float = TRAINING(0.95, "AdamW's decay of the second moment; Lion's of its only one.", Range(0, 1, open_high=True))
@@ -152,7 +151,7 @@ class InvalidSettings(ConfigError):
     def __init__(self, problems: Iterable[Problem], origins: Mapping[str, str] | None = None) -> None:
         self.problems = tuple(problems)
         origins = origins or {}
-        places = [next(filter(None, map(origins.get, problem.keys)), "") for problem in self.problems]
+        places = [next(filter(None, map(origins.get, problem.keys.split())), "") for problem in self.problems]
         lines = zip(places, self.problems, strict=True)
         super().__init__("\n".join(f"{place}: {each.message}" if place else each.message for place, each in lines))
 

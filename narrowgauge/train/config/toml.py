@@ -15,41 +15,33 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config.field_checks import TABLE, Problem, key_of
+from narrowgauge.train.config.checks import TABLE, Problem, key_of
 from narrowgauge.train.config.settings import InvalidSettings, TrainConfig, by_key
 
 MAX_BYTES = 2**16
+Given = Mapping[str, tuple[Any, str]]  # key -> its value, unchecked, and where it stands, as 'tiny.toml:3' or '--steps'
 
 
-@dataclass(frozen=True)
-class SettingsLayer:
-    """Unchecked values by key, and the origin of each, such as 'tiny.toml:3' or '--steps'."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-
-def build(*layers: SettingsLayer) -> TrainConfig:
+def build(*layers: Given) -> TrainConfig:
     """The configuration of several layers of settings; later layers override earlier ones, key by key."""
-    values = {key: value for layer in layers for key, value in layer.values.items()}
-    origins = {key: layer.origins.get(key, "") for layer in layers for key in layer.values}
-    names = {key: each.name for key, each in by_key().items()}
+    given = {key: entry for layer in layers for key, entry in layer.items()}
+    known = by_key()
     try:
-        return TrainConfig(**{names[key]: value for key, value in values.items()})
+        return TrainConfig(**{known[key].name: value for key, (value, _) in given.items()})
     except InvalidSettings as error:
-        raise InvalidSettings(error.problems, origins) from None
+        raise InvalidSettings(error.problems, {key: origin for key, (_, origin) in given.items()}) from None
 
 
 def load(path: Path) -> TrainConfig:
     return build(read(path))
 
 
-def read(path: Path) -> SettingsLayer:
+def read(path: Path) -> Given:
     """The settings of a file. ConfigError if it cannot be read, is no TOML, or has a key that is not a setting."""
     try:
         with open(path, "rb") as file:
@@ -68,20 +60,16 @@ def read(path: Path) -> SettingsLayer:
         raise ConfigError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from None
 
 
-def parse(text: str, name: str = "config") -> TrainConfig:
-    """The configuration that `text` describes; `name` stands for the file in errors."""
-    return build(settings(text, name))
-
-
-def settings(text: str, name: str) -> SettingsLayer:
+def settings(text: str, name: str) -> Given:
+    """The settings that `text` describes; `name` stands for the file in errors."""
     text = text.replace("\r\n", "\n")
     values = _tomllib(text, name)
     origins = {key: f"{name}:{line}" for key, line in _lines(text).items()}
     known = by_key()
-    problems = [Problem((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
+    problems = [Problem(key, reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
-    return SettingsLayer(values, origins)
+    return {key: (value, origins.get(key, "")) for key, value in values.items()}
 
 
 def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:
@@ -131,18 +119,16 @@ def _lines(text: str) -> dict[str, int]:
 
 
 def dump(config: TrainConfig) -> str:
-    """TOML with every key, under its group; `parse(dump(config)) == config`."""
+    """TOML with every key, under its group; reading it gives the same configuration."""
     groups: dict[str, list[str]] = {}
     for each in fields(TrainConfig):
         if each.type is not TABLE:
+            value = getattr(config, each.name)
+            literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]
             lines = groups.setdefault(f"# {each.metadata['group']}", [])
-            lines.append(f"{key_of(each)} = {_literal(each.type, getattr(config, each.name))}")
+            lines.append(f"{key_of(each)} = {literal.lower() if each.type is bool else literal}")
     groups["# precision, by layer\n[recipes]"] = [f"{_text(a)} = {_text(b)}" for a, b in config.layers_recipe.items()]
     return "\n\n".join("\n".join([head, *lines]) for head, lines in groups.items()) + "\n"
-
-
-def _literal(kind: Any, value: Any) -> str:
-    return _text(value) if kind is str else str(value).lower() if kind is bool else repr(kind(value))
 
 
 def _text(value: str) -> str:
