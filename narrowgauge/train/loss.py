@@ -90,27 +90,24 @@ class Objective:
     def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Objective:
         """For a language model: tries the chunked head on a few tokens; generators stay as they are."""
         reason, softcap = _refuse_chunks(model, computes_in)
-        part = model if reason else model.base_model
-        forward = torch.compile(part) if compiled else part
-        if reason:
-            return cls(forward, None, None, f"whole logits: {reason}", NO_CACHE)
-        description = "in chunks of tokens, never the whole logits"
-        return cls(forward, model.get_output_embeddings(), softcap, description, NO_CACHE)
+        part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())
+        description = f"whole logits: {reason}" if reason else "in chunks of tokens, never the whole logits"
+        return cls(torch.compile(part) if compiled else part, head, softcap, description, NO_CACHE)
 
     @classmethod
     def of_classes(cls, model: Any, *, compiled: bool) -> Objective:
         """For a classifier: one row of logits for each example."""
         return cls(torch.compile(model) if compiled else model, None, None, "of one class for each example", {})
 
-    def scored(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """loss_of_model, and the whole logits that it was taken of; for models without a chunked head."""
-        logits = self.forward(**inputs_of(batch, device, self.options)).logits
-        return aligned_loss(logits, on_device(batch["labels"], device)), logits
-
     def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
         """Sum of -log p over the valid targets of a micro-batch, float32 scalar. checked: `check_labels` has seen its labels."""
+        return self.scored(batch, device, checked=checked)[0]
+
+    def scored(self, batch: Batch, device: torch.device, *, checked: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The loss, and the logits that it was taken of where they are whole."""
         if self.head is None:
-            return loss_of_model(self.forward, batch, device, self.options)
+            logits = self.forward(**inputs_of(batch, device, self.options)).logits
+            return aligned_loss(logits, on_device(batch["labels"], device)), logits
         # On a GPU the labels are looked at before they go there; on a CPU tokens that do not count are left out, which is faster.
         checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
         hidden = self.forward(**inputs_of(batch, device, self.options)).last_hidden_state
@@ -118,7 +115,7 @@ class Objective:
             hidden, self.head.weight, on_device(batch["labels"], device),
             bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked,
         )  # fmt: skip
-        return loss
+        return loss, None
 
 
 def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | None]:

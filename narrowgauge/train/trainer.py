@@ -56,7 +56,7 @@ from narrowgauge.train.optimizer import build_optimizer, cast_in_step, cast_summ
 from narrowgauge.train.recipe_schedule import Schedule
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import StopRequest
-from narrowgauge.train.tasks.task import Feed, Scorer, TrainTask, describe_metrics
+from narrowgauge.train.tasks import Feed, TrainTask
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
 
@@ -367,18 +367,22 @@ class Trainer:
     def _evaluate(self, show: Console) -> None:
         """The task's metrics, the best weights by one of them, and a sample of text."""
         self.model.eval()
-        scorer = Scorer(self.objective, self.device, partial(self.precision.context, self.device.type))
-        found = self.task.evaluate(self.model, scorer)
-        self.model.train()
+        found = self.task.evaluate(self.model, self._score)
         self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
         weights, _ = state.split_scaling(self.model.state_dict())
         is_best = self.best.take(self.step, found, weights)
-        show.say(f"step {self.step}: {describe_metrics(found)}{', the best so far' if is_best else ''}")
+        metrics = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
+        show.say(f"step {self.step}: validation {', '.join(metrics)}{', the best so far' if is_best else ''}")
         if self.config.sample_tokens:
             with self.precision.context(self.device.type):
                 written = self.task.sample(self.model)
             if written:
                 self.log.write("sample", self.step, **written)
+        self.model.train()
+
+    def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        with self.precision.context(self.device.type):
+            return self.objective.scored(batch, self.device)
 
     def _save(self) -> None:
         started_at_s = time.monotonic()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.tasks.causal_lm import CausalTask
 from narrowgauge.train.tasks.classification import ClassificationTask
-from narrowgauge.train.tasks.seq2seq import Seq2SeqTask
-from narrowgauge.train.tasks.task import Feed, Scorer, StepBatch, TrainTask
+from narrowgauge.train.tasks.task import Feed, TrainTask
 from narrowgauge.train.tasks.text import TextTask
+from narrowgauge.train.tasks.writing import CausalTask, Seq2SeqTask
 
-__all__ = ["Feed", "Scorer", "StepBatch", "TrainTask", "prepare"]
+__all__ = ["Feed", "TrainTask", "prepare"]
 
 TASKS: dict[str, type[TrainTask]] = {
     task.name: task for task in (TextTask, CausalTask, ClassificationTask, Seq2SeqTask)

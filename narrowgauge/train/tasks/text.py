@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,14 +13,12 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.generate import sample
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import language_model
-from narrowgauge.train.tasks.task import StepBatch, TrainTask
-
-SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents
+from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, StepBatch, TrainTask
 
 
 @dataclass
-class TextFeed:
-    """The place in the stream is the step number; nothing else is kept."""
+class TextFeed(Feed):
+    """The position in the stream is the step number; nothing else is kept."""
 
     batches: data.CausalBatches
     parts: int
@@ -31,12 +29,6 @@ class TextFeed:
 
     def probe(self) -> Batch:
         return self.batches.batch(0, 0, self.parts)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 @dataclass
@@ -61,6 +53,10 @@ class TextTask(TrainTask):
         )
         return cls(config, tokenizer, [*notes, *corpus.summary["notes"]], corpus)
 
+    def _batches(self) -> data.CausalBatches:
+        config = self.config
+        return data.CausalBatches(self.corpus.train, config.sequence_length, config.batch_size, config.seed)
+
     def steps(self, epochs: int) -> int:
         return math.ceil(epochs * self._batches().windows / self.config.batch_size)
 
@@ -81,10 +77,6 @@ class TextTask(TrainTask):
         data.check_vocabulary(self.corpus, model.get_input_embeddings().weight.shape[0])
         return TextFeed(self._batches(), self.config.micro_batches)
 
-    def _batches(self) -> data.CausalBatches:
-        config = self.config
-        return data.CausalBatches(self.corpus.train, config.sequence_length, config.batch_size, config.seed)
-
     def evaluation(self, model: Any) -> Iterator[Batch]:
         config, stream = self.config, self.corpus.validation
         length = min(config.sequence_length, len(stream) - 1)
@@ -92,15 +84,11 @@ class TextTask(TrainTask):
 
     def sample(self, model: Any) -> dict[str, str]:
         config = self.config
-        prompt = config.prompt or self._default_prompt()
-        longest, seed = config.sequence_length, config.seed
-        text = sample(model, self.tokenizer, prompt, config.sample_tokens, longest=longest, seed=seed)
+        first_tokens = self.corpus.validation.tokens[:12].tolist()
+        default = "def " if config.data == "stdlib" else self.tokenizer.decode(first_tokens, skip_special_tokens=True)
+        prompt, longest = config.prompt or str(default), config.sequence_length
+        text = sample(model, self.tokenizer, prompt, config.sample_tokens, longest=longest, seed=config.seed)
         return {"prompt": prompt, "text": text}
-
-    def _default_prompt(self) -> str:
-        if self.config.data == "stdlib":
-            return "def "
-        return str(self.tokenizer.decode(self.corpus.validation.tokens[:12].tolist(), skip_special_tokens=True))
 
     def facts(self) -> dict[str, Any]:
         config = self.config
