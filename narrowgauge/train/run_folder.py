@@ -65,15 +65,13 @@ class RunFolder:
         return folder
 
     def _prepare(self, resume: bool) -> None:
-        from narrowgauge.train.checkpoint import store  # imports torch, which naming paths does not need
-
         if self.has_run() and not resume:
             raise ConfigError(
                 f"output = '{self.path}': holds a run already. Continue it with --resume, or choose another --output."
             )
         storage.probe(self.path)
-        store.recover(self.checkpoints)
-        store.recover(self.best)
+        for checkpoints in (self.checkpoints, self.best):
+            storage.recover(checkpoints, STEP.pattern)
         storage.recover(self.path, self.final.name)
 
     def has_run(self) -> bool:

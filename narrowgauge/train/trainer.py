@@ -32,9 +32,8 @@ from narrowgauge.fuse import fusions
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
-from narrowgauge.train.checkpoint import state, state_checks, store
+from narrowgauge.train.checkpoint import manifest, state, state_checks, store
 from narrowgauge.train.checkpoint.best import Best
-from narrowgauge.train.checkpoint.manifest import FACTS
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.device import (
@@ -139,7 +138,7 @@ class Trainer:
             )
         if problem := forms.refuse(found.facts, state_checks.FACTS):
             raise CheckpointError(
-                f"{found.path / FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
+                f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
             )
         for key, own in self._numeric_settings().items():
             if found.facts.get(key, own) != own:  # checkpoints of before have no optimizer, states and master
@@ -156,7 +155,7 @@ class Trainer:
         self._refuse_moved_switches(found)
         self.schedule.fast_forward(self.model, found.step)
         state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
-        with state.unusable(f"{found.path / FACTS}: position"):
+        with state.unusable(f"{found.path / manifest.FACTS}: position"):
             self.feed.restore(found.facts.get("position", {}))
         if lost := self.best.restore(found.facts.get("best")):
             print(f"WARNING: {lost}", file=sys.stderr, flush=True)
@@ -400,7 +399,7 @@ class Trainer:
         self.log.sync()  # a run that goes on from here has the lines of the steps before
         path = store.save(self.folder.checkpoints, self.step, tensors, facts)
         self.saved_step = self.step
-        store.prune(self.folder.checkpoints, self.config.keep)
+        manifest.prune(self.folder.checkpoints, self.config.keep)
         self.best.clear()
         save_s = time.monotonic() - started_at_s
         self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)

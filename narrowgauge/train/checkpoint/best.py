@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.train.checkpoint import store
+from narrowgauge.train.checkpoint import manifest, store
 
 LOWER_IS_BETTER = frozenset({"loss"})
 
@@ -56,7 +56,7 @@ class Best:
         if not facts or not self.metric:
             return ""
         try:
-            store.verify(self.path(facts["step"]))
+            manifest.verify(self.path(facts["step"]))
         except CheckpointError as error:
             return (
                 f"the best weights, of step {facts['step']}, are lost: {error} The best of the steps to come is kept."
@@ -68,7 +68,7 @@ class Best:
     def clear(self) -> None:
         """Removes all but the best."""
         if self.step:
-            store.remove(self.folder, keep=self.path(self.step))
+            manifest.prune(self.folder, keep=self.path(self.step))
 
     def weights(self) -> dict[str, Tensor] | None:
         """The best ones, from the disk; None if there are none."""

@@ -35,10 +35,10 @@ from narrowgauge.train.checkpoint.manifest import (
     FACTS,
     GROUP,
     NAME,
-    STEP,
     Manifest,
     NewerFormatError,
     listed,
+    newest_first,
     read,
     read_file,
 )
@@ -76,13 +76,15 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     """
     if not 0 <= step < 10**8:
         raise CheckpointError(f"save: step {step} is not from 0 to 99999999. Count optimizer steps.")
-    ties = _check(tensors)
+    _refuse_unstorable(tensors)
+    ties = {group: _ties(members) for group, members in tensors.items()}
     facts_json = _facts_json(facts)
     with storage.refusals("save a checkpoint in", folder):
         storage.make_folder(folder)
-        total_bytes = sum(
-            tensor.nbytes for group, each in tensors.items() for name, tensor in each.items() if name not in ties[group]
+        untied = (
+            each for group, members in tensors.items() for name, each in members.items() if name not in ties[group]
         )
+        total_bytes = sum(tensor.nbytes for tensor in untied)
         storage.require_space(folder, 1.2 * (total_bytes + len(facts_json)), f"checkpoint {step}")
         draft, final = folder / f".tmp-step-{step:08d}-{os.getpid()}", folder / f"step-{step:08d}"
         storage.remove(draft)
@@ -96,35 +98,32 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     return final
 
 
-def _check(tensors: Tensors) -> dict[str, dict[str, str]]:
-    """Refuses what could not be stored as it is; returns the names of tied tensors, group -> name -> first name."""
-    ties: dict[str, dict[str, str]] = {}
+def _refuse_unstorable(tensors: Tensors) -> None:
+    """Refuses what could not be stored as it is."""
     for group, members in tensors.items():
         if not GROUP.fullmatch(group):
             raise CheckpointError(
                 f"save: group {group!r} is not a lower-case word. Name it as 'weights' or 'optimizer'."
             )
         for name, tensor in members.items():
-            _check_storable(f"{group}: {name}", name, tensor)
+            reason = ""
+            if type(tensor) not in (Tensor, torch.nn.Parameter):
+                reason = f"is a {type(tensor).__name__}, not a plain tensor"
+            elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+                reason = (
+                    f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
+                )
+            elif not isinstance(name, str) or name == "__metadata__" or re.search("[\ud800-\udfff]", name):
+                reason = "is a name that safetensors reserves or cannot hold"
+            if reason:
+                raise CheckpointError(
+                    f"save: {f'{group}: {name}'!r} {reason}. Store plain dense tensors, as `uint8` codes if need be."
+                )
             if group == "weights" and (count := nonfinite(tensor)):
                 raise NumericsError(
                     f"refuse to save: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
                     "Resume from the last checkpoint with a lower learning rate or a wider recipe."
                 )
-        ties[group] = _ties(members)
-    return ties
-
-
-def _check_storable(place: str, name: str, tensor: Tensor) -> None:
-    reason = ""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        reason = f"is a {type(tensor).__name__}, not a plain tensor"
-    elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
-        reason = f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
-    elif not isinstance(name, str) or name == "__metadata__" or re.search("[\ud800-\udfff]", name):
-        reason = "is a name that safetensors reserves or cannot hold"
-    if reason:
-        raise CheckpointError(f"save: {place!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
 
 
 def nonfinite(tensor: Tensor) -> int:
@@ -236,13 +235,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def verify(path: Path) -> None:
-    """CheckpointError unless every byte at `path` is the one that was written. Costs one read of it."""
-    manifest = read(path)
-    for name in manifest.files:
-        read_file(path, name, manifest)
-
-
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """The checkpoint with the largest step that is intact, and the newer ones passed over, each with the reason.
 
@@ -250,7 +242,7 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]
     loss that nobody asked for. One that a newer narrowgauge wrote is an error too, not passed over.
     """
     skipped: list[tuple[Path, str]] = []
-    for path in sorted(_step_paths(folder), reverse=True):
+    for path in newest_first(folder):
         try:
             return load(path), skipped
         except NewerFormatError:
@@ -263,51 +255,3 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]
             f"{folder}: none of the {len(skipped)} checkpoints is intact. Restore one, or start anew in another --output.\n{reasons}"
         )
     return None, []
-
-
-def _step_paths(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
-
-
-# Keeping house
-
-
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest checkpoints, by step, and returns what was removed.
-
-    Counts and removes only folders whose manifest is ours and whose files have their sizes: a damaged checkpoint never
-    displaces a whole one, and a folder of somebody else's is never touched.
-    """
-    if keep < 1:
-        raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
-    return _discard(folder, sorted(filter(_looks_whole, _step_paths(folder)), reverse=True)[keep:])
-
-
-def remove(folder: Path, keep: Path) -> list[Path]:
-    """Removes all checkpoints in `folder` but `keep`, and returns them. Keeps damaged and foreign folders, as `prune` does."""
-    return _discard(folder, [path for path in _step_paths(folder) if path != keep and _looks_whole(path)])
-
-
-def _discard(folder: Path, paths: list[Path]) -> list[Path]:
-    with storage.refusals("remove old checkpoints from", folder):
-        for path in paths:
-            storage.discard(path)
-    return paths
-
-
-def _looks_whole(path: Path) -> bool:
-    try:
-        files = read(path).files
-        return all((path / name).lstat().st_size == entry["bytes"] for name, entry in files.items())
-    except (CheckpointError, OSError):
-        return False
-
-
-def recover(folder: Path) -> list[Path]:
-    """Clears what a crash left in `folder`, and returns it. Call it while holding the run folder's lock."""
-    return storage.recover(folder, STEP.pattern)
