@@ -55,14 +55,12 @@ class Best:
         """Restores the best step from a checkpoint's facts. Returns why its weights are lost, or ''."""
         if not facts or not self.metric:
             return ""
+        step, loss = facts["step"], facts.get("loss")
         try:
-            manifest.verify(self.path(facts["step"]))
+            manifest.verify(self.path(step))
         except CheckpointError as error:
-            return (
-                f"the best weights, of step {facts['step']}, are lost: {error} The best of the steps to come is kept."
-            )
-        self.step, self.value = facts["step"], facts["value"]
-        self.loss = math.nan if facts.get("loss") is None else facts["loss"]
+            return f"the best weights, of step {step}, are lost: {error} The best of the steps to come is kept."
+        self.step, self.value, self.loss = step, facts["value"], math.nan if loss is None else loss
         return ""
 
     def clear(self) -> None:

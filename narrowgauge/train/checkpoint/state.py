@@ -22,15 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
-from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.train.checkpoint.state_checks import (
-    impossible_generators,
-    impossible_optimizer,
-    impossible_scaler,
-    impossible_tensors,
-)
+from narrowgauge.train.checkpoint import state_checks
+from narrowgauge.train.checkpoint.store import Tensors
 
-Tensors = dict[str, dict[str, Tensor]]
 Generators = tuple[dict[str, Tensor], Any]
 SCALING = re.compile(r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$")  # names that recipes add
 
@@ -57,17 +51,16 @@ def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, res
     saved = tensors.get("weights", {}) | tensors.get("scaling", {})
     _refuse_other_model(model.state_dict(), saved, where)
     with unusable(where):
-        moments, rng = (unflatten_all(rest[name], tensors[name]) for name in ("optimizer", "rng"))
+        moments, rng = (unflatten(rest[name], tensors[name]) for name in ("optimizer", "rng"))
         problems = [
-            *impossible_tensors(tensors.get("scaling", {})),
-            *impossible_tensors(tensors["optimizer"]),
-            *impossible_optimizer(optimizer.state_dict(), moments),
-            *(impossible_scaler(scaler.state_dict(), rest["scaler"]) if scaler else ()),
-            *impossible_generators(rng),
+            *state_checks.impossible_tensors(tensors.get("scaling", {})),
+            *state_checks.impossible_tensors(tensors["optimizer"]),
+            *state_checks.impossible_optimizer(optimizer, moments),
+            *(state_checks.impossible_scaler(scaler.state_dict(), rest["scaler"]) if scaler else ()),
+            *state_checks.impossible_generators(rng),
         ]
         if problems:
             raise ValueError(_few(problems))
-        _refuse_other_shapes(optimizer, moments)
         model.load_state_dict(saved)
         optimizer.load_state_dict(moments)
         if scaler:
@@ -96,39 +89,42 @@ def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     return plain, {name: tensor for name, tensor in state.items() if SCALING.search(name)}
 
 
-def flatten(tree: Any, path: str = "") -> tuple[dict[str, Tensor], Any]:
+def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Nested dicts, lists and tuples -> (tensors by path, the same tree as JSON with their paths in place of them)."""
-    if isinstance(tree, Tensor):
-        return {path: tree}, {"tensor": path}
-    if isinstance(tree, dict):
-        pairs = [(key, flatten(value, f"{path}.{key}".lstrip("."))) for key, value in tree.items()]
-        tensors = {name: tensor for _, (found, _) in pairs for name, tensor in found.items()}
-        return tensors, {"items": [[key, rest] for key, (_, rest) in pairs]}
-    if isinstance(tree, (list, tuple)):
-        parts = [flatten(value, f"{path}.{index}".lstrip(".")) for index, value in enumerate(tree)]
-        tensors = {name: tensor for found, _ in parts for name, tensor in found.items()}
-        return tensors, {"tuple" if isinstance(tree, tuple) else "list": [rest for _, rest in parts]}
-    return {}, {"value": tree}
+    tensors: dict[str, Tensor] = {}
+
+    def walk(tree: Any, path: str) -> Any:
+        if isinstance(tree, Tensor):
+            tensors[path] = tree
+            return {"tensor": path}
+        if isinstance(tree, dict):
+            return {"items": [[key, walk(value, f"{path}.{key}".lstrip("."))] for key, value in tree.items()]}
+        if isinstance(tree, list | tuple):
+            parts = [walk(value, f"{path}.{index}".lstrip(".")) for index, value in enumerate(tree)]
+            return {"tuple" if isinstance(tree, tuple) else "list": parts}
+        return {"value": tree}
+
+    rest = walk(tree, "")
+    return tensors, rest
 
 
 def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `flatten`."""
-    [(kind, content)] = rest.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "items":
-        return {key: unflatten(value, tensors) for key, value in content}
-    if kind in ("tuple", "list"):
-        parts = [unflatten(value, tensors) for value in content]
-        return tuple(parts) if kind == "tuple" else parts
-    if kind != "value":
-        raise ValueError(f"{kind!r} is not one of 'tensor', 'items', 'tuple', 'list' and 'value'")
-    return content
+    """The inverse of `flatten`; ValueError unless every tensor is where `flatten` took it from."""
 
+    def walk(rest: Any) -> Any:
+        [(kind, content)] = rest.items()
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "items":
+            return {key: walk(value) for key, value in content}
+        if kind in ("tuple", "list"):
+            parts = map(walk, content)
+            return tuple(parts) if kind == "tuple" else list(parts)
+        if kind != "value":
+            raise ValueError(f"{kind!r} is not one of 'tensor', 'items', 'tuple', 'list' and 'value'")
+        return content
 
-def unflatten_all(rest: Any, tensors: dict[str, Tensor]) -> Any:
-    """As `unflatten`; ValueError unless every tensor is where `flatten` took it from."""
-    tree = unflatten(rest, tensors)
+    tree = walk(rest)
     found, _ = flatten(tree)
     astray = [name for name in tensors.keys() | found.keys() if found.get(name) is not tensors.get(name)]
     if astray:
@@ -148,19 +144,6 @@ def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where:
         raise CheckpointError(
             f"{where}: a checkpoint of another model or recipe: {_few(differences)}. Resume with the settings that wrote it."
         )
-
-
-def _refuse_other_shapes(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """torch's optimizers take up moments of any shape; narrowgauge's own look for themselves."""
-    if isinstance(optimizer, NarrowOptimizer):
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for place, state in saved["state"].items():
-        for name, value in state.items():
-            if value.ndim and value.shape != parameters[place].shape:
-                raise ValueError(
-                    f"{name} of parameter {place} is {list(value.shape)}, here {list(parameters[place].shape)}"
-                )
 
 
 def _few(clauses: list[str]) -> str:
