@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from narrowgauge import storage
-from narrowgauge.diagnose.runs import encode, read_run
+from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.train.checkpoint.manifest import STEP
 from narrowgauge.train.config import toml
@@ -56,23 +56,36 @@ class RunFolder:
         folder = cls(path)
         with storage.refusals("use the run folder", path):
             storage.make_folder(path)
-            folder._lock_file = _locked(folder.lock)
+            folder._lock()
         try:
-            folder._prepare(resume)
+            if folder.has_run() and not resume:
+                raise ConfigError(
+                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output."
+                )
+            storage.probe(path)
+            for checkpoints in (folder.checkpoints, folder.best):
+                storage.recover(checkpoints, STEP.pattern)
+            storage.recover(path, folder.final.name)
         except BaseException:
             folder.close()
             raise
         return folder
 
-    def _prepare(self, resume: bool) -> None:
-        if self.has_run() and not resume:
-            raise ConfigError(
-                f"output = '{self.path}': holds a run already. Continue it with --resume, or choose another --output."
-            )
-        storage.probe(self.path)
-        for checkpoints in (self.checkpoints, self.best):
-            storage.recover(checkpoints, STEP.pattern)
-        storage.recover(self.path, self.final.name)
+    def _lock(self) -> None:
+        file = open(self.lock, "ab+", buffering=0)  # noqa: SIM115 (open as long as the run)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
+        except BlockingIOError:
+            with file:
+                raise BusyError(
+                    f"output = '{self.path}': {_holder(file)} is training there. Wait for it, stop it, or choose another --output."
+                ) from None
+        except BaseException:
+            file.close()
+            raise
+        self._lock_file = file
 
     def has_run(self) -> bool:
         """Whether something was trained here. A configuration alone, of a start that failed, does not count."""
@@ -87,14 +100,8 @@ class RunFolder:
     def write_config(self, config: TrainConfig) -> None:
         storage.replace_file(self.config, toml.dump(config))
 
-    def read_config(self) -> TrainConfig:
-        return toml.load(self.config)
-
     def write_run(self, facts: Mapping[str, Any]) -> None:
         storage.replace_file(self.run, encode(facts, indent=1) + "\n")
-
-    def read_run(self) -> dict[str, Any]:
-        return read_run(self.run)
 
     def close(self) -> None:
         """Gives the lock back. The file stays: removing it could remove the lock of the next holder."""
@@ -107,23 +114,6 @@ class RunFolder:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _locked(path: Path) -> IO[bytes]:
-    file = open(path, "ab+", buffering=0)  # noqa: SIM115 (open as long as the run)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with file:
-            raise BusyError(
-                f"output = '{path.parent}': {_holder(file)} is training there. Wait for it, stop it, or choose another --output."
-            ) from None
-    except BaseException:
-        file.close()
-        raise
-    file.truncate(0)
-    file.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
-    return file
 
 
 def _holder(file: IO[bytes]) -> str:

@@ -77,7 +77,7 @@ def resumed(config, task, trainer: Trainer | None = None) -> Trainer:
     folder = RunFolder(Path(config.output))
     with MetricsLog(folder.metrics) as log:
         if trainer is None:
-            return Trainer.start(config, folder, task, log)
+            return Trainer(config, folder, task, log)
         trainer.folder, trainer.log, trainer.best = folder, log, Best(folder.best, task.best)
         trainer._resume()
         return trainer

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.diagnose.statistics import tensor_statistics
-from narrowgauge.nn.linear import Observer, QLinear
+from narrowgauge.nn.linear import QLinear
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
 from narrowgauge.scaling import times_scale
@@ -22,39 +23,28 @@ from narrowgauge.scaling import times_scale
 WHERE = {("output", "x"), ("output", "w"), ("grad_input", "gy")}
 
 
+Events = dict[tuple[str, str], dict[str, Any]]  # (module, role) -> a `tensor` event
+
+
 @contextmanager
-def watched(model: nn.Module) -> Iterator[list[dict[str, Any]]]:
-    """Inside the block, operands of the chosen layers are noted; the list holds the events once it is left."""
-    events: list[dict[str, Any]] = []
-    layers = _chosen(model)
+def watched(model: nn.Module) -> Iterator[Events]:
+    """Inside the block, operands of the chosen layers are noted."""
+    events: Events = {}
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
+    names = [name for name, each in layers.items() if each.recipe is not None and each.recipe.output != Gemm()]
+    chosen = {names[place] for place in (0, len(names) // 2, -1)} if names else set()
     try:
-        for name, layer in layers:
-            layer.observer = _noting(name, events)
+        for name in chosen:
+            layers[name].observer = partial(_note, events, name)
         yield events
     finally:
-        for _, layer in layers:
-            layer.observer = None
+        for name in chosen:
+            layers[name].observer = None
 
 
-def _chosen(model: nn.Module) -> list[tuple[str, QLinear]]:
-    quantized = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, QLinear) and layer.recipe is not None and layer.recipe.output != Gemm()
-    ]
-    return [quantized[place] for place in sorted({0, len(quantized) // 2, len(quantized) - 1})] if quantized else []
-
-
-def _noting(module: str, events: list[dict[str, Any]]) -> Observer:
-    seen: set[str] = set()
-
-    def note(gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
-        if role in seen or (gemm, role) not in WHERE or not isinstance(operand, QTensor):
-            return
-        seen.add(role)
-        events.append({"module": module, "role": role, **operand_statistics(original, operand)})
-
-    return note
+def _note(events: Events, module: str, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
+    if (module, role) not in events and (gemm, role) in WHERE and isinstance(operand, QTensor):
+        events[module, role] = {"module": module, "role": role, **operand_statistics(original, operand)}
 
 
 def operand_statistics(original: Tensor, operand: QTensor) -> dict[str, Any]:
