@@ -16,8 +16,7 @@ from cyclopts import Group, Parameter, Token
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import run_folder
 from narrowgauge.train.config import switch_syntax, toml
-from narrowgauge.train.config.checks import TABLE, OneOf, key_of, shown
-from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, resolved
+from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 

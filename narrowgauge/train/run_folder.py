@@ -21,8 +21,7 @@ from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.train.checkpoint.manifest import STEP
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.checks import key_of, shown
-from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 
 # What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
 MAY_CHANGE = frozenset(

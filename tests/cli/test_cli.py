@@ -12,8 +12,7 @@ import pytest
 from narrowgauge import cli
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.checks import BELONGS, TASKS
-from narrowgauge.train.config.settings import TABLE, OneOf, TrainConfig, by_key, key_of, resolved
+from narrowgauge.train.config.settings import BELONGS, TABLE, TASKS, OneOf, TrainConfig, by_key, key_of, resolved
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import ROOT
 

@@ -8,7 +8,7 @@ A file holds the keys of `TrainConfig` at its top level, and one table, `[recipe
     [recipes]
     "lm_head" = "bf16"
 
-`tomllib` gives the line of a syntax error only, so `_lines` finds the lines of the keys.
+`tomllib` gives the line of a syntax error only, so `_place` finds the lines of the keys.
 """
 
 import json
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config.checks import TABLE, Problem, key_of
-from narrowgauge.train.config.settings import InvalidSettings, TrainConfig, by_key
+from narrowgauge.train.config.settings import TABLE, InvalidSettings, Problem, TrainConfig, by_key, key_of
 
 MAX_BYTES = 2**16
+MULTILINE = re.compile(r"(?s)(\"{3}|'{3}).*?\1")
 Given = Mapping[str, tuple[Any, str]]  # key -> its value, unchecked, and where it stands, as 'tiny.toml:3' or '--steps'
 
 
@@ -64,12 +64,12 @@ def settings(text: str, name: str) -> Given:
     """The settings that `text` describes; `name` stands for the file in errors."""
     text = text.replace("\r\n", "\n")
     values = _tomllib(text, name)
-    origins = {key: f"{name}:{line}" for key, line in _lines(text).items()}
+    origins = {key: _place(name, text, key) for key in values}
     known = by_key()
     problems = [Problem(key, reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
-    return {key: (value, origins.get(key, "")) for key, value in values.items()}
+    return {key: (value, origins[key]) for key, value in values.items()}
 
 
 def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:
@@ -97,25 +97,11 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.") from None
 
 
-def _lines(text: str) -> dict[str, int]:
-    """The line on which each top-level key or table begins, 1-based. A statement is the fewest lines that are TOML by themselves."""
-    found: dict[str, int] = {}
-    pending: list[str] = []
-    in_table = False
-    for number, line in enumerate(text.split("\n"), start=1):
-        pending.append(line)
-        if len(pending) > 1 and not re.search(r"\"\"\"|'''|[]}]", line):
-            continue  # nothing here closes the array or string that is open
-        try:
-            statement = tomllib.loads("\n".join(pending))
-        except tomllib.TOMLDecodeError:
-            continue
-        is_table = pending[0].lstrip().startswith("[")
-        in_table = in_table or is_table
-        if statement and (is_table or not in_table):
-            found.setdefault(next(iter(statement)), number - len(pending) + 1)
-        pending = []
-    return found
+def _place(name: str, text: str, key: str) -> str:
+    """The file, and the line on which a top-level key or table begins, as far as it is written plainly."""
+    outside = MULTILINE.sub(lambda found: "\n" * found[0].count("\n"), text)
+    found = re.search(rf"""(?m)^[ \t]*\[?[ \t]*(["']?){re.escape(key)}\1[ \t]*[=.\]]""", outside)
+    return f"{name}:{outside.count(chr(10), 0, found.start()) + 1}" if found else name
 
 
 def dump(config: TrainConfig) -> str:

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.checks import BELONGS, SCORES
-from narrowgauge.train.config.settings import TABLE, OneOf, Range, TrainConfig, by_key, key_of, resolved
+from narrowgauge.train.config.settings import (
+    BELONGS,
+    SCORES,
+    TABLE,
+    OneOf,
+    Range,
+    TrainConfig,
+    by_key,
+    key_of,
+    resolved,
+)
 
 FIELDS = dataclasses.fields(TrainConfig)
 KEYS = sorted(by_key())
