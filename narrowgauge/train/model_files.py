@@ -19,7 +19,7 @@ from transformers.utils import cached_file, logging
 from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train.checkpoint import state
-from narrowgauge.train.checkpoint.best import Best
+from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"
 PLAIN = re.compile(r"[^/\\]+\.safetensors")

@@ -28,16 +28,15 @@ from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.clipping import clip_gradients
-from narrowgauge.train import launches, recipe_schedule
+from narrowgauge.train import launches
 from narrowgauge.train.attention import use_attention_of_whole_rows
-from narrowgauge.train.checkpoint import manifest, state, state_checks, store
-from narrowgauge.train.checkpoint.best import Best
+from narrowgauge.train.checkpoint import manifest, state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.device import chosen_device, peak_bytes
 from narrowgauge.train.loss import Batch, learning_rate, loss_of_model, targets_of_step
 from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.model import build
+from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import StopRequest
@@ -53,7 +52,7 @@ class Trainer:
     step            finished optimizer steps
     trained_s       over all resumptions
     skipped_steps   in a row, of float16
-    stages          the recipes to come (`recipe_schedule`)
+    stages          the switches of its recipes
     no_cast_reason  why the optimizer's step is not asked to cast weights, or ''
     """
 
@@ -79,8 +78,8 @@ class Trainer:
         self.objective = task.objective(self.model, self.precision.computes_in)
         self.optimizer: Any = build_optimizer(config, self.model, self.precision)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
-        self.best = Best(folder.best, task.best)
-        self.stages = recipe_schedule.stages(config, self.model)
+        self.best = store.Best(folder.best, task.best)
+        self.stages = stages(config, self.model)
         self._resume()
         self.generators = state.generators()
         self.graphs = launches.graphed_step(
@@ -122,7 +121,7 @@ class Trainer:
                 f"steps = {steps}: the run is at step {found.step} already, in {found.path}. "
                 f"Resume with --steps {found.step} or more."
             )
-        if problem := forms.refuse(facts, state_checks.FACTS):
+        if problem := forms.refuse(facts, state.FACTS):
             raise CheckpointError(
                 f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
             )

@@ -21,7 +21,7 @@ from narrowgauge.diagnose.runs import decode, read_metrics, read_run
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import manifest, store
-from narrowgauge.train.checkpoint.best import Best
+from narrowgauge.train.checkpoint.store import Best
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder
