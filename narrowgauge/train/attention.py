@@ -4,8 +4,6 @@ On such a CPU PyTorch's bfloat16 attention is the slower one: its backward took 
 inputs are those of the 16-bit computation, the result is rounded to its dtype; what lies between is more exact, not less.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

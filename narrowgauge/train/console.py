@@ -7,17 +7,12 @@
 Everything goes to standard error, so that standard output is left for results.
 """
 
-from __future__ import annotations
-
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from typing import Any, Self
 
 
-def tell(text: str | Text) -> None:
+def tell(text: object) -> None:
     """Prints a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
@@ -30,8 +25,8 @@ class Console:
         self._started_at_s = time.monotonic()
         self.bar = _bar(total_steps, start_step) if sys.stderr.isatty() else None
 
-    def say(self, text: str | Text) -> None:
-        """Prints a line, above the bar if there is one."""
+    def say(self, text: object) -> None:
+        """Prints a line, text or rich's Text, above the bar if there is one."""
         if self.bar:
             self.bar.console.print(text, soft_wrap=True)
         else:

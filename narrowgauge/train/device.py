@@ -7,8 +7,6 @@ Inductor's folder has the CPU's capability in its name: Inductor (2.13) finds a 
 and met under ATEN_CPU_CAPABILITY=avx2 left half of its lanes unwritten.
 """
 
-from __future__ import annotations
-
 import ctypes
 import resource
 import sys

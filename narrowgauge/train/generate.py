@@ -3,8 +3,6 @@
 The whole context is computed again for each token (no cache): a few seconds for a small model. The model is in evaluation mode.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

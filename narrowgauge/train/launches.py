@@ -1,7 +1,5 @@
 """How the steps of a run are launched: as CUDA graphs if it asks for them, and what is said of graphs, recompiled code and idle time."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import TypeVar

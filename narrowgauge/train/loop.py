@@ -1,7 +1,5 @@
 """`narrowgauge train`, readable from top to bottom: prepare, train the run, train its reference, write the report."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from dataclasses import replace

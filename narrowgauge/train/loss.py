@@ -8,11 +8,9 @@ The output head and the loss are computed together, over chunks of tokens (`memo
 ordinary Linear and the model's logits are its product; `Objective.of` tests that on a few tokens and keeps the reason if not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +85,7 @@ class Objective:
     options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Objective:
+    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Self:
         """For a language model: tries the chunked head on a few tokens; generators stay as they are."""
         reason, softcap = _refuse_chunks(model, computes_in)
         part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())
@@ -95,7 +93,7 @@ class Objective:
         return cls(torch.compile(part) if compiled else part, head, softcap, description, NO_CACHE)
 
     @classmethod
-    def of_classes(cls, model: Any, *, compiled: bool) -> Objective:
+    def of_classes(cls, model: Any, *, compiled: bool) -> Self:
         """For a classifier: one row of logits for each example."""
         return cls(torch.compile(model) if compiled else model, None, None, "of one class for each example", {})
 

@@ -4,8 +4,6 @@ Remote code is never run. On a CPU without bfloat16 instructions, Linears that t
 which rounds the operands and multiplies in float32, and attention computes in float32: the same step, many times faster.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,15 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
 
 from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert
@@ -114,16 +105,16 @@ class ModelClass:
     new: bool = False
 
 
-CAUSAL_LM = ModelClass(AutoModelForCausalLM, "causal language model")
-SEQ2SEQ = ModelClass(AutoModelForSeq2SeqLM, "sequence-to-sequence model")
+CAUSAL_LM = ModelClass(transformers.AutoModelForCausalLM, "causal language model")
+SEQ2SEQ = ModelClass(transformers.AutoModelForSeq2SeqLM, "sequence-to-sequence model")
 
 
-def language_model(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
+def language_model(config: TrainConfig, tokenizer: transformers.PreTrainedTokenizerFast) -> Any:
     """A Llama of the configured sizes, or a causal language model from a folder or the Hub, which knows the tokenizer's ids."""
     if config.model:
         model = pretrained(config, CAUSAL_LM)
     else:
-        sizes = LlamaConfig(
+        sizes = transformers.LlamaConfig(
             vocab_size=-(-len(tokenizer) // 16) * 16,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -136,7 +127,7 @@ def language_model(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> A
             pad_token_id=tokenizer.pad_token_id,
             tie_word_embeddings=False,
         )
-        model = LlamaForCausalLM(sizes)
+        model = transformers.LlamaForCausalLM(sizes)
     check_sizes(model, tokenizer, "sequence_length", config.sequence_length)
     return model
 
@@ -149,7 +140,7 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
             f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub."
         )
     try:
-        return AutoConfig.from_pretrained(where, trust_remote_code=False, **model_class.options)
+        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **model_class.options)
     except Exception as error:  # of a damaged folder transformers raises whatever it stumbles over
         raise _cannot_load(where, model_class, error) from error
 
@@ -199,7 +190,7 @@ def _cannot_load(where: str, model_class: ModelClass, error: Exception) -> Confi
     )
 
 
-def check_sizes(model: Any, tokenizer: PreTrainedTokenizerFast, key: str, length: int) -> None:
+def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key: str, length: int) -> None:
     """Raises if the model has too few positions for the setting `key`, or does not embed every id of the tokenizer."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and length > longest:

@@ -4,8 +4,6 @@ transformers loads safetensors when told to, but takes file names from the folde
 configuration another file of weights, an adapter a pickle of its own, or attention a kernel that is downloaded and run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -95,17 +93,11 @@ def export(model: Any, tokenizer: Any, best: Best, folder: Path) -> None:
             f"{best.path(best.step)}: its {len(weights)} weights are not the {len(own)} of this model. "
             "Restore it; or remove it and resume, to export the last weights."
         )
-    with storage.refusals("write the trained model to", folder):
-        storage.remove(draft)
-        try:
-            with quiet(), _storage_errors(draft):
-                model.save_pretrained(draft, state_dict=weights)
-                tokenizer.save_pretrained(draft)
-            storage.flush_tree(draft)
-            storage.replace_folder(draft, folder)
-        except BaseException:
-            storage.remove(draft)
-            raise
+    with storage.refusals("write the trained model to", folder), storage.new_folder(folder, draft):
+        with quiet(), _storage_errors(draft):
+            model.save_pretrained(draft, state_dict=weights)
+            tokenizer.save_pretrained(draft)
+        storage.flush_tree(draft)
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """What trains and what is kept for it: frozen layers, checkpointing, narrow activations; the optimizer, its states and its master."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run is: in words before its first step, and as run.json says it (docs/architecture.md)."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections import Counter

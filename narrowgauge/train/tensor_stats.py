@@ -4,8 +4,6 @@ Three Linears are looked at: the first, the middle and the last of the quantized
 its products as they are, so nothing is computed twice; only the first micro-batch of the step is counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

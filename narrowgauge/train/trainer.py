@@ -9,8 +9,6 @@ from the checkpoint of step k continues with batch k + 1 of the same sequence.
 What is learnt, from which batches and by which metrics, is the task's business (`tasks.task`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -9,8 +9,6 @@
 The position in the data is the step number (see `data.batches`).
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -32,19 +32,8 @@ from torch import Tensor
 
 from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
-from narrowgauge.train.checkpoint.manifest import (
-    FACTS,
-    GROUP,
-    NAME,
-    Manifest,
-    NewerFormatError,
-    listed,
-    newest_first,
-    prune,
-    read,
-    read_file,
-    verify,
-)
+from narrowgauge.train.checkpoint import manifest
+from narrowgauge.train.checkpoint.manifest import FACTS, NAME, Manifest
 
 SHARD_BYTES = 2**29
 LOWER_IS_BETTER = frozenset({"loss"})
@@ -83,29 +72,22 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     _refuse_unstorable(tensors)
     ties = {group: _ties(members) for group, members in tensors.items()}
     facts_json = _facts_json(facts)
+    final = folder / f"step-{step:08d}"
     with storage.refusals("save a checkpoint in", folder):
         storage.make_folder(folder)
-        untied = (
-            each for group, members in tensors.items() for name, each in members.items() if name not in ties[group]
-        )
+        untied = (each for group in tensors for name, each in tensors[group].items() if name not in ties[group])
         total_bytes = sum(tensor.nbytes for tensor in untied)
         storage.require_space(folder, 1.2 * (total_bytes + len(facts_json)), f"checkpoint {step}")
-        draft, final = folder / f".tmp-step-{step:08d}-{os.getpid()}", folder / f"step-{step:08d}"
-        storage.remove(draft)
-        try:
+        with storage.new_folder(final, folder / f".tmp-{final.name}-{os.getpid()}") as draft:
             draft.mkdir()
             _write(draft, step, tensors, ties, facts_json)
-            storage.replace_folder(draft, final)
-        except BaseException:
-            storage.remove(draft)
-            raise
     return final
 
 
 def _refuse_unstorable(tensors: Tensors) -> None:
     """Refuses what could not be stored as it is."""
     for group, members in tensors.items():
-        if not GROUP.fullmatch(group):
+        if not manifest.GROUP.fullmatch(group):
             raise CheckpointError(
                 f"save: group {group!r} is not a lower-case word. Name it as 'weights' or 'optimizer'."
             )
@@ -154,26 +136,24 @@ def _ties(members: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _facts_json(facts: dict[str, Any]) -> bytes:
     try:
-        text = json.dumps(facts, allow_nan=False)
-        same = json.loads(text) == facts
-        data = text.encode()
+        data = json.dumps(facts, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables."
         ) from None
-    if not same:
+    if json.loads(data) != facts:
         raise CheckpointError("save: the facts would come back changed. Use lists for tuples and text for keys.")
     return data
 
 
 def _write(folder: Path, step: int, tensors: Tensors, ties: dict[str, dict[str, str]], facts_json: bytes) -> None:
     storage.write_synced(folder / FACTS, facts_json)
-    files = {FACTS: listed(facts_json)}
+    files = {FACTS: manifest.listed(facts_json)}
     for group, members in tensors.items():
         for index, shard in enumerate(_shards(members, ties[group])):
             name, data = f"{group}-{index}.safetensors", safetensors.torch.save(shard)
             storage.write_synced(folder / name, data)
-            files[name] = listed(data)
+            files[name] = manifest.listed(data)
     storage.write_synced(folder / NAME, Manifest(step, list(tensors), ties, files).signed())
     storage.flush(folder)
 
@@ -209,18 +189,20 @@ def _own(tensor: Tensor, taken: set[int]) -> Tensor:
 
 def load(path: Path) -> Checkpoint:
     """The checkpoint at `path`. CheckpointError says what is wrong with it, if anything is."""
-    manifest = read(path)
-    tensors: Tensors = {group: {} for group in manifest.groups}
+    listing = manifest.read(path)
+    tensors: Tensors = {group: {} for group in listing.groups}
     place = FACTS
     try:
-        facts = json.loads(read_file(path, FACTS, manifest), parse_constant=_refuse_constant)
+        facts = json.loads(manifest.read_file(path, FACTS, listing), parse_constant=_refuse_constant)
         if not isinstance(facts, dict):
             raise TypeError(f"it holds a {type(facts).__name__}, not a table")
-        for place in manifest.files:
+        for place in listing.files:
             if place != FACTS:
-                tensors[place.rpartition("-")[0]].update(safetensors.torch.load(read_file(path, place, manifest)))
+                tensors[place.rpartition("-")[0]].update(
+                    safetensors.torch.load(manifest.read_file(path, place, listing))
+                )
         place = NAME
-        for group, ties in manifest.ties.items():
+        for group, ties in listing.ties.items():
             tensors[group].update({name: tensors[group][first] for name, first in ties.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
@@ -232,7 +214,7 @@ def load(path: Path) -> Checkpoint:
                 f"{path}: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
                 "Restore the checkpoint, or remove it to go on from an older one."
             )
-    return Checkpoint(manifest.step, tensors, facts, path)
+    return Checkpoint(listing.step, tensors, facts, path)
 
 
 def _refuse_constant(name: str) -> None:
@@ -246,10 +228,10 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]
     loss that nobody asked for. One that a newer narrowgauge wrote is an error too, not passed over.
     """
     skipped: list[tuple[Path, str]] = []
-    for path in newest_first(folder):
+    for path in manifest.newest_first(folder):
         try:
             return load(path), skipped
-        except NewerFormatError:
+        except manifest.NewerFormatError:
             raise
         except CheckpointError as error:
             skipped.append((path, str(error)))
@@ -306,7 +288,7 @@ class Best:
             return ""
         step, loss = facts["step"], facts.get("loss")
         try:
-            verify(self.path(step))
+            manifest.verify(self.path(step))
         except CheckpointError as error:
             return f"the best weights, of step {step}, are lost: {error} The best of the steps to come is kept."
         self.step, self.value, self.loss = step, facts["value"], math.nan if loss is None else loss
@@ -315,7 +297,7 @@ class Best:
     def clear(self) -> None:
         """Removes all but the best."""
         if self.step:
-            prune(self.folder, keep=self.path(self.step))
+            manifest.prune(self.folder, keep=self.path(self.step))
 
     def weights(self) -> dict[str, Tensor] | None:
         """The best ones, from the disk; None if there are none."""

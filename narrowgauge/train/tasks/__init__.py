@@ -1,7 +1,5 @@
 """What a run can learn, by the name in its configuration: running text, or the examples of a table."""
 
-from __future__ import annotations
-
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.tasks.classification import ClassificationTask
 from narrowgauge.train.tasks.task import Feed, TrainTask

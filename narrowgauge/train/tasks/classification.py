@@ -7,8 +7,6 @@ mcc      = (trace total - sum_k true_k predicted_k) / sqrt((total^2 - sum predic
 f1_k     = 2 counts[k, k] / (true_k + predicted_k)
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

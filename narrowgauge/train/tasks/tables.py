@@ -7,8 +7,6 @@ a row land on the same side.
 Micro-batches are parts of the step's batch, so their number changes memory and nothing else.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from abc import abstractmethod

@@ -4,12 +4,10 @@ A `TrainTask` holds the data and their metadata; a run and its reference share i
 batches of one run and keeps the position. The trainer uses these two and does not depend on the task.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,9 +15,6 @@ from torch import Tensor
 from narrowgauge import data
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Batch, Objective
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents or rows
 Score = Callable[[Batch], tuple[Tensor, Tensor | None]]  # `Objective.scored` of a batch, in the run's precision
@@ -104,8 +99,8 @@ class TrainTask(ABC):
     def summary(self) -> str:
         """The data, for the first line of the console."""
 
-    def preview(self) -> list[str | Text]:
-        """An example as the model sees it, and what batching does, for the console."""
+    def preview(self) -> list[Any]:
+        """An example as the model sees it, and what batching does, for the console: text or rich's Text."""
         return []
 
     @abstractmethod

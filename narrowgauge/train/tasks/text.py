@@ -1,7 +1,5 @@
 """Language models on running text: windows of a stream of tokens, as a pure function of (seed, step)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

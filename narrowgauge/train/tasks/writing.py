@@ -1,7 +1,5 @@
 """Tasks on a table whose models write: causal language models on chats or completions, encoder-decoders on pairs of texts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
