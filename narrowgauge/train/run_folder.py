@@ -40,7 +40,6 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.best = path / "best"
         self.final = path / "final"
-        self.report = path / "report.html"
         self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
         self._lock_file: IO[bytes] | None = None

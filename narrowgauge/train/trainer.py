@@ -10,7 +10,6 @@ What is learnt, from which batches and by which metrics, is the task's business 
 """
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ from narrowgauge.train.checkpoint import manifest, state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.device import chosen_device, peak_bytes
-from narrowgauge.train.loss import Batch, learning_rate, loss_of_model, targets_of_step
+from narrowgauge.train.loss import Batch, Objective, learning_rate, targets_of_step
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
@@ -80,9 +79,8 @@ class Trainer:
         self.stages = stages(config, self.model)
         self._resume()
         self.generators = state.generators()
-        self.graphs = launches.graphed_step(
-            config, self.model, self.optimizer, self.scaler, device, self._backward_of_graph
-        )
+        backward = partial(self._backward, self.objective, checked=True)
+        self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
 
     def _resume(self) -> None:
@@ -212,14 +210,11 @@ class Trainer:
 
         Raises NumericsError before anything changes.
         """
-        config, number = self.config, self.step + 1
+        number = self.step + 1
         step_batch = self.feed.draw(self.step)
         micro_batches = step_batch.batches
         targets = targets_of_step(micro_batches, number)
-        lr = learning_rate(
-            number, steps=config.steps, warmup_steps=config.warmup_steps,
-            peak=config.learning_rate, lowest=config.min_learning_rate,
-        )  # fmt: skip
+        lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
         loss, grad_norm = read(self._gradient(micro_batches, targets))  # the step's only synchronisation
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
@@ -251,15 +246,10 @@ class Trainer:
         norm = clip_gradients(self.model.parameters(), self.config.clip or None)
         return torch.stack((loss_sum, norm.to(loss_sum.dtype)))
 
-    def _backward_of_graph(self, batch: Batch, targets: Tensor) -> Tensor:
-        """`_backward` of a micro-batch that is on the device and whose labels are checked."""
-        return self._backward(partial(self.objective, checked=True), batch, targets)
-
-    def _backward(
-        self, objective: Callable[[Batch, torch.device], Tensor], batch: Batch, targets: int | Tensor
-    ) -> Tensor:
+    def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
+        """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
         with self.precision.context(self.device.type):
-            loss = objective(batch, self.device) / targets
+            loss = objective(batch, self.device, checked=checked) / targets
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
@@ -273,10 +263,10 @@ class Trainer:
             return  # float16 overflowed: the scaler leaves this step out and lowers its scale
         number = self.step + 1
         self.optimizer.zero_grad()
+        whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run
 
         def repeat() -> None:
             for batch in micro_batches:
-                whole = partial(loss_of_model, self.model, options=self.task.options)  # and uncompiled: all hooks run
                 self._backward(whole, batch, targets)
 
         where = first_nonfinite(self.model, repeat, loss)

@@ -134,12 +134,11 @@ def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
-    differences = [f"{name} is missing" for name in own if name not in saved]
-    differences += [f"{name} is not part of this model" for name in saved if name not in own]
+    here, there = ({name: shown(tensor) for name, tensor in state.items()} for state in (own, saved))
+    differences = [f"{name} is missing" for name in here if name not in there]
+    differences += [f"{name} is not part of this model" for name in there if name not in here]
     differences += [
-        f"{name} is {_form(saved[name])}, here {_form(own[name])}"
-        for name in own
-        if name in saved and _form(saved[name]) != _form(own[name])
+        f"{name} is {there[name]}, here {form}" for name, form in here.items() if there.get(name, form) != form
     ]
     if differences:
         raise CheckpointError(
@@ -149,10 +148,6 @@ def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where:
 
 def _few(clauses: list[str]) -> str:
     return "; ".join(clauses[:3]) + (f"; and {len(clauses) - 3} more" if len(clauses) > 3 else "")
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def generators() -> Generators:

@@ -22,7 +22,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Objective
 from narrowgauge.train.model import ModelClass, own_configuration
-from narrowgauge.train.tasks.tables import Tables, TableTask, header
+from narrowgauge.train.tasks.tables import TableTask, header
 from narrowgauge.train.tasks.task import Score
 
 SHOWN_CLASSES = 10
@@ -58,8 +58,8 @@ class ClassificationTask(TableTask):
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
         task = super().prepare(config)
-        task.table.summary["classes"] = task.classes
-        task.notes += _class_notes(task.table, task.classes)
+        task.known["classes"] = task.classes
+        task.notes += _class_notes(task.train, task.validation, task.classes)
         return task
 
     @property
@@ -68,7 +68,7 @@ class ClassificationTask(TableTask):
         return list(self.model_class.options["id2label"].values())
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective.of_classes(model, compiled=self.config.compile)
+        return Objective(torch.compile(model) if self.config.compile else model, {}, "of one class for each example")
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
@@ -86,17 +86,17 @@ class ClassificationTask(TableTask):
         return {"loss": total / examples, "tokens": examples, **confusion.metrics()}
 
 
-def _class_notes(table: Tables, names: list[str]) -> list[str]:
+def _class_notes(train: data.Examples, validation: data.Examples, names: list[str]) -> list[str]:
     """How many examples of each class there are, and what that makes of the metrics."""
-    train, validation = (Counter(example["labels"] for example in part) for part in (table.train, table.validation))
+    learnt, held_out = (Counter(example["labels"] for example in part) for part in (train, validation))
     shown = ", ".join(
-        f"{name} {train[place]} and {validation[place]}" for place, name in enumerate(names[:SHOWN_CLASSES])
+        f"{name} {learnt[place]} and {held_out[place]}" for place, name in enumerate(names[:SHOWN_CLASSES])
     )
     more = f", and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
     notes = [f"Classes, with examples to train on and held out: {shown}{more}."]
-    if len(validation) == 1:
+    if len(held_out) == 1:
         notes.append(
-            f"Every held-out example ({len(table.validation)}) is of class {names[next(iter(validation))]}, so mcc is 0 whatever the "
+            f"Every held-out example ({len(validation)}) is of class {names[next(iter(held_out))]}, so mcc is 0 whatever the "
             "model says. Pass validation_data, or a larger validation_fraction."
         )
     return notes

@@ -31,22 +31,20 @@ ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "
 OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"})
 
 
-@dataclass(frozen=True)
-class Tables:
-    """Encoded examples of both sides; the most tokens that an example may have, None for no limit; what is known of them."""
+@dataclass
+class TableTask(TrainTask):
+    """Encoded examples of both sides.
 
+    model_class  the class of models that it trains
+    longest      most tokens that an example may have, None for no limit
+    known        what run.json says of the data
+    """
+
+    model_class: ModelClass
     train: data.Examples
     validation: data.Examples
     longest: int | None
-    summary: dict[str, Any]
-
-
-@dataclass
-class TableTask(TrainTask):
-    """model_class: the class of models that it trains."""
-
-    model_class: ModelClass
-    table: Tables
+    known: dict[str, Any]
 
     default_metric: ClassVar[str] = "loss"
 
@@ -59,8 +57,9 @@ class TableTask(TrainTask):
     def prepare(cls, config: TrainConfig) -> Self:
         tokenizer = data.load(config.tokenizer or config.model)
         columns, model_class = cls.roles(config, tokenizer)
-        table = read(config, columns, tokenizer, longest_example(config, model_class, tokenizer))
-        notes = list(table.summary["notes"])
+        longest = longest_example(config, model_class, tokenizer)
+        train, validation, known = read(config, columns, tokenizer, longest)
+        notes = list(known["notes"])
         if tokenizer.pad_token_id is None:
             notes.append(
                 "The tokenizer has no padding token: rows are filled with another, and masked by their lengths."
@@ -69,7 +68,7 @@ class TableTask(TrainTask):
             notes.append(
                 "Padding is the end-of-text token. Rows are masked by their lengths, so the one behind a text still counts."
             )
-        return cls(config, tokenizer, notes, model_class, table)
+        return cls(config, tokenizer, notes, model_class, train, validation, longest, known)
 
     @cached_property
     def _batching(self) -> data.Batching:
@@ -87,12 +86,12 @@ class TableTask(TrainTask):
     @cached_property
     def _plan(self) -> data.Plan:
         """Of the first epoch."""
-        return data.LengthBatchSampler(self.table.train.lengths, self._batching).plan
+        return data.LengthBatchSampler(self.train.lengths, self._batching).plan
 
     @cached_property
     def _evaluated(self) -> data.Examples:
         """The examples that an evaluation sees: all, or in a hashed order as many as eval_tokens hold. Always the same."""
-        part, most_tokens = self.table.validation, self.config.eval_tokens
+        part, most_tokens = self.validation, self.config.eval_tokens
         if int(part.lengths.sum()) <= most_tokens:
             return part
         keys = [hashlib.sha256(EVAL_ORDER + b":%d" % place).digest() for place in range(len(part))]
@@ -102,7 +101,7 @@ class TableTask(TrainTask):
 
     def steps(self, epochs: int) -> int:
         """Under a token budget epochs differ a little."""
-        lengths = self.table.train.lengths
+        lengths = self.train.lengths
         return sum(len(data.plan(lengths, self._batching, epoch)) for epoch in range(epochs))
 
     def tokens_at_once(self) -> int:
@@ -110,7 +109,7 @@ class TableTask(TrainTask):
         return max(ALIGNED, round(self._plan.padding.planned.positions / batches / ALIGNED) * ALIGNED)
 
     def summary(self) -> str:
-        known, looked_at = self.table.summary, len(self._evaluated)
+        known, looked_at = self.known, len(self._evaluated)
         held_out = known["validation_examples"]
         part = "" if looked_at == held_out else f", of which evaluations see {looked_at:,} (eval_tokens)"
         return (
@@ -118,7 +117,7 @@ class TableTask(TrainTask):
         )
 
     def preview(self) -> list[Any]:
-        return [*self.coloured(self.table.train[0]), f"First epoch, {self._plan.padding}", *self._plan.notes]
+        return [*self.coloured(self.train[0]), f"First epoch, {self._plan.padding}", *self._plan.notes]
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         """What is learnt of an example, and what is only seen."""
@@ -134,7 +133,7 @@ class TableTask(TrainTask):
         return batch
 
     def feed(self, model: Any) -> Feed:
-        train = self.table.train
+        train = self.train
         sampler = data.LengthBatchSampler(train.lengths, self._batching)
         collate = data.Collator(pad_id=data.pad_id_of(self.tokenizer), widths=sampler.widths)
         return TableFeed(
@@ -158,8 +157,8 @@ class TableTask(TrainTask):
     def facts(self) -> dict[str, Any]:
         padding = self._plan.padding
         return {
-            "model": {"max_length": self.table.longest},
-            "data": self.table.summary | {"padding": padding.as_dict(), "evaluated": len(self._evaluated)},
+            "model": {"max_length": self.longest},
+            "data": self.known | {"padding": padding.as_dict(), "evaluated": len(self._evaluated)},
             "tokens_per_step": round(padding.planned.tokens / max(1, len(self._plan))),
         }
 
@@ -188,8 +187,10 @@ def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any
     return config.max_length
 
 
-def read(config: TrainConfig, task: data.Task, tokenizer: Any, longest: int | None) -> Tables:
-    """The examples of both sides, encoded or from the cache."""
+def read(
+    config: TrainConfig, task: data.Task, tokenizer: Any, longest: int | None
+) -> tuple[data.Examples, data.Examples, dict[str, Any]]:
+    """The examples of both sides, encoded or from the cache, and what is known of them."""
     limits = data.Limits(max_length=longest, too_long=config.too_long, no_target=config.no_target)  # type: ignore[arg-type]
 
     def prepared(source: str) -> data.Examples:
@@ -220,7 +221,7 @@ def read(config: TrainConfig, task: data.Task, tokenizer: Any, longest: int | No
         "split": split,
         "notes": notes,
     }
-    return Tables(train, validation, longest, summary)
+    return train, validation, summary
 
 
 def header(config: TrainConfig) -> list[str] | None:

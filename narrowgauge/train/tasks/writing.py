@@ -44,8 +44,8 @@ class CausalTask(TableTask):
     def sample(self, model: Any) -> dict[str, str]:
         """What the model answers to the first prompt of the validation data, or to the one that was given."""
         config, tokens = self.config, self.config.sample_tokens
-        longest = self.table.longest or max(tokens, self.table.summary["longest"])
-        example = self.table.validation[0]
+        longest = self.longest or max(tokens, self.known["longest"])
+        example = self.validation[0]
         first = int(np.argmax(example["labels"] != data.IGNORED))
         prompt = config.prompt or example["input_ids"][: max(1, first)].tolist()
         text = sample(model, self.tokenizer, prompt, tokens, longest=longest, seed=config.seed)
@@ -84,7 +84,7 @@ class Seq2SeqTask(TableTask):
     def sample(self, model: Any) -> dict[str, str]:
         """What the model writes, greedily, for the first source of the validation data, or for the one that was given."""
         prompt = self.config.prompt
-        ids = self.tokenizer(prompt)["input_ids"] if prompt else self.table.validation[0]["input_ids"].tolist()
+        ids = self.tokenizer(prompt)["input_ids"] if prompt else self.validation[0]["input_ids"].tolist()
         written = greedy(model, ids, self.config.sample_tokens)
         shown = prompt or self.tokenizer.decode(ids, skip_special_tokens=True)
         return {"prompt": shown, "text": self.tokenizer.decode(written, skip_special_tokens=True)}
