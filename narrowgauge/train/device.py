@@ -76,12 +76,6 @@ def refuse_without_compiler(device: torch.device) -> None:
         )
 
 
-def folder_names() -> dict[str, str]:
-    """Variable -> the folder's name within the user's own cache."""
-    capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
-    return {"TORCHINDUCTOR_CACHE_DIR": f"inductor-{capability}", "TRITON_CACHE_DIR": "triton"}
-
-
 def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
     """Sets the variables in `environment`, os.environ for this process; one that is set already is respected and checked.
 
@@ -89,7 +83,8 @@ def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
     Raises ConfigError if others may write to a folder, whoever named it.
     """
     user, reason = user_cache()
-    for variable, name in folder_names().items():
+    capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
+    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", f"inductor-{capability}"), ("TRITON_CACHE_DIR", "triton")):
         own = (cache_folder() if reason else user) / name
         folder = Path(environment.get(variable) or own)
         if shared := storage.refuse_shared(folder):

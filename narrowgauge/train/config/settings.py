@@ -9,7 +9,7 @@ file does without torch, for a quick --help.
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.train.config import switch_syntax
 
+TASKS = ("text", "causal-lm", "classification", "seq2seq")
+WRITING = ("text", "causal-lm", "seq2seq")  # tasks whose models write samples
 TABLE = Mapping[str, str]  # the one type of setting besides bool, int, float and str
 
 
@@ -87,9 +89,11 @@ COUNT = Range(1, 2**31 - 1)
 COUNT_OR_ZERO = Range(0, 2**31 - 1)
 
 
-def setting(group: str, default: Any, help: str, rule: Range | OneOf | Matching | None = None, key: str = "") -> Any:
-    """One entry of the table. A mutable default is a type such as `dict`, called for each configuration."""
-    metadata = {"group": group, "help": help, "rule": rule, "key": key}
+def setting(
+    group: str, default: Any, help: str, rule: Range | OneOf | Matching | None = None, key: str = "", tasks: Sequence[str] = TASKS
+) -> Any:  # fmt: skip
+    """One entry of the table, which means something in these tasks. A mutable default is a type such as `dict`."""
+    metadata = {"group": group, "help": help, "rule": rule, "key": key, "tasks": tasks}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata, hash=False)
     return field(default=default, metadata=metadata)
@@ -156,13 +160,15 @@ def shown(value: Any) -> str:
 
 # The table
 
-TASKS = ("text", "causal-lm", "classification", "seq2seq")
 BEST = ("", "none", "loss", "accuracy", "mcc", "f1", "f1_binary")  # f1 is the mean over classes
 SCORES = BEST[3:]  # of classes alone
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
 NO_RECIPE = "none"  # an ordinary Linear, in the numbers of the precision
 MODEL, DATA, TASK, PRECISION, TRAINING, RUN = (
     partial(setting, group) for group in ("model", "data", "task", "precision", "training", "run")
+)
+TABLES, CHATS, CLASSES, PAIRS = (  # settings of the tasks on tables: of all of them, and of one
+    partial(TASK, tasks=tasks) for tasks in (TASKS[1:], ("causal-lm",), ("classification",), ("seq2seq",))
 )
 
 
@@ -178,36 +184,36 @@ class TrainConfig:
     heads: int = MODEL(8, "Attention heads.", Range(1, 4096))
     kv_heads: int = MODEL(0, "Heads of keys and values; 0: as many as heads.", Range(0, 4096))
     intermediate_size: int = MODEL(0, "Width of the MLP; 0: 8/3 of hidden_size, rounded up to a multiple of 64.", Range(0, 2**22))
-    sequence_length: int = MODEL(256, "Tokens of a sequence.", Range(2, 2**22))
+    sequence_length: int = MODEL(256, "Tokens of a sequence.", Range(2, 2**22), tasks=TASKS[:1])
 
     data: str = DATA("stdlib", "Text to learn: a file, a folder or a data set's name; stdlib: Python's own sources. With a task: a table.",
         NOT_EMPTY)
-    column: str = DATA("", "Column or JSON key that holds the text; empty: the only one, or 'text'.")
+    column: str = DATA("", "Column or JSON key that holds the text; empty: the only one, or 'text'.", tasks=TASKS[:1])
     tokenizer: str = DATA("", "Folder or hub name of a tokenizer; empty: the model's, or a BPE trained here.")
-    vocab_size: int = DATA(4096, "Size of the BPE that is trained here.", Range(257, 2**24))
+    vocab_size: int = DATA(4096, "Size of the BPE that is trained here.", Range(257, 2**24), tasks=TASKS[:1])
     validation_fraction: float = DATA(0.05, "Share of the documents held out for validation.", Range(0, 0.5, open_low=True))
     cache: str = DATA("", "Folder of tokenized data; empty: `cache` beside the run folder.")
 
     task: str = TASK("text", "What is learnt: running text, or the examples of a table.", OneOf(TASKS))
-    validation_data: str = TASK("", "Table to validate on; empty: validation_fraction of the rows of data.")
-    prompt_column: str = TASK("prompt", "causal-lm: column with the prompt.", NOT_EMPTY)
-    completion_column: str = TASK("completion", "causal-lm: column with what follows it.", NOT_EMPTY)
-    messages_column: str = TASK("", "causal-lm: column with chats; empty: prompts and completions.")
-    train_on: str = TASK("answers", "Of a chat: all answers, or the last.", OneOf(("answers", "last")))
-    text_column: str = TASK("text", "classification: column with the text.", NOT_EMPTY)
-    pair_column: str = TASK("", "classification: column with a second text; empty: none.")
-    label_column: str = TASK("label", "classification: column with the class.", NOT_EMPTY)
-    classes: str = TASK("", "Names of the classes with commas, or their number; empty: those of the data.")
-    source_column: str = TASK("source", "seq2seq: column with what is read.", NOT_EMPTY)
-    target_column: str = TASK("target", "seq2seq: column with what is written.", NOT_EMPTY)
-    columns: str = TASK("", "Names, with commas, of the columns of CSV and TSV without a header row.")
-    max_length: int = TASK(0, "Tokens of an example, at most; 0: as many as the model knows.", COUNT_OR_ZERO)
-    too_long: str = TASK("error", "Examples above max_length or the token budget.", OneOf(("error", "truncate", "skip")))
-    no_target: str = TASK("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")))
-    token_budget: int = TASK(0, "Positions (rows x width) of an optimizer step; 0: batch_size rows instead.", COUNT_OR_ZERO)
-    packing: int = TASK(0, "causal-lm: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO)
-    length_buckets: int = TASK(10, "Widths that batches are padded to, at most.", Range(1, 512))
-    pad_multiple: int = TASK(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
+    validation_data: str = TABLES("", "Table to validate on; empty: validation_fraction of the rows of data.")
+    prompt_column: str = CHATS("prompt", "causal-lm: column with the prompt.", NOT_EMPTY)
+    completion_column: str = CHATS("completion", "causal-lm: column with what follows it.", NOT_EMPTY)
+    messages_column: str = CHATS("", "causal-lm: column with chats; empty: prompts and completions.")
+    train_on: str = CHATS("answers", "Of a chat: all answers, or the last.", OneOf(("answers", "last")))
+    text_column: str = CLASSES("text", "classification: column with the text.", NOT_EMPTY)
+    pair_column: str = CLASSES("", "classification: column with a second text; empty: none.")
+    label_column: str = CLASSES("label", "classification: column with the class.", NOT_EMPTY)
+    classes: str = CLASSES("", "Names of the classes with commas, or their number; empty: those of the data.")
+    source_column: str = PAIRS("source", "seq2seq: column with what is read.", NOT_EMPTY)
+    target_column: str = PAIRS("target", "seq2seq: column with what is written.", NOT_EMPTY)
+    columns: str = TABLES("", "Names, with commas, of the columns of CSV and TSV without a header row.")
+    max_length: int = TABLES(0, "Tokens of an example, at most; 0: as many as the model knows.", COUNT_OR_ZERO)
+    too_long: str = TABLES("error", "Examples above max_length or the token budget.", OneOf(("error", "truncate", "skip")))
+    no_target: str = TABLES("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")))
+    token_budget: int = TABLES(0, "Positions (rows x width) of an optimizer step; 0: batch_size rows instead.", COUNT_OR_ZERO)
+    packing: int = CHATS(0, "causal-lm: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO)
+    length_buckets: int = TABLES(10, "Widths that batches are padded to, at most.", Range(1, 512))
+    pad_multiple: int = TABLES(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
     epochs: int = TASK(0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)
     best: str = TASK("",
         "Metric whose best checkpoint is kept and exported; empty: loss, mcc of classes, none of text; none: the last is exported.",
@@ -262,8 +268,8 @@ class TrainConfig:
     launches_at: int = RUN(30, "Step in which a GPU's idle time between kernels is measured; 0: none.", COUNT_OR_ZERO)
     tensorboard: bool = RUN(False, "Write TensorBoard events to the run folder too.")
     compare: str = RUN("", "Recipe of a second run on the same data to compare with, as bf16; empty: none.")
-    sample_tokens: int = RUN(64, "Tokens of the sample written at each evaluation; 0: none.", Range(0, 2**20))
-    prompt: str = RUN("", "Text that the sample continues.")
+    sample_tokens: int = RUN(64, "Tokens of the sample written at each evaluation; 0: none.", Range(0, 2**20), tasks=WRITING)
+    prompt: str = RUN("", "Text that the sample continues.", tasks=WRITING)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -301,18 +307,6 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 Check = tuple[object, str, str]  # true if the rule is broken; the keys that break it; the message
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size")
-FROM_TABLES = (
-    "validation_data", "columns", "max_length", "too_long", "no_target", "token_budget", "length_buckets", "pad_multiple",
-)  # fmt: skip
-# Settings -> the tasks in which they mean something.
-BELONGS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("prompt_column", "completion_column", "messages_column", "train_on", "packing"), ("causal-lm",)),
-    **dict.fromkeys(("text_column", "pair_column", "label_column", "classes"), ("classification",)),
-    **dict.fromkeys(("source_column", "target_column"), ("seq2seq",)),
-    **dict.fromkeys(("prompt", "sample_tokens"), ("text", "causal-lm", "seq2seq")),
-    **dict.fromkeys(FROM_TABLES, TASKS[1:]),
-    **dict.fromkeys(("sequence_length", "column", "vocab_size"), ("text",)),
-}
 
 
 def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
@@ -334,7 +328,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     pairs: list[tuple[object, str, str]] = [
         *((config.model, key, "model") for key in SIZES),
         (config.tokenizer, "vocab_size", "tokenizer"),
-        *((config.task not in tasks, key, "task") for key, tasks in BELONGS.items()),
+        *((config.task not in each.metadata["tasks"], each.name, "task") for each in fields(config)),
         (config.epochs, "steps", "epochs"),
         (is_table and config.validation_data, "validation_fraction", "validation_data"),
         (is_table and config.token_budget, "batch_size", "token_budget"),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import (
-    BELONGS,
     SCORES,
     TABLE,
     OneOf,
@@ -219,9 +218,9 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
 
 def settle_the_task(drawn: dict) -> None:
     """Leaves out what has no effect with the task that was drawn, and with the other settings of it."""
-    for key, tasks in BELONGS.items():
-        if drawn["task"] not in tasks:
-            del drawn[key]
+    for each in FIELDS:
+        if drawn["task"] not in each.metadata["tasks"]:
+            del drawn[each.name]
     drawn["best"] = drawn["best"] if drawn["best"] not in SCORES or drawn["task"] == "classification" else "loss"
     left_out = {
         "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
