@@ -10,7 +10,7 @@ import torch
 from narrowgauge import storage
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import run_metadata, tasks
+from narrowgauge.train import run_metadata
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import Console, tell
@@ -19,7 +19,7 @@ from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model_files import export
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
-from narrowgauge.train.tasks import TrainTask
+from narrowgauge.train.tasks import TASKS, TrainTask
 from narrowgauge.train.trainer import Trainer
 
 
@@ -83,7 +83,7 @@ def _write_report(folder: RunFolder) -> None:
 
 def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     """The data of the task, and the configuration with the steps that its epochs are."""
-    task = tasks.prepare(config)
+    task = TASKS[config.task].prepare(config)
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
     for note in (*task.notes, *run_metadata.notes(config)):
