@@ -11,7 +11,8 @@ kernel gives back when the process ends, by kill -9 too.
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, Self
@@ -42,20 +43,22 @@ class RunFolder:
         self.final = path / "final"
         self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
-        self._lock_file: IO[bytes] | None = None
 
     @classmethod
-    def claim(cls, path: Path, resume: bool) -> Self:
+    @contextmanager
+    def claim(cls, path: Path, resume: bool) -> Iterator[Self]:
         """The run folder, made if need be, locked and proven writable, with the leftovers of a crash cleared.
 
         BusyError if another process holds it, ConfigError if it holds a run and `resume` is false, StorageError if it
         cannot be written to.
         """
         folder = cls(path)
-        with storage.refusals("use the run folder", path):
-            storage.make_folder(path)
-            folder._lock()
-        try:
+        with ExitStack() as held:
+            with storage.refusals("use the run folder", path):
+                storage.make_folder(path)
+                # Closing gives the lock back. The file stays: removing it could remove the lock of the next holder.
+                lock = held.enter_context(open(folder.lock, "ab+", buffering=0))
+                _take(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
                     f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output."
@@ -64,26 +67,7 @@ class RunFolder:
             for checkpoints in (folder.checkpoints, folder.best):
                 storage.recover(checkpoints, STEP.pattern)
             storage.recover(path, folder.final.name)
-        except BaseException:
-            folder.close()
-            raise
-        return folder
-
-    def _lock(self) -> None:
-        file = open(self.lock, "ab+", buffering=0)  # noqa: SIM115 (open as long as the run)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
-        except BlockingIOError:
-            with file:
-                raise BusyError(
-                    f"output = '{self.path}': {_holder(file)} is training there. Wait for it, stop it, or choose another --output."
-                ) from None
-        except BaseException:
-            file.close()
-            raise
-        self._lock_file = file
+            yield folder
 
     def has_run(self) -> bool:
         """Whether something was trained here. A configuration alone, of a start that failed, does not count."""
@@ -101,26 +85,23 @@ class RunFolder:
     def write_run(self, facts: Mapping[str, Any]) -> None:
         storage.replace_file(self.run, encode(facts, indent=1) + "\n")
 
-    def close(self) -> None:
-        """Gives the lock back. The file stays: removing it could remove the lock of the next holder."""
-        if self._lock_file:
-            self._lock_file.close()
-            self._lock_file = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _holder(file: IO[bytes]) -> str:
-    file.seek(0)
+def _take(lock: IO[bytes], path: Path) -> None:
+    """Locks the run folder at `path`, and writes who holds it. BusyError if another process does."""
     try:
-        holder = json.loads(file.read())
-        return f"process {holder['pid']} on {holder['host']}"
-    except (ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
-        return "another process"
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        try:
+            holder = json.loads(lock.read())
+            words = f"process {holder['pid']} on {holder['host']}"
+        except (ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
+            words = "another process"
+        raise BusyError(
+            f"output = '{path}': {words} is training there. Wait for it, stop it, or choose another --output."
+        ) from None
+    lock.truncate(0)
+    lock.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
 
 
 def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
