@@ -1,9 +1,5 @@
 """What a run shows while it goes on: a progress bar on a terminal, plain lines in a file or a pipe.
 
-    with Console(total_steps=300, log_every=10) as show:
-        show.say("fp8-current on cpu")
-        show.step(1, loss=8.31, tokens_per_s=5200.0, peak_bytes=3 * 2**30)
-
 Everything goes to standard error, so that standard output is left for results.
 """
 

@@ -97,21 +97,16 @@ def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, st
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
     )
     with RunFolder.claim(path, resume=True) as own:  # the run before has shown the same data
-        return _train_and_log(reference, own, task, stop, reference, previews=False)
+        return _train_and_log(reference, own, task, stop, reference, preview=False)
 
 
 def _train_and_log(
-    config: TrainConfig,
-    folder: RunFolder,
-    task: TrainTask,
-    stop: StopRequest,
-    asked: TrainConfig,
-    previews: bool = True,
+    config: TrainConfig, folder: RunFolder, task: TrainTask, stop: StopRequest, asked: TrainConfig, preview: bool = True
 ) -> int:
     """One run from its newest checkpoint, or from the start, to its end.
 
     asked     what the folder's config.toml is to say, once it is known that the run can go on so
-    previews  whether an example of the data is shown
+    preview   whether an example of the data is shown
     """
     with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
         trainer = Trainer(config, folder, task, log)
@@ -119,7 +114,7 @@ def _train_and_log(
         with Console(config.steps, config.log_every, trainer.step) as show:
             known = run_metadata.of_run(trainer)
             folder.write_run(known)
-            run_metadata.announce(trainer, show, previews)
+            run_metadata.announce(trainer, show, preview)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:

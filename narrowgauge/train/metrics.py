@@ -3,9 +3,6 @@
 A power cut loses lines that are not synced. The log syncs before a checkpoint and after the events in SYNCED. Lines of steps after the
 last checkpoint may be lost; the resumed run repeats those steps.
 
-    with MetricsLog(folder.metrics) as log:
-        log.write("step", 1, loss=8.3, grad_norm=1.2, lr=5e-5, tokens=4096)
-
 Events and their keys: docs/architecture.md. Reading: `narrowgauge.diagnose.runs`, which undoes what a resumed run wrote twice.
 """
 

@@ -21,7 +21,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.optim.precision import Precision
+from narrowgauge.optim import precision as precisions
 from narrowgauge.recipe import Recipe
 from narrowgauge.switching import widened
 from narrowgauge.train.attention import use_float32_attention
@@ -34,12 +34,7 @@ from narrowgauge.train.model_files import quiet, refuse_foreign_code
 
 
 def build(
-    config: TrainConfig,
-    make: Callable[[], Any],
-    device: torch.device,
-    precision: Precision,
-    tokens: int,
-    choices: Mapping[str, str] | None = None,
+    config: TrainConfig, make: Callable[[], Any], device: torch.device, tokens: int, choices: Mapping[str, str] | None
 ) -> Any:
     """The converted model on `device`, in the dtype of its precision, in training mode. Random weights come from config.seed.
 
@@ -47,6 +42,7 @@ def build(
     tokens   rows of a forward pass, by which recipe "auto" chooses
     choices  what recipe "auto" chose when the run began, for a run that is resumed
     """
+    precision = precisions.get(config.precision)
     seed_all(config.seed)
     model = make().to(device).train()
     for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9

@@ -1,6 +1,6 @@
 """What trains and what is kept for it: frozen layers, checkpointing, narrow activations; the optimizer, its states and its master."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,22 +10,16 @@ from narrowgauge import memory
 from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures, state_bytes
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch, inputs_of
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 
 
 def apply_memory_options(
-    config: TrainConfig,
-    model: Any,
-    precision: Precision,
-    device: torch.device,
-    probe: Callable[[], Batch],
-    options: Mapping[str, Any],
+    config: TrainConfig, model: Any, precision: Precision, probe: Callable[[], dict[str, Any]]
 ) -> list[str]:
     """Applies the settings that save memory to the model, in place, and returns a sentence on each. Call it before the optimizer is built.
 
-    probe  a micro-batch of the first step, the largest: a budget of checkpointing is measured on it; generators stay as they are
+    probe  inputs of the first step's largest micro-batch: a budget of checkpointing is measured on them; generators stay as they are
     """
     notes = []
     if (
@@ -38,8 +32,8 @@ def apply_memory_options(
         assert technique is not None
         notes.append(f"What blocks keep for backward is stored as {technique.cast}.")
     if config.checkpointing != "none":
-        inputs = inputs_of(probe(), device, options)
-        with precision.context(device.type):
+        inputs = probe()
+        with precision.context(inputs["input_ids"].device.type):
             report = memory.checkpoint(
                 model, config.checkpointing, batch=inputs, loss=lambda output: output.logits.sum()
             )

@@ -1,9 +1,5 @@
 """The folder of a run: where its files are, who may write them, and whether they belong to this run.
 
-    with RunFolder.claim(Path("runs/latest"), resume=False) as folder:
-        folder.write_config(config)
-        folder.write_run({"recipe": "fp8-current", ...})
-
 The layout is in docs/architecture.md. One process holds a run at a time: it locks the file `lock` with flock, which the
 kernel gives back when the process ends, by kill -9 too.
 """

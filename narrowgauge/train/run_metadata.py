@@ -52,8 +52,8 @@ def notes(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def announce(trainer: Trainer, show: Console, previews: bool = True) -> None:
-    """Prints what the run is, before its first step. previews: also an example of its data."""
+def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
+    """Prints what the run is, before its first step. preview: also an example of its data."""
     config, model = trainer.config, trainer.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     resumed = f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else ""
@@ -70,7 +70,7 @@ def announce(trainer: Trainer, show: Console, previews: bool = True) -> None:
         if stage.step > trainer.step:
             show.say(f"To come at {stage}")
     show.say("\n".join([f"Loss: {trainer.objective.description}.", *trainer.memory_notes]))
-    for part in trainer.task.preview() if previews else ():
+    for part in trainer.task.preview() if preview else ():
         show.say(part)
     for setting, what in (("compile", "Compiled code"), ("cuda_graph", "What CUDA graphs replay")):
         if getattr(config, setting) and config.tensor_every:

@@ -31,7 +31,7 @@ from narrowgauge.train.checkpoint import manifest, state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.device import chosen_device, peak_bytes
-from narrowgauge.train.loss import Batch, Objective, learning_rate, targets_of_step
+from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate, targets_of_step
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
@@ -64,13 +64,13 @@ class Trainer:
         self.precision = precisions.get(config.precision)
         # What recipe "auto" chose when the run began: a resumed run computes the same.
         choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
-        self.model = build(config, task.model, device, self.precision, task.tokens_at_once(), choices or None)
+        self.model = build(config, task.model, device, task.tokens_at_once(), choices or None)
         self.feed = task.feed(self.model)
         if device.type == "cuda":
             use_attention_of_whole_rows(self.model, self.feed.probe())
         # before the optimizer: it holds what trains, no more
         self.memory_notes = apply_memory_options(
-            config, self.model, self.precision, device, self.feed.probe, task.options
+            config, self.model, self.precision, lambda: inputs_of(self.feed.probe(), device, task.options)
         )
         self.objective = task.objective(self.model, self.precision.computes_in)
         self.optimizer: Any = build_optimizer(config, self.model, self.precision)

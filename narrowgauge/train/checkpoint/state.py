@@ -86,8 +86,8 @@ def unusable(where: str) -> Iterator[None]:
 
 def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A state dict as (what an unconverted model has, what its recipes have added)."""
-    plain = {name: tensor for name, tensor in state.items() if not SCALING.search(name)}
-    return plain, {name: tensor for name, tensor in state.items() if SCALING.search(name)}
+    scaling = {name: tensor for name, tensor in state.items() if SCALING.search(name)}
+    return {name: tensor for name, tensor in state.items() if name not in scaling}, scaling
 
 
 def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
