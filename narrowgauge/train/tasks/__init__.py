@@ -2,8 +2,7 @@
 
 from narrowgauge.train.tasks.classification import ClassificationTask
 from narrowgauge.train.tasks.task import TrainTask
-from narrowgauge.train.tasks.text import TextTask
-from narrowgauge.train.tasks.writing import CausalTask, Seq2SeqTask
+from narrowgauge.train.tasks.writing import CausalTask, Seq2SeqTask, TextTask
 
 __all__ = ["TASKS", "TrainTask"]
 
