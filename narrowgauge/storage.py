@@ -115,31 +115,39 @@ def replace_file(path: Path, data: str | bytes, instead: str = "choose another -
             raise
 
 
-def replace_folder(draft: Path, path: Path) -> None:
-    """Renames the folder `draft`, whose tree is synced, to `path`. What was there goes when the new one is on the disk.
+@contextmanager
+def new_folder(path: Path, draft: Path) -> Iterator[Path]:
+    """Renames the folder `draft`, which the body makes and syncs, to `path`; removes it if the body fails.
 
-    A crash between the two renames leaves the old one as .old-NAME, which `recover` puts back.
+    What was at `path` goes when the new one is on the disk. A crash between the two renames leaves the old one as .old-NAME,
+    which `recover` puts back.
     """
+    remove(draft)
     old = path.with_name(f".old-{path.name}")
-    replaces = os.path.lexists(path)
-    if replaces:
-        remove(old)
-        os.rename(path, old)
     try:
-        os.rename(draft, path)
-    except OSError:
+        yield draft
+        replaces = os.path.lexists(path)
         if replaces:
-            os.rename(old, path)
+            remove(old)
+            os.rename(path, old)
+        try:
+            os.rename(draft, path)
+        except OSError:
+            if replaces:
+                os.rename(old, path)
+            raise
+        flush(path.parent)
+        if replaces:
+            remove(old)
+    except BaseException:
+        remove(draft)
         raise
-    flush(path.parent)
-    if replaces:
-        remove(old)
 
 
 def recover(folder: Path, names: str) -> list[Path]:
     """Clears what a crash left of the folders whose names match the pattern `names`, and returns it.
 
-    Removes drafts (.tmp-NAME, .tmp-NAME-PID); puts back what `replace_folder` had moved aside (.old-NAME).
+    Removes drafts (.tmp-NAME, .tmp-NAME-PID); puts back what `new_folder` had moved aside (.old-NAME).
     The caller holds the lock of the run folder.
     """
     if not folder.is_dir():

@@ -60,9 +60,8 @@ def test_folders_and_files_behind_links_are_synced(tmp_path):
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_folder_that_replaces_another_is_old_or_new(tmp_path, monkeypatch, stopped):
     """A kill before the first rename, and one between the two; then the next start."""
-    for name in ("final", ".tmp-final"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text("new" if name.startswith(".") else "old")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "weights").write_text("old")
     rename, done = os.rename, []
 
     def killed(source, target):
@@ -73,18 +72,22 @@ def test_a_folder_that_replaces_another_is_old_or_new(tmp_path, monkeypatch, sto
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", killed)
-        with pytest.raises(KeyboardInterrupt):
-            storage.replace_folder(tmp_path / ".tmp-final", tmp_path / "final")
+        patch.setattr(storage, "remove", lambda path: None)  # a kill leaves what is there
+        with pytest.raises(KeyboardInterrupt), storage.new_folder(tmp_path / "final", tmp_path / ".tmp-final") as draft:
+            draft.mkdir()
+            (draft / "weights").write_text("new")
+    assert (tmp_path / ".tmp-final" / "weights").exists()
     storage.recover(tmp_path, "final")
     assert os.listdir(tmp_path) == ["final"] and (tmp_path / "final" / "weights").read_text() == "old"
 
 
 def test_a_folder_takes_the_place_of_a_link_and_leaves_its_target_alone(tmp_path):
-    for name in ("elsewhere", "draft"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text(name)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weights").write_text("elsewhere")
     (tmp_path / "final").symlink_to("elsewhere")
-    storage.replace_folder(tmp_path / "draft", tmp_path / "final")
+    with storage.new_folder(tmp_path / "final", tmp_path / "draft") as draft:
+        draft.mkdir()
+        (draft / "weights").write_text("draft")
     assert (tmp_path / "final" / "weights").read_text() == "draft" and not (tmp_path / "final").is_symlink()
     assert (tmp_path / "elsewhere" / "weights").read_text() == "elsewhere"
 

@@ -9,7 +9,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, NarrowgaugeError, OutOfMemoryError, StorageError, closest
 
@@ -65,9 +65,23 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         near = closest(verb, VERBS, limit=1)
         raise ConfigError(f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}")
-    from narrowgauge.cli import flags
+    return _call(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
 
-    return flags.run(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
+
+def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
+    """Calls a verb with these arguments alone, or prints its help: its signature defines the flags, its docstring the help."""
+    from cyclopts import App, CycloptsError, Group
+
+    app = App(name=f"narrowgauge {verb}", help_format="plaintext", version_flags=[], result_action="return_value")
+    app["--help"].group = Group("hidden", show=False)
+    app.default(function)
+    try:
+        command, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False, verbose=False)
+    except CycloptsError as error:
+        words = " ".join(str(error).split())
+        stop = "" if words.endswith((".", "?")) else "."
+        raise ConfigError(f"{verb}: {words}{stop} See narrowgauge {verb} --help.") from None
+    return int(command(*bound.args, **bound.kwargs) or 0)  # the help returns nothing
 
 
 def _help() -> str:

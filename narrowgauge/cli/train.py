@@ -16,9 +16,7 @@ from cyclopts import Group, Parameter, Token
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import run_folder
 from narrowgauge.train.config import switch_syntax, toml
-from narrowgauge.train.config.field_checks import TABLE, OneOf, key_of, shown
-from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, resolved
-from narrowgauge.train.config.toml import SettingsLayer
+from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 
@@ -34,30 +32,29 @@ def train(config: str = "", **given: Any) -> int:
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     """The resolved configuration of a file and the given flags (by name)."""
-    values = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
-    from_flags = SettingsLayer(values, {key: flag(key) for key in values})
-    config = resolved(toml.build(_from_file(path, values), from_flags))
+    keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
+    from_flags = {key: (value, flag(key)) for key, value in keys.items()}
+    config = resolved(toml.build(_from_file(path, given), from_flags))
     stored = run_folder.RunFolder(Path(config.output)).config
     if config.resume and stored.exists():
         run_folder.refuse_other_run(toml.load(stored), config)
     return config
 
 
-def _from_file(path: str, flags_given: Mapping[str, Any]) -> SettingsLayer:
+def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     """The settings of CONFIG; without one, those of the run to resume, which may have been moved since."""
     if path:
         return toml.read(Path(path))
-    output = str(flags_given.get("output") or TrainConfig.output)
+    output = str(given.get("output") or TrainConfig.output)
     stored = run_folder.RunFolder(Path(output)).config
-    if flags_given.get("resume") and stored.exists():
-        settings = toml.read(stored)
-        return SettingsLayer({**settings.values, "output": output}, settings.origins)
-    if flags_given.get("resume") and set(flags_given) <= {"resume", "output"}:  # no user wants a run of pure defaults
+    if given.get("resume") and stored.exists():
+        return {**toml.read(stored), "output": (output, "")}
+    if given.get("resume") and set(given) <= {"resume", "output"}:  # no user wants a run of pure defaults
         raise ConfigError(
             f"--resume: '{output}' holds no run (no config.toml) to go on with. Name the folder of one with --output, or give "
             "the CONFIG of a new run."
         )
-    return SettingsLayer()
+    return {}
 
 
 def _refuse_unknown_recipes(config: TrainConfig) -> None:
@@ -77,23 +74,31 @@ def flag(key: str) -> str:
 def _signature() -> inspect.Signature:
     """The settings of TrainConfig as a signature for cyclopts."""
     file = Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter("config", kind, default="", annotation=Annotated[str, file])]
+    parameters = [
+        inspect.Parameter(
+            "config", inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=Annotated[str, file]
+        )
+    ]
     groups: dict[str, Group] = {}
     for each in fields(TrainConfig):
         group = groups.setdefault(each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1))
-        parameters.append(_parameter(each, group))
+        is_table = each.type is TABLE
+        read = None if each.type is bool else _read_table if is_table else _read_value
+        shape = Parameter(
+            name=flag(key_of(each)),
+            help=_help(each),
+            group=group,
+            negative_iterable=(),
+            show_default=False,
+            converter=read,
+        )
+        parameters.append(
+            inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=None if is_table else each.default,
+                annotation=Annotated[list[str] if is_table else each.type, shape],
+            )
+        )  # fmt: skip
     return inspect.Signature(parameters)
-
-
-def _parameter(each: Field[Any], group: Group) -> inspect.Parameter:
-    is_table = each.type is TABLE
-    parameter = Parameter(
-        name=flag(key_of(each)), help=_help(each), group=group, negative_iterable=(), show_default=False,
-        converter=None if each.type is bool else _read_table if is_table else _read_value,
-    )  # fmt: skip
-    kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[list[str] if is_table else each.type, parameter]
-    return inspect.Parameter(each.name, kind, default=None if is_table else each.default, annotation=annotation)
 
 
 def _help(each: Field[Any]) -> str:
@@ -108,16 +113,12 @@ def _help(each: Field[Any]) -> str:
 def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
     """Reads a flag as a TOML file would: cyclopts would round 2.5 for a whole number."""
     text = tokens[0].value
-    if kind is int:
-        if not WHOLE_NUMBER.fullmatch(text) or len(text) > 40:
-            raise ValueError(f"{text!r} is not a whole number")
-        return int(text)
-    if kind is float:
-        try:
-            return float(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not a number") from None
-    return text
+    if kind is int and (not WHOLE_NUMBER.fullmatch(text) or len(text) > 40):
+        raise ValueError(f"{text!r} is not a whole number")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
 
 
 def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:

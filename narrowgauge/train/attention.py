@@ -4,8 +4,6 @@ On such a CPU PyTorch's bfloat16 attention is the slower one: its backward took 
 inputs are those of the 16-bit computation, the result is rounded to its dtype; what lies between is more exact, not less.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,18 +49,14 @@ def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool
     False, and nothing changed, for padded and packed batches, and for models that do not look at all tokens before.
     """
     config = model.config
+    limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    kinds = set(getattr(config, "layer_types", None) or ())
+    sees_all = limits == [None, None] and kinds <= {"full_attention"}
     masked = "attention_mask" in batch or "position_ids" in batch
-    if masked or config.is_encoder_decoder or config.get_text_config() is not config:
+    if masked or not sees_all or config.is_encoder_decoder or config.get_text_config() is not config:
         return False
-    if config._attn_implementation != "sdpa" or not _sees_all(config):
+    if config._attn_implementation != "sdpa":
         return False
     AttentionInterface.register(WHOLE_ROWS, sdpa_attention_forward)
     model.set_attn_implementation(WHOLE_ROWS)
     return True
-
-
-def _sees_all(config: Any) -> bool:
-    """Whether no layer's attention ends at a window or a chunk."""
-    limits = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return all(limit is None for limit in limits) and kinds <= {"full_attention"}

@@ -1,19 +1,24 @@
-"""The device of a run: chosen, named in words, and how much of its memory was used."""
+"""The machine of a run: its device, how freed memory is kept, and where torch.compile and Triton keep what they built.
 
-from __future__ import annotations
+Both run what they find in their folders, and torch.compile unpickles it. Its default is a folder in the shared temporary folder, under
+a name that anybody can take first. The C++ kernels of narrowgauge are kept in the user's own cache too (`narrowgauge.ops.cpp.build`).
+
+Inductor's folder has the CPU's capability in its name: Inductor (2.13) finds a kernel again by its graph alone, and one made for AVX512
+and met under ATEN_CPU_CAPABILITY=avx2 left half of its lanes unwritten.
+"""
 
 import ctypes
 import resource
 import sys
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from narrowgauge.conversion.description import describe
+from narrowgauge import storage
 from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, processor_name, threads_words
 from narrowgauge.errors import ConfigError
-from narrowgauge.optim import state_bytes
+from narrowgauge.ops.cpp.build import cache_folder, user_cache
 
 
 def chosen_device(name: str) -> torch.device:
@@ -21,13 +26,28 @@ def chosen_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        have = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device"
+        raise ConfigError(f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.")
+    return torch.device("cuda", device.index or 0)
+
+
+def device_name(device: torch.device) -> str:
+    """ "NVIDIA H200" or "AMD EPYC, 2 threads"."""
     if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            have = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device"
-            raise ConfigError(f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.")
-        return torch.device("cuda", device.index or 0)
-    return device
+        return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {threads_words()}"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory in use so far: allocated on the GPU, or resident in the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def keep_freed_memory() -> bool:
@@ -49,64 +69,31 @@ def refuse_without_compiler(device: torch.device) -> None:
     """ConfigError where torch.compile would fail in the first step for want of a compiler."""
     compiler = cpp_compiler() if device.type == "cpu" else c_compiler()
     if compiler is None:
-        language, package = ("C++", "g++") if device.type == "cpu" else ("C", "gcc")
+        language, package, variable = ("C++", "g++", "CXX") if device.type == "cpu" else ("C", "gcc", "CC")
         raise ConfigError(
             f"compile = true: torch.compile needs a {language} compiler on {device.type}, and there is none. "
-            f"Install {package}, name one in the variable {'CXX' if language == 'C++' else 'CC'}, or train without --compile."
+            f"Install {package}, name one in the variable {variable}, or train without --compile."
         )
 
 
-DRIVER = Path("/proc/driver/nvidia/version")
+def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
+    """Sets the variables in `environment`, os.environ for this process; one that is set already is respected and checked.
 
-
-def unused_gpu(device: torch.device) -> str:
-    """A sentence for a run on the CPU of a machine whose NVIDIA driver torch cannot use; '' otherwise."""
-    if device.type != "cpu" or torch.cuda.is_available() or not DRIVER.exists():
-        return ""
-    words = DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0].partition(":")[2].strip()
-    build = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
-    return (
-        f"This runs on the CPU although there is an NVIDIA driver ({words}): torch {torch.__version__} is built {build} "
-        "and sees no device. Install a torch for the driver's CUDA, or a newer driver."
-    )
-
-
-def emulated_on_gpu(model: nn.Module, device: torch.device) -> list[str]:
-    """On a GPU, a sentence for each reason for which products run in 16 bits that a recipe wants narrow; [] on a CPU."""
-    if device.type != "cuda":
-        return []
-    layers: dict[str, int] = {}
-    for row in describe(model):
-        if row.emulated:
-            layers[f"{row.recipe}: {row.backend}"] = layers.get(f"{row.recipe}: {row.backend}", 0) + 1
-    return [
-        f"Not on narrow units, so no faster than bfloat16 ({count} layer{'s' if count > 1 else ''}): {words}."
-        for words, count in layers.items()
-    ]
-
-
-def stepped_in_torch(optimizer: torch.optim.Optimizer) -> list[str]:
-    """A sentence for each reason for which tensors are stepped in plain torch instead of by a kernel."""
-    tensors: dict[str, int] = {}
-    for row in state_bytes(optimizer).rows:
-        if row.slow_because:
-            tensors[row.slow_because] = tensors.get(row.slow_because, 0) + row.tensors
-    return [
-        f"The optimizer steps {count} tensors in plain torch, several times slower than its kernel: {why}."
-        for why, count in tensors.items()
-    ]
-
-
-def device_name(device: torch.device) -> str:
-    """ "NVIDIA H200" or "AMD EPYC, 2 threads"."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {threads_words()}"
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Most memory in use so far: allocated on the GPU, or resident in the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    Yields a sentence for each folder that is not below the user's own cache.
+    Raises ConfigError if others may write to a folder, whoever named it.
+    """
+    user, reason = user_cache()
+    capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
+    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", f"inductor-{capability}"), ("TRITON_CACHE_DIR", "triton")):
+        own = (cache_folder() if reason else user) / name
+        folder = Path(environment.get(variable) or own)
+        if shared := storage.refuse_shared(folder):
+            raise ConfigError(
+                f"{variable} = '{folder}': what is compiled is kept there and run from there, but {shared}. "
+                f"Name a folder of your own with mode 0700, or unset {variable}."
+            )
+        environment[variable] = str(folder)
+        if folder != own:
+            yield f"compiled code is kept in {folder}, as {variable} says."
+        elif reason:
+            yield f"compiled code is kept for this run alone: {user} cannot be used, for {reason}."

@@ -1,10 +1,7 @@
 """`narrowgauge train`, readable from top to bottom: prepare, train the run, train its reference, write the report."""
 
-from __future__ import annotations
-
 import os
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +10,16 @@ import torch
 from narrowgauge import storage
 from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import run_metadata, tasks
-from narrowgauge.train.build_caches import use_own_caches
-from narrowgauge.train.config import warnings
+from narrowgauge.train import run_metadata
+from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
-from narrowgauge.train.console import console
-from narrowgauge.train.device import chosen_device, keep_freed_memory, refuse_without_compiler
-from narrowgauge.train.export import export
+from narrowgauge.train.console import Console, tell
+from narrowgauge.train.device import chosen_device, keep_freed_memory, refuse_without_compiler, use_own_caches
 from narrowgauge.train.metrics import MetricsLog
+from narrowgauge.train.model_files import export
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import StopRequest
-from narrowgauge.train.tasks import TrainTask
+from narrowgauge.train.tasks import TASKS, TrainTask
 from narrowgauge.train.trainer import Trainer
 
 
@@ -35,7 +31,7 @@ def run(config: TrainConfig) -> int:
         refuse_without_compiler(device)
     if config.compile or device.type == "cuda":
         for note in use_own_caches(os.environ):
-            print(f"Note: {note}", file=sys.stderr, flush=True)
+            tell(f"Note: {note}")
     if config.threads:
         torch.set_num_threads(config.threads)
     if device.type == "cpu":
@@ -54,13 +50,13 @@ def run(config: TrainConfig) -> int:
 def _run(config: TrainConfig) -> int:
     with RunFolder.claim(Path(config.output), config.resume) as folder, StopRequest() as stop:
         if config.resume and folder.config.exists():
-            refuse_other_run(resolved(folder.read_config()), config)  # again: it may have changed until now
+            refuse_other_run(resolved(toml.load(folder.config)), config)  # again: it may have changed until now
         if config.resume and not folder.has_run():
-            print(f"WARNING: nothing to resume in {folder.path}: this is a new run.", file=sys.stderr, flush=True)
+            tell(f"WARNING: nothing to resume in {folder.path}: this is a new run.")
         asked = replace(config, resume=False)  # how it was called is not what it is
         if not folder.has_run():
             folder.write_config(asked)
-        print(f"Reading {config.data} ...", file=sys.stderr, flush=True)
+        tell(f"Reading {config.data} ...")
         config, task = prepare(config)
         try:
             code = _train_and_log(config, folder, task, stop, asked)
@@ -74,11 +70,7 @@ def _run(config: TrainConfig) -> int:
             raise
         _write_report(folder)
         if code:
-            print(
-                f"Continue: narrowgauge train --resume --output {shlex.quote(config.output)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"Continue: narrowgauge train --resume --output {shlex.quote(config.output)}")
     return code
 
 
@@ -86,16 +78,16 @@ def _write_report(folder: RunFolder) -> None:
     """Of a run and the reference in it. A run that failed before it began has nothing to tell."""
     if folder.run.exists():
         with storage.refusals("write the report to", folder.path):
-            print(f"Report: {page.write(folder.path)}", file=sys.stderr, flush=True)
+            tell(f"Report: {page.write(folder.path)}")
 
 
 def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     """The data of the task, and the configuration with the steps that its epochs are."""
-    task = tasks.prepare(config)
+    task = TASKS[config.task].prepare(config)
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
-    for note in (*task.notes, *warnings.notes(config)):
-        print(f"Note: {note}", file=sys.stderr, flush=True)
+    for note in (*task.notes, *run_metadata.notes(config)):
+        tell(f"Note: {note}")
     return config, task
 
 
@@ -104,31 +96,25 @@ def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, st
     reference = replace(
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
     )
-    with RunFolder.claim(path, resume=True) as own:
-        # The run before has shown the same data.
-        return _train_and_log(reference, own, task, stop, reference, previews=False)
+    with RunFolder.claim(path, resume=True) as own:  # the run before has shown the same data
+        return _train_and_log(reference, own, task, stop, reference, preview=False)
 
 
 def _train_and_log(
-    config: TrainConfig,
-    folder: RunFolder,
-    task: TrainTask,
-    stop: StopRequest,
-    asked: TrainConfig,
-    previews: bool = True,
+    config: TrainConfig, folder: RunFolder, task: TrainTask, stop: StopRequest, asked: TrainConfig, preview: bool = True
 ) -> int:
     """One run from its newest checkpoint, or from the start, to its end.
 
     asked     what the folder's config.toml is to say, once it is known that the run can go on so
-    previews  whether an example of the data is shown
+    preview   whether an example of the data is shown
     """
     with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
-        trainer = Trainer.start(config, folder, task, log)
+        trainer = Trainer(config, folder, task, log)
         folder.write_config(asked)
-        with console(config.steps, config.log_every, trainer.step) as show:
+        with Console(config.steps, config.log_every, trainer.step) as show:
             known = run_metadata.of_run(trainer)
             folder.write_run(known)
-            trainer.announce(show, previews)
+            run_metadata.announce(trainer, show, preview)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
@@ -137,7 +123,7 @@ def _train_and_log(
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
             if reason == "finished":
-                export(trainer, folder.final)
+                export(trainer.model, task.tokenizer, trainer.best, folder.final)
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")

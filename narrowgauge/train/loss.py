@@ -8,11 +8,9 @@ The output head and the loss are computed together, over chunks of tokens (`memo
 ordinary Linear and the model's logits are its product; `Objective.of` tests that on a few tokens and keeps the reason if not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
+from narrowgauge.train.config.settings import TrainConfig
 
 Batch = dict[str, Tensor]  # labels are aligned with the logits: labels[t] is what logits[t] are compared with
 NO_CACHE = {"use_cache": False}
@@ -63,54 +62,40 @@ def check_labels(labels: Tensor, classes: int) -> bool:
     return True
 
 
-def loss_of_model(model: Any, batch: Batch, device: torch.device, options: Mapping[str, Any] = NO_CACHE) -> Tensor:
-    """Sum of -log p over the valid targets of one micro-batch, float32 scalar. Holds the logits once more in float32."""
-    logits = model(**inputs_of(batch, device, options)).logits
-    return aligned_loss(logits, on_device(batch["labels"], device))
-
-
 @dataclass(frozen=True)
 class Objective:
-    """loss_of_model of one model; called with a micro-batch.
+    """The loss of one model; called with a micro-batch.
 
     forward  the model below its head, or the whole model where head is None; compiled if the run is
-    head     the Linear whose product and loss are taken in chunks
-    softcap  of the logits, or None
+    options  that it is called with besides the batch
     description  how the loss is computed, and why not in chunks
-    options  that the model is called with besides the batch
+    head     the Linear whose product and loss are taken in chunks; None holds the logits once more in float32
+    softcap  of the logits, or None
     """
 
     forward: Callable[..., Any]
-    head: nn.Linear | None
-    softcap: float | None
-    description: str
     options: Mapping[str, Any]
+    description: str = ""
+    head: nn.Linear | None = None
+    softcap: float | None = None
 
     @classmethod
-    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Objective:
+    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Self:
         """For a language model: tries the chunked head on a few tokens; generators stay as they are."""
         reason, softcap = _refuse_chunks(model, computes_in)
-        part = model if reason else model.base_model
-        forward = torch.compile(part) if compiled else part
-        if reason:
-            return cls(forward, None, None, f"whole logits: {reason}", NO_CACHE)
-        description = "in chunks of tokens, never the whole logits"
-        return cls(forward, model.get_output_embeddings(), softcap, description, NO_CACHE)
-
-    @classmethod
-    def of_classes(cls, model: Any, *, compiled: bool) -> Objective:
-        """For a classifier: one row of logits for each example."""
-        return cls(torch.compile(model) if compiled else model, None, None, "of one class for each example", {})
-
-    def scored(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """loss_of_model, and the whole logits that it was taken of; for models without a chunked head."""
-        logits = self.forward(**inputs_of(batch, device, self.options)).logits
-        return aligned_loss(logits, on_device(batch["labels"], device)), logits
+        part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())
+        description = f"whole logits: {reason}" if reason else "in chunks of tokens, never the whole logits"
+        return cls(torch.compile(part) if compiled else part, NO_CACHE, description, head, softcap)
 
     def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
         """Sum of -log p over the valid targets of a micro-batch, float32 scalar. checked: `check_labels` has seen its labels."""
+        return self.scored(batch, device, checked=checked)[0]
+
+    def scored(self, batch: Batch, device: torch.device, *, checked: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The loss, and the logits that it was taken of where they are whole."""
         if self.head is None:
-            return loss_of_model(self.forward, batch, device, self.options)
+            logits = self.forward(**inputs_of(batch, device, self.options)).logits
+            return aligned_loss(logits, on_device(batch["labels"], device)), logits
         # On a GPU the labels are looked at before they go there; on a CPU tokens that do not count are left out, which is faster.
         checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
         hidden = self.forward(**inputs_of(batch, device, self.options)).last_hidden_state
@@ -118,7 +103,7 @@ class Objective:
             hidden, self.head.weight, on_device(batch["labels"], device),
             bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked,
         )  # fmt: skip
-        return loss
+        return loss, None
 
 
 def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | None]:
@@ -157,10 +142,11 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
     return "the logits are not the product of the output head with the last hidden state", None
 
 
-def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, lowest: float) -> float:
-    """Linear warm-up over `warmup_steps`, then a half cosine down to `lowest` at the last step; step counts from 1."""
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up over warmup_steps, then a half cosine down to min_learning_rate at the last step; step counts from 1."""
+    peak, lowest, warmup_steps = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step <= warmup_steps:
         return peak * step / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    done = (step - warmup_steps) / max(1, config.steps - warmup_steps)
     cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0), dtype=torch.float64)).item())
     return lowest + (peak - lowest) * cosine

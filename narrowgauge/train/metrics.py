@@ -3,9 +3,6 @@
 A power cut loses lines that are not synced. The log syncs before a checkpoint and after the events in SYNCED. Lines of steps after the
 last checkpoint may be lost; the resumed run repeats those steps.
 
-    with MetricsLog(folder.metrics) as log:
-        log.write("step", 1, loss=8.3, grad_norm=1.2, lr=5e-5, tokens=4096)
-
 Events and their keys: docs/architecture.md. Reading: `narrowgauge.diagnose.runs`, which undoes what a resumed run wrote twice.
 """
 
@@ -13,7 +10,7 @@ import errno
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from narrowgauge import storage
 from narrowgauge.diagnose.runs import encode
@@ -34,7 +31,7 @@ class MetricsLog:
         self._board, self._board_folder = _board(tensorboard) if tensorboard else None, tensorboard or path
         with storage.refusals("append to", path):
             self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (open as long as the log)
-            _cut_torn_line(self._file.fileno())
+            _cut_torn_line(self._file)
             storage.flush(path.parent)
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -70,19 +67,11 @@ class MetricsLog:
         self.close()
 
 
-def _cut_torn_line(descriptor: int) -> None:
+def _cut_torn_line(file: IO[bytes]) -> None:
     """Removes what stands after the last newline: the stump of a line that a crash cut short."""
-    size = os.fstat(descriptor).st_size
-    end = size
-    while end:
-        start = max(0, end - 2**16)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
+    file.seek(0)
+    lines = file.read()
+    file.truncate(lines.rfind(b"\n") + 1)
 
 
 def _board(folder: Path) -> Any:

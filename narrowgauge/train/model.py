@@ -1,54 +1,40 @@
-"""The model of a run: a Llama of the configured sizes, or one of transformers from a folder or the Hub, converted.
+"""The model of a run: a Llama of the configured sizes, or one of transformers from a folder or the Hub, converted; and its switches.
 
 Remote code is never run. On a CPU without bfloat16 instructions, Linears that the recipe leaves alone get the recipe `bf16`,
 which rounds the operands and multiplies in float32, and attention computes in float32: the same step, many times faster.
 """
 
-from __future__ import annotations
-
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging
 
 from narrowgauge import recipes
 from narrowgauge.conversion import SMALLEST, convert
 from narrowgauge.conversion.description import describe
+from narrowgauge.conversion.switching import widened
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.optim.precision import Precision
+from narrowgauge.optim import precision as precisions
 from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention
 from narrowgauge.train.checkpoint.state import seed_all
 from narrowgauge.train.checkpoint.store import nonfinite
+from narrowgauge.train.config import switch_syntax
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
-from narrowgauge.train.model_files import refuse_foreign_code
+from narrowgauge.train.console import tell
+from narrowgauge.train.model_files import quiet, refuse_foreign_code
 
 
 def build(
-    config: TrainConfig,
-    make: Callable[[], Any],
-    device: torch.device,
-    precision: Precision,
-    tokens: int,
-    choices: Mapping[str, str] | None = None,
+    config: TrainConfig, make: Callable[[], Any], device: torch.device, tokens: int, choices: Mapping[str, str] | None
 ) -> Any:
     """The converted model on `device`, in the dtype of its precision, in training mode. Random weights come from config.seed.
 
@@ -56,25 +42,23 @@ def build(
     tokens   rows of a forward pass, by which recipe "auto" chooses
     choices  what recipe "auto" chose when the run began, for a run that is resumed
     """
+    precision = precisions.get(config.precision)
     seed_all(config.seed)
     model = make().to(device).train()
     for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
         parameter.data = parameter.data.to(precision.weights)
-    patterns = _patterns(config)
+    names = {"*": config.recipe, **config.layers_recipe}
+    patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     if (
         config.layers_recipe or patterns["*"] is not None
-    ):  # a model without a Linear needs none where there is nothing to convert
-        with warnings.catch_warnings():  # the trainer says it (`emulated_on_gpu`)
+    ):  # else there is nothing to convert, and a model needs no Linear
+        with warnings.catch_warnings():  # said before the first step (`run_metadata.emulated_on_gpu`)
             warnings.filterwarnings("ignore", message="convert: products of recipe .* are emulated")
             convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
     if precision.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
         use_float32_attention(model)
-        linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        kept = {
-            row.name: "bf16"
-            for row in describe(model)
-            if row.recipe == "none" and row.name in linears and _is_wide(model, row.name)
-        }
+        untouched = {row.name for row in describe(model) if row.recipe == "none"}
+        kept = {name: "bf16" for name, module in model.named_modules() if name in untouched and _is_wide(module)}
         if kept:
             convert(model, kept)
     if config.fuse:
@@ -82,34 +66,9 @@ def build(
     return model
 
 
-def _is_wide(model: nn.Module, name: str) -> bool:
+def _is_wide(layer: nn.Module) -> bool:
     """Whether a Linear is one that recipes are for; the head of a classifier is narrow, and fast in any case."""
-    layer = model.get_submodule(name)
     return type(layer) in (nn.Linear, QLinear) and min(layer.weight.shape) >= SMALLEST  # type: ignore[arg-type]
-
-
-def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
-    """The recipe called `name` with the run's `save` option."""
-    recipe = recipes.get(name)
-    if not config.save or recipe.grad_weight.rhs is None:
-        return recipe
-    return replace(recipe, save=config.save)  # type: ignore[arg-type]
-
-
-def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Name and sizes, for run.json."""
-    sizes = getattr(model, "config", None)
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    known = {key: getattr(sizes, key) for key in keys if getattr(sizes, key, None) is not None}
-    renamed = {"num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads"}
-    return {"name": type(model).__name__, "vocab_size": getattr(sizes, "vocab_size", None)} | {
-        renamed.get(key, key): value for key, value in known.items()
-    }
-
-
-def _patterns(config: TrainConfig) -> dict[str, str | Recipe | None]:
-    names = {"*": config.recipe, **config.layers_recipe}
-    return {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
 
 
 def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | None:
@@ -118,29 +77,12 @@ def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | None:
     return name if name == recipes.AUTO else chosen_recipe(config, name)
 
 
-def _llama(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=-(-len(tokenizer) // 16) * 16,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads or config.heads,
-            max_position_embeddings=config.sequence_length,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def language_model(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Of the configured sizes, or a causal language model from a folder or the Hub, which knows the tokenizer's ids."""
-    model = _llama(config, tokenizer) if not config.model else pretrained(config, CAUSAL_LM)
-    check_sizes(model, tokenizer, "sequence_length", config.sequence_length)
-    return model
+def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
+    """The recipe called `name` with the run's `save` option."""
+    recipe = recipes.get(name)
+    if not config.save or recipe.grad_weight.rhs is None:
+        return recipe
+    return replace(recipe, save=config.save)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -159,8 +101,31 @@ class ModelClass:
     new: bool = False
 
 
-CAUSAL_LM = ModelClass(AutoModelForCausalLM, "causal language model")
-SEQ2SEQ = ModelClass(AutoModelForSeq2SeqLM, "sequence-to-sequence model")
+CAUSAL_LM = ModelClass(transformers.AutoModelForCausalLM, "causal language model")
+SEQ2SEQ = ModelClass(transformers.AutoModelForSeq2SeqLM, "sequence-to-sequence model")
+
+
+def language_model(config: TrainConfig, tokenizer: transformers.PreTrainedTokenizerFast) -> Any:
+    """A Llama of the configured sizes, or a causal language model from a folder or the Hub, which knows the tokenizer's ids."""
+    if config.model:
+        model = pretrained(config, CAUSAL_LM)
+    else:
+        sizes = transformers.LlamaConfig(
+            vocab_size=-(-len(tokenizer) // 16) * 16,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads or config.heads,
+            max_position_embeddings=config.sequence_length,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=False,
+        )
+        model = transformers.LlamaForCausalLM(sizes)
+    check_sizes(model, tokenizer, "sequence_length", config.sequence_length)
+    return model
 
 
 def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
@@ -171,7 +136,7 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
             f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub."
         )
     try:
-        return AutoConfig.from_pretrained(where, trust_remote_code=False, **model_class.options)
+        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **model_class.options)
     except Exception as error:  # of a damaged folder transformers raises whatever it stumbles over
         raise _cannot_load(where, model_class, error) from error
 
@@ -183,26 +148,21 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
     try:
         if config.from_scratch:
             return model_class.auto.from_config(sizes, trust_remote_code=False).to(torch.float32)
-        with _quiet():
+        with quiet():
             model, found = model_class.auto.from_pretrained(
-                where,
-                config=sizes,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+                where, config=sizes, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            )  # fmt: skip
     except Exception as error:
         raise _cannot_load(where, model_class, error) from error
     fresh = sorted(name for name in found["missing_keys"] if model_class.new and _is_of_the_head(model, name))
     if fresh:
-        print(f"Note: not in {where}, so at random to begin with: {', '.join(fresh)}.", file=sys.stderr, flush=True)
+        tell(f"Note: not in {where}, so at random to begin with: {', '.join(fresh)}.")
     missing = sorted(set(found["missing_keys"]) - set(fresh))
     if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
-            f"model = {where!r}: holds no weights for {missing[0]!r}"
-            + f" and {len(missing) - 1} more" * (len(missing) > 1)
-            + f" of {type(model).__name__}, which would start at random. Pass a whole model, or --from-scratch."
+            f"model = {where!r}: holds no weights for {missing[0]!r}{more} of {type(model).__name__}, which would start at random. "
+            "Pass a whole model, or --from-scratch."
         )
     for name, weight in model.state_dict().items():
         if count := nonfinite(weight):
@@ -213,35 +173,20 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
     return model
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own bar and table of what it did not find: what matters of it is said here."""
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
-
-
 def _is_of_the_head(model: Any, name: str) -> bool:
     """Whether a weight lies above what was pretrained. Encoders keep their pooler below, and not all were saved with one."""
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
 def _cannot_load(where: str, model_class: ModelClass, error: Exception) -> ConfigError:
-    said = str(error).rstrip(". ")
-    said = said.split("Model type should be one of", 1)[0].rstrip(". ")  # a list of two hundred classes follows
+    said = str(error).split("Model type should be one of", 1)[0].rstrip(". ")  # a list of two hundred classes follows
     return ConfigError(
         f"model = {where!r}: transformers cannot load it as a {model_class.words}: {said}. "
         "Pass a folder or hub name of one with safetensors whose code is part of transformers."
     )
 
 
-def check_sizes(model: Any, tokenizer: PreTrainedTokenizerFast, key: str, length: int) -> None:
+def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key: str, length: int) -> None:
     """Raises if the model has too few positions for the setting `key`, or does not embed every id of the tokenizer."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
@@ -255,3 +200,49 @@ def check_sizes(model: Any, tokenizer: PreTrainedTokenizerFast, key: str, length
             f"tokenizer with ids up to {ids - 1}, but the model embeds {rows}. "
             "Use the model's own tokenizer (leave `tokenizer` empty), or train from scratch."
         )
+
+
+# Switches: recipes over the steps
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One switch. step: the first that computes with it. changes: layer -> its recipe before and after."""
+
+    step: int
+    switch: str
+    changes: dict[str, tuple[Recipe, Recipe]]
+
+    def apply(self, model: nn.Module) -> None:
+        for name, (_, recipe) in self.changes.items():
+            model.get_submodule(name).recipe = recipe  # type: ignore[assignment]
+
+    @property
+    def event(self) -> dict[str, Any]:
+        """What metrics.jsonl says of it."""
+        before, after = (sorted({recipe.name for recipe in side}) for side in zip(*self.changes.values(), strict=True))
+        return {"switch": self.switch, "layers": len(self.changes), "before": before, "after": after}
+
+    def __str__(self) -> str:
+        before, after = (", ".join(self.event[side]) for side in ("before", "after"))
+        return f"step {self.step}: switch {self.switch}: {len(self.changes)} layers from {before} to {after}"
+
+
+def stages(config: TrainConfig, model: nn.Module) -> list[Stage]:
+    """The configured switches in order, resolved for the model. ConfigError for one that names no layer, or would change nothing.
+
+    The recipes of step n depend on n alone, so a resumed run computes as if it had never stopped: applying the stages up to step k
+    brings a new model to the state after step k, windows of delayed scaling included.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear)}
+    now = {name: layer.recipe for name, layer in layers.items() if layer.recipe is not None}
+    found = []
+    for entry in sorted(switch_syntax.parse(config.switch), key=lambda each: each.after_step(config.steps)):
+        try:
+            changes = widened(model, now, chosen_recipe(config, entry.recipe), entry.layers, entry.products)
+        except ConfigError as error:
+            raise ConfigError(f"switch = {config.switch!r}: {entry.text!r}: {error}") from None
+        first = entry.after_step(config.steps) + 1
+        found.append(Stage(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
+        now |= changes
+    return found

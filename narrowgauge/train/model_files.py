@@ -1,27 +1,46 @@
-"""Model folders of others: what would run their code, or read a pickle, is refused before transformers opens it.
+"""Model folders: those of others are refused before transformers opens them if they would run code; the trained model is written whole.
 
 transformers loads safetensors when told to, but takes file names from the folder itself: an index may name a pickle, the
 configuration another file of weights, an adapter a pickle of its own, or attention a kernel that is downloaded and run.
 """
 
-from __future__ import annotations
-
 import json
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ConfigError
+from transformers.utils import cached_file, logging
+
+from narrowgauge import storage
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.train.checkpoint import state
+from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"
 PLAIN = re.compile(r"[^/\\]+\.safetensors")
 NEXT = "Pass a folder or hub name of a model whose weights are safetensors and whose code is part of transformers."
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and its table of what it did not find: what matters of it is said here."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
 def refuse_foreign_code(where: str, sizes: Any) -> None:
     """ConfigError for a model `where`, a folder or hub name, that would run code. sizes: its configuration."""
-    for part in _configurations(sizes):
+    for part in (sizes, *(getattr(sizes, key, None) for key in getattr(sizes, "sub_configs", {}))):
         for key in ("_attn_implementation", "_experts_implementation"):
             if "/" in str(getattr(part, key, None) or ""):
                 raise _refusal(where, "config.json", f"asks for the kernel {getattr(part, key)!r}, code from the Hub")
@@ -32,15 +51,8 @@ def refuse_foreign_code(where: str, sizes: Any) -> None:
         path = _file(where, name)
         if path is not None:
             _refuse_index(where, name, path)
-    adapter = _file(where, "adapter_config.json")
-    if adapter is not None and _file(where, "adapter_model.safetensors") is None:
+    if _file(where, "adapter_config.json") and not _file(where, "adapter_model.safetensors"):
         raise _refusal(where, "adapter_config.json", "belongs to an adapter without adapter_model.safetensors")
-
-
-def _configurations(sizes: Any) -> Iterator[Any]:
-    yield sizes
-    for key in getattr(sizes, "sub_configs", {}):
-        yield getattr(sizes, key, None)
 
 
 def _refuse_index(where: str, name: str, path: Path) -> None:
@@ -58,17 +70,45 @@ def _file(where: str, name: str) -> Path | None:
     if Path(where).is_dir():
         path = Path(where) / name
         return path if path.exists() or path.is_symlink() else None
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        where,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
+    reasons = ("missing_entries", "connection_errors", "gated_repo")
+    found = cached_file(where, name, **{f"_raise_exceptions_for_{reason}": False for reason in reasons})
     return None if found is None else Path(found)
 
 
 def _refusal(where: str, name: str, words: str) -> ConfigError:
     return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}")
+
+
+def export(model: Any, tokenizer: Any, best: Best, folder: Path) -> None:
+    """Writes model and tokenizer to `folder`, which is whole or not there, also after a power cut; replaces an older one.
+
+    Weights: the best by the run's metric, else the model's.
+    """
+    draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
+    own, _ = state.split_scaling(model.state_dict())
+    chosen = best.weights()
+    weights = own if chosen is None else chosen
+    if {name: weight.shape for name, weight in weights.items()} != {name: weight.shape for name, weight in own.items()}:
+        raise CheckpointError(
+            f"{best.path(best.step)}: its {len(weights)} weights are not the {len(own)} of this model. "
+            "Restore it; or remove it and resume, to export the last weights."
+        )
+    with storage.refusals("write the trained model to", folder), storage.new_folder(folder, draft):
+        with quiet(), _storage_errors(draft):
+            model.save_pretrained(draft, state_dict=weights)
+            tokenizer.save_pretrained(draft)
+        storage.flush_tree(draft)
+
+
+@contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    """OSError if the disk refuses: safetensors and tokenizers tell that in exceptions of their own, by words alone."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error

@@ -1,18 +1,44 @@
-"""The optimizer of a run: its rule and states from the configuration, its master from there or from the precision's precision."""
+"""What trains and what is kept for it: frozen layers, checkpointing, narrow activations; the optimizer, its states and its master."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from narrowgauge import memory
 from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures, state_bytes
 from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.optim.size import StateBytes
 from narrowgauge.train.config.settings import TrainConfig
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
+
+
+def apply_memory_options(
+    config: TrainConfig, model: Any, precision: Precision, probe: Callable[[], dict[str, Any]]
+) -> list[str]:
+    """Applies the settings that save memory to the model, in place, and returns a sentence on each. Call it before the optimizer is built.
+
+    probe  inputs of the first step's largest micro-batch: a budget of checkpointing is measured on them; generators stay as they are
+    """
+    notes = []
+    if (
+        config.freeze
+    ):  # torch's AdamW keeps as many bytes as ours, but only tells them after a step; nothing is allocated here
+        kept = state_bytes(_narrow(config, model, precision))
+        notes.append(str(memory.freeze(model, config.freeze, optimizer_bytes=kept.of)))
+    if config.compress_activations:
+        technique = memory.compress_activations(model)
+        assert technique is not None
+        notes.append(f"What blocks keep for backward is stored as {technique.cast}.")
+    if config.checkpointing != "none":
+        inputs = probe()
+        with precision.context(inputs["input_ids"].device.type):
+            report = memory.checkpoint(
+                model, config.checkpointing, batch=inputs, loss=lambda output: output.logits.sum()
+            )
+        notes.append(str(report))
+    return notes
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
@@ -21,42 +47,14 @@ def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision)
     AdamW with float32 states and no master is torch's fused one, everything else `narrowgauge.optim`.
     Raises ConfigError if this would learn less than it should without a word (see `narrowgauge.optim.checks`).
     """
-    optimizer = _build(config, model, precision)
-    refuse_silent_failures(optimizer)
-    return optimizer
-
-
-def planned_bytes(config: TrainConfig, model: nn.Module, precision: Precision) -> StateBytes:
-    """What the optimizer of the run would keep for the parameters of `model` that train as it stands; nothing is allocated."""
-    return state_bytes(
-        _narrow(config, model, precision)
-    )  # torch's AdamW keeps as many bytes, but only tells them after a step
-
-
-def cast_in_step(config: TrainConfig, optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
-    """Lets the optimizer's step cast the weights for the next forward pass where it can; why it is not asked to, a clause, or ''."""
-    if not isinstance(optimizer, NarrowOptimizer):
-        return f"{type(optimizer).__name__} of torch writes the weights alone"
-    if config.compile:
-        return "compiled code casts them in the loops that read them"
-    if config.cuda_graph:
-        return "CUDA graphs cast them"
-    optimizer.cast_weights(model)
-    return ""
-
-
-def cast_summary(optimizer: torch.optim.Optimizer, reason: str) -> list[str]:
-    """What the step leaves of the weights' casts, and for how many layers it leaves nothing and why; reason: of `cast_in_step`."""
-    casting = optimizer.casting if isinstance(optimizer, NarrowOptimizer) else None
-    return [f"none: {reason}"] if casting is None else casting.summary()
-
-
-def _build(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
     if config.optimizer == "adamw" and config.states == "fp32" and _master(config, precision) is None:
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
-        return torch.optim.AdamW(plain, **_adam_settings(config), fused=True)
-    return _narrow(config, model, precision)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(plain, **_adam_settings(config), fused=True)
+    else:
+        optimizer = _narrow(config, model, precision)
+    refuse_silent_failures(optimizer)
+    return optimizer
 
 
 def _narrow(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
@@ -75,3 +73,21 @@ def _master(config: TrainConfig, precision: Precision) -> str | None:
 
 def _adam_settings(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
+
+
+def cast_in_step(config: TrainConfig, optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
+    """Lets the optimizer's step cast the weights for the next forward pass where it can; why it is not asked to, a clause, or ''."""
+    if not isinstance(optimizer, NarrowOptimizer):
+        return f"{type(optimizer).__name__} of torch writes the weights alone"
+    if config.compile:
+        return "compiled code casts them in the loops that read them"
+    if config.cuda_graph:
+        return "CUDA graphs cast them"
+    optimizer.cast_weights(model)
+    return ""
+
+
+def cast_summary(optimizer: torch.optim.Optimizer, reason: str) -> list[str]:
+    """What the step leaves of the weights' casts, and for how many layers it leaves nothing and why; reason: of `cast_in_step`."""
+    casting = optimizer.casting if isinstance(optimizer, NarrowOptimizer) else None
+    return [f"none: {reason}"] if casting is None else casting.summary()

@@ -1,9 +1,5 @@
 """The folder of a run: where its files are, who may write them, and whether they belong to this run.
 
-    with RunFolder.claim(Path("runs/latest"), resume=False) as folder:
-        folder.write_config(config)
-        folder.write_run({"recipe": "fp8-current", ...})
-
 The layout is in docs/architecture.md. One process holds a run at a time: it locks the file `lock` with flock, which the
 kernel gives back when the process ends, by kill -9 too.
 """
@@ -11,18 +7,18 @@ kernel gives back when the process ends, by kill -9 too.
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, Self
 
 from narrowgauge import storage
-from narrowgauge.diagnose.runs import encode, read_run
+from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.train.checkpoint.manifest import STEP
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.field_checks import key_of, shown
-from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 
 # What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
 MAY_CHANGE = frozenset(
@@ -41,40 +37,33 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.best = path / "best"
         self.final = path / "final"
-        self.report = path / "report.html"
         self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
-        self._lock_file: IO[bytes] | None = None
 
     @classmethod
-    def claim(cls, path: Path, resume: bool) -> Self:
+    @contextmanager
+    def claim(cls, path: Path, resume: bool) -> Iterator[Self]:
         """The run folder, made if need be, locked and proven writable, with the leftovers of a crash cleared.
 
         BusyError if another process holds it, ConfigError if it holds a run and `resume` is false, StorageError if it
         cannot be written to.
         """
         folder = cls(path)
-        with storage.refusals("use the run folder", path):
-            storage.make_folder(path)
-            folder._lock_file = _locked(folder.lock)
-        try:
-            folder._prepare(resume)
-        except BaseException:
-            folder.close()
-            raise
-        return folder
-
-    def _prepare(self, resume: bool) -> None:
-        from narrowgauge.train.checkpoint import store  # imports torch, which naming paths does not need
-
-        if self.has_run() and not resume:
-            raise ConfigError(
-                f"output = '{self.path}': holds a run already. Continue it with --resume, or choose another --output."
-            )
-        storage.probe(self.path)
-        store.recover(self.checkpoints)
-        store.recover(self.best)
-        storage.recover(self.path, self.final.name)
+        with ExitStack() as held:
+            with storage.refusals("use the run folder", path):
+                storage.make_folder(path)
+                # Closing gives the lock back. The file stays: removing it could remove the lock of the next holder.
+                lock = held.enter_context(open(folder.lock, "ab+", buffering=0))
+                _take(lock, path)
+            if folder.has_run() and not resume:
+                raise ConfigError(
+                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output."
+                )
+            storage.probe(path)
+            for checkpoints in (folder.checkpoints, folder.best):
+                storage.recover(checkpoints, STEP.pattern)
+            storage.recover(path, folder.final.name)
+            yield folder
 
     def has_run(self) -> bool:
         """Whether something was trained here. A configuration alone, of a start that failed, does not count."""
@@ -89,52 +78,26 @@ class RunFolder:
     def write_config(self, config: TrainConfig) -> None:
         storage.replace_file(self.config, toml.dump(config))
 
-    def read_config(self) -> TrainConfig:
-        return toml.load(self.config)
-
     def write_run(self, facts: Mapping[str, Any]) -> None:
         storage.replace_file(self.run, encode(facts, indent=1) + "\n")
 
-    def read_run(self) -> dict[str, Any]:
-        return read_run(self.run)
 
-    def close(self) -> None:
-        """Gives the lock back. The file stays: removing it could remove the lock of the next holder."""
-        if self._lock_file:
-            self._lock_file.close()
-            self._lock_file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _locked(path: Path) -> IO[bytes]:
-    file = open(path, "ab+", buffering=0)  # noqa: SIM115 (open as long as the run)
+def _take(lock: IO[bytes], path: Path) -> None:
+    """Locks the run folder at `path`, and writes who holds it. BusyError if another process does."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        with file:
-            raise BusyError(
-                f"output = '{path.parent}': {_holder(file)} is training there. Wait for it, stop it, or choose another --output."
-            ) from None
-    except BaseException:
-        file.close()
-        raise
-    file.truncate(0)
-    file.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
-    return file
-
-
-def _holder(file: IO[bytes]) -> str:
-    file.seek(0)
-    try:
-        holder = json.loads(file.read())
-        return f"process {holder['pid']} on {holder['host']}"
-    except (ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
-        return "another process"
+        lock.seek(0)
+        try:
+            holder = json.loads(lock.read())
+            words = f"process {holder['pid']} on {holder['host']}"
+        except (ValueError, KeyError, TypeError):  # it has locked the file, but not written its name yet
+            words = "another process"
+        raise BusyError(
+            f"output = '{path}': {words} is training there. Wait for it, stop it, or choose another --output."
+        ) from None
+    lock.truncate(0)
+    lock.write(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode())
 
 
 def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:

@@ -1,33 +1,133 @@
-"""What a run is, as run.json says it (docs/architecture.md): versions, device, recipe, sizes, data, and its layers."""
-
-from __future__ import annotations
+"""What a run is: in words before its first step, and as run.json says it (docs/architecture.md)."""
 
 import platform
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import narrowgauge
-from narrowgauge.conversion.auto import chosen
+from narrowgauge import recipes
+from narrowgauge.conversion import auto
 from narrowgauge.conversion.description import describe
+from narrowgauge.diagnose.format_text import elsewhere
+from narrowgauge.diagnose.runs import read_run
 from narrowgauge.fuse import fusions
+from narrowgauge.optim import state_bytes
+from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
+from narrowgauge.train.console import Console
 from narrowgauge.train.device import device_name
-from narrowgauge.train.model import describe_model
 from narrowgauge.train.optimizer import cast_summary
 from narrowgauge.train.trainer import Trainer
+
+# Above what pretrained weights are fine-tuned with by AdamW, all of them: 5e-5 for BERT and MiniLM, 1e-5 to 3e-4 elsewhere.
+HIGH_FOR_PRETRAINED = 5e-4
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def notes(config: TrainConfig) -> Iterator[str]:
+    """What settings bring about that is right for some runs and a surprise in others; of a configuration whose steps are known."""
+    pretrained = config.model and not config.from_scratch
+    if pretrained and config.optimizer == "adamw" and config.learning_rate > HIGH_FOR_PRETRAINED:
+        yield (
+            f"learning_rate = {config.learning_rate:g} is one for random weights; pretrained ones may forget what they know. "
+            "Fine-tuning usually takes 1e-5 to 3e-4, as --learning-rate 5e-5."
+        )
+    if config.warmup_steps >= config.steps:
+        yield (
+            f"warmup_steps = {config.warmup_steps} does not end within the {config.steps} steps of the run: the learning rate "
+            "rises to the last step. Lower warmup_steps, or train longer."
+        )
+    names = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO, NO_RECIPE}
+    sampling = sorted(name for name in names if recipes.get(name).samples())
+    if config.compile and sampling:
+        yield (
+            f"compile = true with {', '.join(sampling)}: code is made anew whenever a layer begins or ceases to sample its rows, "
+            "and after eight times PyTorch leaves the model uncompiled. Leave compile out, or take a recipe that samples nothing, "
+            "as int4-hq-bs."
+        )
+
+
+def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
+    """Prints what the run is, before its first step. preview: also an example of its data."""
+    config, model = trainer.config, trainer.model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    resumed = f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else ""
+    show.say(
+        f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}) on {device_name(trainer.device)}: "
+        f"{parameters:,} parameters, {trainer.task.summary()}{resumed}"
+    )
+    slow = [*emulated_on_gpu(model, trainer.device), *stepped_in_torch(trainer.optimizer)]
+    for line in filter(None, (unused_gpu(trainer.device), *auto.summary(model), *slow)):
+        show.say(line)
+    if config.compile:
+        show.say("Compiling during the first step and the first evaluation: minutes of silence.")
+    for stage in trainer.stages:
+        if stage.step > trainer.step:
+            show.say(f"To come at {stage}")
+    show.say("\n".join([f"Loss: {trainer.objective.description}.", *trainer.memory_notes]))
+    for part in trainer.task.preview() if preview else ():
+        show.say(part)
+    for setting, what in (("compile", "Compiled code"), ("cuda_graph", "What CUDA graphs replay")):
+        if getattr(config, setting) and config.tensor_every:
+            show.say(f"{what} cannot be observed: no tensor statistics in this run.")
+    casts = cast_summary(trainer.optimizer, trainer.no_cast_reason)
+    if casts and trainer.device.type == "cuda":
+        show.say(f"Weights cast by the optimizer's step: {'; '.join(casts)}.")
+    for fusion in fusions(model):
+        if fusion.reason:
+            show.say(f"Not fused: {fusion}")
+
+
+def unused_gpu(device: torch.device) -> str:
+    """A sentence for a run on the CPU of a machine whose NVIDIA driver torch cannot use; '' otherwise."""
+    if device.type != "cpu" or torch.cuda.is_available() or not DRIVER.exists():
+        return ""
+    words = DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0].partition(":")[2].strip()
+    build = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+    return (
+        f"This runs on the CPU although there is an NVIDIA driver ({words}): torch {torch.__version__} is built {build} "
+        "and sees no device. Install a torch for the driver's CUDA, or a newer driver."
+    )
+
+
+def emulated_on_gpu(model: nn.Module, device: torch.device) -> list[str]:
+    """On a GPU, a sentence for each reason for which products run in 16 bits that a recipe wants narrow; [] on a CPU."""
+    if device.type != "cuda":
+        return []
+    layers = Counter(f"{row.recipe}: {row.backend}" for row in describe(model) if row.emulated)
+    return [
+        f"Not on narrow units, so no faster than bfloat16 ({count} layer{'s' if count > 1 else ''}): {words}."
+        for words, count in layers.items()
+    ]
+
+
+def stepped_in_torch(optimizer: torch.optim.Optimizer) -> list[str]:
+    """A sentence for each reason for which tensors are stepped in plain torch instead of by a kernel."""
+    tensors: Counter[str] = Counter()
+    for row in state_bytes(optimizer).rows:
+        tensors[row.slow_because] += row.tensors
+    return [
+        f"The optimizer steps {count} tensors in plain torch, several times slower than its kernel: {why}."
+        for why, count in tensors.items()
+        if why
+    ]
 
 
 def of_run(trainer: Trainer) -> dict[str, Any]:
     """At the beginning of a run. A resumed one keeps the time at which it was started, and the command."""
     config, model, folder = trainer.config, trainer.model, trainer.folder
     command = ["narrowgauge", *sys.argv[1:]]
-    started_at, first_command, resumed = datetime.now(UTC).isoformat(timespec="seconds"), command, []
+    started = {"started_at": datetime.now(UTC).isoformat(timespec="seconds"), "command": command, "resumed": []}
     if trainer.step and folder.run.exists():
-        first = folder.read_run()
+        first = read_run(folder.run)
         resumed = [*first.get("resumed", []), command]
-        started_at, first_command = first.get("started_at", started_at), first.get("command", command)
+        started |= {key: first[key] for key in ("started_at", "command") if key in first} | {"resumed": resumed}
     known = trainer.task.facts()
     return {
         "narrowgauge": narrowgauge.__version__,
@@ -35,19 +135,17 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": device_name(trainer.device),
         "threads": torch.get_num_threads(),
-        "started_at": started_at,
-        "command": first_command,
-        "resumed": resumed,
+        **started,
         "seed": config.seed,
         "recipe": config.recipe,
         "recipes": dict(config.layers_recipe),
-        "auto": chosen(model),
+        "auto": auto.chosen(model),
         "precision": config.precision,
-        "switches": [{"step": stage.step, **stage.event} for stage in trainer.schedule.stages],
+        "switches": [{"step": stage.step, **stage.event} for stage in trainer.stages],
         "loss": trainer.objective.description,
         "memory": trainer.memory_notes,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "model": describe_model(model) | known["model"],
+        "model": _of_model(model) | known["model"],
         "task": trainer.task.name,
         "best": trainer.best.metric,
         "data": known["data"],
@@ -55,6 +153,17 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "steps": config.steps,
         **of_layers(trainer),
     }
+
+
+def _of_model(model: Any) -> dict[str, Any]:
+    """Name and sizes."""
+    sizes = model.config
+    keys = {
+        "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_hidden_layers": "layers",
+        "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
+    }  # fmt: skip
+    known = {name: getattr(sizes, key) for key, name in keys.items() if getattr(sizes, key, None) is not None}
+    return {"name": type(model).__name__, "vocab_size": getattr(sizes, "vocab_size", None)} | known
 
 
 def of_layers(trainer: Trainer) -> dict[str, Any]:

@@ -37,8 +37,11 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._take(signal.SIGINT, self._interrupt)
-            self._take(signal.SIGTERM, self._terminate)
+            for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
+                old = signal.getsignal(number)
+                if old not in (signal.SIG_IGN, None):  # neither ignored, as under nohup, nor handled outside Python
+                    self._old[number] = old
+                    signal.signal(number, handler)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -46,25 +49,14 @@ class StopRequest:
             signal.signal(number, handler)
         self._old.clear()
 
-    def _take(self, number: signal.Signals, handler: Any) -> None:
-        """Installs a handler, unless the signal is ignored (as under nohup) or handled outside Python (None)."""
-        old = signal.getsignal(number)
-        if old not in (signal.SIG_IGN, None):
-            self._old[number] = old
-            signal.signal(number, handler)
-
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1
         if self._interrupts > 1:
             raise KeyboardInterrupt
         self.requested = self.requested or "interrupted"
-        _tell(WAIT)
+        # Straight to the descriptor: a buffered stream may be in the midst of a write when the signal comes.
+        with contextlib.suppress(OSError):  # nobody listens
+            os.write(2, WAIT)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.requested = "preempted"
-
-
-def _tell(text: bytes) -> None:
-    """Straight to the descriptor: a buffered stream may be in the midst of a write when the signal comes."""
-    with contextlib.suppress(OSError):  # nobody listens
-        os.write(2, text)

@@ -12,8 +12,7 @@ import pytest
 from narrowgauge import cli
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.cross_checks import BELONGS, TASKS
-from narrowgauge.train.config.settings import TABLE, OneOf, TrainConfig, by_key, key_of, resolved
+from narrowgauge.train.config.settings import TABLE, TASKS, OneOf, TrainConfig, by_key, key_of, resolved
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import ROOT
 
@@ -217,7 +216,7 @@ NEEDED = {"train_on": {"messages_column": "m"}}
 @pytest.mark.parametrize("each", [each for each in by_key().values() if each.metadata["group"] == "task"], ids=key_of)
 def test_every_flag_of_a_task_reaches_its_setting(loop, each):
     """Each with a task in which it means something."""
-    task = next((task for task in TASKS[1:] if task in BELONGS.get(each.name, TASKS)), "")
+    task = next((task for task in TASKS[1:] if task in each.metadata["tasks"]), "")
     text, value = ("48", 48) if each.name == "packing" else other_value(each)
     settings = {**TASK, "task": task, **NEEDED.get(each.name, {}), each.name: value}
     flags = [part for name, given in settings.items() if name != each.name for part in (train.flag(name), str(given))]

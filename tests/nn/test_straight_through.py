@@ -23,7 +23,7 @@ from narrowgauge.nn.straight_through import _drawn_rows
 from narrowgauge.ops.registry import Device
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
-from narrowgauge.train.hooks.tensor_stats import operand_statistics
+from narrowgauge.train.tensor_stats import operand_statistics
 from tests.compare import assert_same, sqnr_db
 
 FOUR_BIT = [recipe for recipe in recipes.ALL if recipe.backward == "straight-through"]

@@ -15,8 +15,8 @@ from narrowgauge.conversion.auto import Decision
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops import triton
 from narrowgauge.ops.registry import Device
-from narrowgauge.train import device as machine
 from narrowgauge.train import loop
+from narrowgauge.train import run_metadata as machine
 from narrowgauge.train.config.settings import replace
 from tests.train import tiny
 

@@ -174,31 +174,31 @@ def test_looking_changes_nothing(make, recipe, precision):
 
 @pytest.mark.parametrize("precision", ["amp-bf16", "bf16-o2"])
 def test_final_is_the_trained_model(make, monkeypatch, precision):
-    trainers = []
+    models = []
     real = loop.export
-    monkeypatch.setattr(loop, "export", lambda trainer, folder: (trainers.append(trainer), real(trainer, folder)))
+    monkeypatch.setattr(loop, "export", lambda model, *rest: (models.append(model), real(model, *rest)))
     config = make(recipe="fp8-delayed", precision=precision, steps=3)
     assert loop.run(config) == 0
-    [trainer] = trainers
+    [exported] = models
     final = Path(config.output, "final")
     saved = json.loads((final / "config.json").read_text("utf-8"))
     assert saved["use_cache"] is True and "narrowgauge" not in json.dumps(saved)
     assert sorted(path.name for path in final.parent.iterdir() if "final" in path.name) == ["final"]
     model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in exported.named_parameters():
         assert_same(dict(model.named_parameters())[name].data, parameter.data)
     for name, buffer in model.named_buffers():
-        assert_same(dict(trainer.model.named_buffers())[name], buffer)
+        assert_same(dict(exported.named_buffers())[name], buffer)
     tokenizer = AutoTokenizer.from_pretrained(final)
     ids = tokenizer("the narrow scale rounds", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(ids[0]) == "the narrow scale rounds"
     assert len(tokenizer) == 300
-    with torch.no_grad(), suspended(trainer.model.eval()):
-        trainer.model.set_attn_implementation(model.config._attn_implementation)
-        for kept in (layer for layer in trainer.model.modules() if isinstance(layer, QLinear)):
+    with torch.no_grad(), suspended(exported.eval()):
+        exported.set_attn_implementation(model.config._attn_implementation)
+        for kept in (layer for layer in exported.modules() if isinstance(layer, QLinear)):
             assert kept.is_suspended
-        assert_same(model.eval()(ids).logits, trainer.model(ids).logits)
+        assert_same(model.eval()(ids).logits, exported(ids).logits)
         assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from narrowgauge.conversion import convert
 from narrowgauge.data import IGNORED
 from narrowgauge.errors import DataError
 from narrowgauge.train import loop
-from narrowgauge.train.loss import Objective, learning_rate, loss_of_model, targets_of_step
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import NO_CACHE, Objective, learning_rate, targets_of_step
 from tests.compare import assert_same
 from tests.train import tiny
 
@@ -34,7 +34,7 @@ def batch_of(rows, uneven):
 
 def gradients(model, batches, chunked=True):
     model = copy.deepcopy(model)
-    objective = Objective.of(model, torch.float32, compiled=False) if chunked else partial(loss_of_model, model)
+    objective = Objective.of(model, torch.float32, compiled=False) if chunked else Objective(model, NO_CACHE)
     targets = targets_of_step(batches, 1)
     total = 0.0
     for batch in batches:
@@ -83,7 +83,7 @@ def test_in_chunks_as_with_the_whole_logits(model):
         assert float((found[name] - gradient).norm() / gradient.norm()) <= SAME, name
     with torch.no_grad():
         evaluated = Objective.of(model, torch.float32, compiled=False)(batch, CPU)
-        assert float(evaluated) == pytest.approx(float(loss_of_model(model, batch, CPU)), rel=SAME)
+        assert float(evaluated) == pytest.approx(float(Objective(model, NO_CACHE)(batch, CPU)), rel=SAME)
 
 
 def test_a_head_in_the_recipe_bf16_is_ordinary(model):
@@ -94,7 +94,7 @@ def test_a_head_in_the_recipe_bf16_is_ordinary(model):
     assert objective.head is model.lm_head
     batch = batch_of(4, uneven=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = objective(batch, CPU), loss_of_model(model, batch, CPU)
+        found, expected = objective(batch, CPU), Objective(model, NO_CACHE)(batch, CPU)
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=2**-12)
 
 
@@ -113,7 +113,7 @@ def test_other_heads_fall_back_and_say_why(model):
         assert objective.head is None and objective.forward is changed
         batch = batch_of(2, uneven=False)
         with torch.no_grad():
-            assert_same(objective(batch, CPU), loss_of_model(changed, batch, CPU))
+            assert_same(objective(batch, CPU), Objective(changed, NO_CACHE)(batch, CPU))
         return objective.description
 
     narrow = convert(copy.deepcopy(model), {"lm_head": "fp8-row"})
@@ -163,7 +163,8 @@ def test_whole_runs_agree_however_their_batches_are_cut(make):
 
 
 def rate(step, **changes):
-    return learning_rate(step, **{"steps": 100, "warmup_steps": 10, "peak": 1e-3, "lowest": 1e-4} | changes)
+    settings = {"steps": 100, "warmup_steps": 10, "learning_rate": 1e-3, "min_learning_rate": 1e-4} | changes
+    return learning_rate(TrainConfig(**settings), step)
 
 
 def test_corners_of_the_schedule():

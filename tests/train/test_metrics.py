@@ -211,7 +211,7 @@ def test_a_missing_or_damaged_run_json_is_an_error(tmp_path):
 
 
 def test_plain_lines_when_nobody_watches(capsys):
-    with console.console(total_steps=25, log_every=10) as show:
+    with console.Console(total_steps=25, log_every=10) as show:
         show.say("fp8-current on cpu")
         for step in range(1, 26):
             show.step(step, loss=8.0 / step, tokens_per_s=1234.5, peak_bytes=3 * 2**29)
@@ -226,8 +226,8 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    with console.console(total_steps=20, log_every=10, start_step=5) as show:
-        assert isinstance(show, console.Bar)
+    with console.Console(total_steps=20, log_every=10, start_step=5) as show:
+        assert show.bar is not None
         show.say("[not markup] /path")
         show.step(6, loss=float("nan"), tokens_per_s=10.0, peak_bytes=0)
     text = capsys.readouterr().err

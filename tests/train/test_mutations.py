@@ -21,7 +21,7 @@ from narrowgauge.diagnose.runs import decode, read_metrics, read_run
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import manifest, store
-from narrowgauge.train.checkpoint.best import Best
+from narrowgauge.train.checkpoint.store import Best
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder
@@ -77,7 +77,7 @@ def resumed(config, task, trainer: Trainer | None = None) -> Trainer:
     folder = RunFolder(Path(config.output))
     with MetricsLog(folder.metrics) as log:
         if trainer is None:
-            return Trainer.start(config, folder, task, log)
+            return Trainer(config, folder, task, log)
         trainer.folder, trainer.log, trainer.best = folder, log, Best(folder.best, task.best)
         trainer._resume()
         return trainer

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from narrowgauge import storage
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.train import loop
-from narrowgauge.train.checkpoint import store
+from narrowgauge.train.checkpoint import manifest, store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.metrics import MetricsLog
@@ -74,7 +74,7 @@ def test_at_every_moment_the_run_can_go_on_and_nothing_is_half_there(make, tmp_p
         shutil.rmtree(left, ignore_errors=True)
         left.mkdir()
         disk.restore(folder, left, names)
-        store.recover(left / "checkpoints")
+        storage.recover(left / "checkpoints", manifest.STEP.pattern)
         storage.recover(left, "final")
         found, skipped = store.newest_valid(left / "checkpoints")
         assert not skipped and (found.step if found else 0) >= told[0]
@@ -82,7 +82,7 @@ def test_at_every_moment_the_run_can_go_on_and_nothing_is_half_there(make, tmp_p
         if found is not None:
             assert logged >= set(range(1, found.step + 1))
             if best := found.facts["best"]:
-                store.verify(left / "best" / f"step-{best['step']:08}")
+                manifest.verify(left / "best" / f"step-{best['step']:08}")
         for name, read in (("config.toml", toml.load), ("run.json", read_run)):
             if (left / name).exists():
                 read(left / name)

@@ -21,7 +21,7 @@ import torch
 
 from narrowgauge.cli import main
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, StorageError
-from narrowgauge.train import loop
+from narrowgauge.train import loop, run_metadata
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from tests.processes import PYTHON, ROOT
@@ -171,13 +171,13 @@ def test_what_is_shown_before_the_first_step_draws_nothing_from_the_run(make, be
     """A library may draw when it is imported (rich does), which happens anew in the process that resumes."""
     reference, config = make("reference", steps=3), make("stopped", steps=3)
     assert loop.run(reference) == 0
-    announce = loop.Trainer.announce
+    announce = run_metadata.announce
 
     def drawing(trainer, *shown):
         announce(trainer, *shown)
         random.random(), np.random.rand(), torch.rand(1)
 
-    monkeypatch.setattr(loop.Trainer, "announce", drawing)
+    monkeypatch.setattr(run_metadata, "announce", drawing)
     before_step(2, stop(signal.SIGTERM))
     assert loop.run(config) == 75
     assert loop.run(replace(config, resume=True)) == 0

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from narrowgauge import storage
+from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import BusyError, ConfigError, StorageError
+from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
@@ -36,6 +38,11 @@ def start_holder(path: Path) -> subprocess.Popen:
     return process
 
 
+def claimed(path: Path, resume: bool) -> None:
+    with RunFolder.claim(path, resume=resume):
+        pass
+
+
 def train_something(folder: RunFolder) -> None:
     with MetricsLog(folder.metrics) as log:
         log.write("step", 1, loss=1.0)
@@ -46,8 +53,8 @@ def test_a_new_folder_is_made_with_its_parents(tmp_path):
     with RunFolder.claim(tmp_path / "runs" / "a b é", resume=False) as folder:
         folder.write_config(config)
         folder.write_run({"recipe": "bf16", "unigram_entropy": math.inf})
-        assert folder.read_config() == config
-        assert folder.read_run() == {"recipe": "bf16", "unigram_entropy": math.inf}
+        assert toml.load(folder.config) == config
+        assert read_run(folder.run) == {"recipe": "bf16", "unigram_entropy": math.inf}
         json.loads(folder.run.read_text(), parse_constant=pytest.fail)
     assert sorted(os.listdir(folder.path)) == ["config.toml", "lock", "run.json"]
 
@@ -58,12 +65,12 @@ def test_a_second_process_is_refused_and_a_killed_one_frees_the_folder(tmp_path)
         with pytest.raises(
             BusyError, match=rf"process {holder.pid} on {os.uname().nodename} is training there"
         ) as caught:
-            RunFolder.claim(tmp_path, resume=True)
+            claimed(tmp_path, resume=True)
         assert caught.value.exit_code == 7 and str(tmp_path) in str(caught.value)
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
-    RunFolder.claim(tmp_path, resume=True).close()
+    claimed(tmp_path, resume=True)
 
 
 def test_the_lock_is_given_back_on_the_way_out_and_after_a_refusal(tmp_path):
@@ -71,14 +78,14 @@ def test_the_lock_is_given_back_on_the_way_out_and_after_a_refusal(tmp_path):
         train_something(folder)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"holds a run already\. Continue it with --resume, or choose another"):
-            RunFolder.claim(tmp_path, resume=False)
+            claimed(tmp_path, resume=False)
     with RunFolder.claim(tmp_path, resume=True):
         pass
 
 
 def test_the_same_process_cannot_claim_twice(tmp_path):
     with RunFolder.claim(tmp_path, resume=True), pytest.raises(BusyError, match=f"process {os.getpid()} on"):
-        RunFolder.claim(tmp_path, resume=True)
+        claimed(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints/step-00000001", "final"])
@@ -90,7 +97,7 @@ def test_what_was_trained_counts_as_a_run(tmp_path, trace):
     else:
         path.mkdir()
     with pytest.raises(ConfigError, match="holds a run already"):
-        RunFolder.claim(tmp_path, resume=False)
+        claimed(tmp_path, resume=False)
 
 
 def test_a_start_that_failed_before_training_is_no_run(tmp_path):
@@ -105,14 +112,14 @@ def test_a_start_that_failed_before_training_is_no_run(tmp_path):
 def test_leftovers_of_a_crash_are_cleared_and_others_kept(tmp_path):
     for name in (".tmp-step-00000001-7", "mine"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    RunFolder.claim(tmp_path, resume=False).close()
+    claimed(tmp_path, resume=False)
     assert os.listdir(tmp_path / "checkpoints") == ["mine"]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot use the run folder") as caught:
-        RunFolder.claim(tmp_path / "file" / "run", resume=False)
+        claimed(tmp_path / "file" / "run", resume=False)
     assert caught.value.exit_code == 8
 
     def full(path: Path, data: bytes) -> None:
@@ -120,15 +127,15 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, mo
 
     monkeypatch.setattr(storage, "write_synced", full)
     with pytest.raises(StorageError, match=r"cannot write to .*: No space left on device"):
-        RunFolder.claim(tmp_path / "full", resume=False)
+        claimed(tmp_path / "full", resume=False)
     monkeypatch.undo()
-    RunFolder.claim(tmp_path / "full", resume=False).close()  # the lock was given back
+    claimed(tmp_path / "full", resume=False)  # the lock was given back
 
 
 def test_a_read_only_folder_is_refused(tmp_path):
     tmp_path.chmod(0o555)
     with as_nobody(), pytest.raises(StorageError, match="Permission denied"):
-        RunFolder.claim(tmp_path / "run", resume=False)
+        claimed(tmp_path / "run", resume=False)
     tmp_path.chmod(0o755)
     assert os.listdir(tmp_path) == []
 

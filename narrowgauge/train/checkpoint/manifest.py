@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import storage
 from narrowgauge.errors import CheckpointError
 
 FORMAT = 1
@@ -41,7 +42,8 @@ class Manifest:
 
     def signed(self) -> bytes:
         body = {"kind": KIND, "format": FORMAT, **asdict(self)}
-        return _canonical({**body, "sha256": hashlib.sha256(_canonical(body)).hexdigest()})
+        digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
+        return json.dumps({**body, "sha256": digest}, indent=1).encode()
 
     def refuse(self) -> str:
         """What does not make sense in it, or ''."""
@@ -59,10 +61,6 @@ class Manifest:
         return ""
 
 
-def _canonical(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, indent=1).encode()
-
-
 def listed(data: bytes) -> dict[str, Any]:
     """A file's entry in the manifest."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -72,16 +70,8 @@ def read(folder: Path) -> Manifest:
     """The manifest of an existing checkpoint folder that holds the files it lists, and no others."""
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError(f"{folder}: is not a folder. Remove it, or restore the checkpoint.")
-    manifest = _parse(folder, _read_plain(folder / NAME))
-    foreign = set(os.listdir(folder)) ^ {*manifest.files, NAME}
-    if foreign:
-        raise CheckpointError(
-            f"{folder}: has missing or foreign files: {', '.join(sorted(foreign))}. Restore the checkpoint."
-        )
-    return manifest
-
-
-def _parse(folder: Path, data: bytes) -> Manifest:
+    data = _read_plain(folder / NAME)
+    reason = "was changed or cut"
     try:
         body = json.loads(data)
         if body["kind"] == KIND and isinstance(body["format"], int) and body["format"] > FORMAT:
@@ -90,13 +80,17 @@ def _parse(folder: Path, data: bytes) -> Manifest:
                 "Upgrade narrowgauge."
             )
         manifest = Manifest(body["step"], body["groups"], body["ties"], body["files"])
-        reason = "was changed or cut" if manifest.signed() != data else manifest.refuse()
+        if manifest.signed() == data:
+            reason = manifest.refuse()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        reason = "was changed or cut"
+        pass
     if not reason and STEP.fullmatch(folder.name) and folder.name != f"step-{manifest.step:08d}":
         reason = f"is that of step {manifest.step}"
     if reason:
         raise CheckpointError(f"{folder}: its manifest {reason}. Restore the checkpoint.")
+    if foreign := set(os.listdir(folder)) ^ {*manifest.files, NAME}:
+        names = ", ".join(sorted(foreign))
+        raise CheckpointError(f"{folder}: has missing or foreign files: {names}. Restore the checkpoint.")
     return manifest
 
 
@@ -122,3 +116,47 @@ def _read_plain(path: Path) -> bytes:
             return file.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}. Restore the checkpoint.") from error
+
+
+def verify(path: Path) -> None:
+    """CheckpointError unless every byte at `path` is the one that was written. Costs one read of it."""
+    manifest = read(path)
+    for name in manifest.files:
+        read_file(path, name, manifest)
+
+
+# The checkpoints of a folder
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The folders named as checkpoints, the largest step first."""
+    try:
+        return sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), reverse=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+
+
+def prune(folder: Path, keep: int | Path) -> list[Path]:
+    """Removes all checkpoints but the `keep` newest, by step, or but the one at the path `keep`; returns what was removed.
+
+    Counts and removes only folders whose manifest is ours and whose files have their sizes: a damaged checkpoint never
+    displaces a whole one, and a folder of somebody else's is never touched.
+    """
+    if isinstance(keep, int) and keep < 1:
+        raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
+    whole = filter(_looks_whole, newest_first(folder))
+    doomed = list(whole)[keep:] if isinstance(keep, int) else [path for path in whole if path != keep]
+    with storage.refusals("remove old checkpoints from", folder):
+        for path in doomed:
+            storage.discard(path)
+    return doomed
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        files = read(path).files
+        return all((path / name).lstat().st_size == entry["bytes"] for name, entry in files.items())
+    except (CheckpointError, OSError):
+        return False

@@ -9,8 +9,7 @@
 The position in the data is the step number (see `data.batches`).
 """
 
-from __future__ import annotations
-
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping
@@ -21,16 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.diagnose import forms
+from narrowgauge.diagnose.forms import Form, number, one_of, record, shown, text
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.train.checkpoint.state_checks import (
-    impossible_generators,
-    impossible_optimizer,
-    impossible_scaler,
-    impossible_tensors,
-)
+from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 
-Tensors = dict[str, dict[str, Tensor]]
 Generators = tuple[dict[str, Tensor], Any]
 SCALING = re.compile(r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$")  # names that recipes add
 
@@ -57,17 +52,16 @@ def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, res
     saved = tensors.get("weights", {}) | tensors.get("scaling", {})
     _refuse_other_model(model.state_dict(), saved, where)
     with unusable(where):
-        moments, rng = (unflatten_all(rest[name], tensors[name]) for name in ("optimizer", "rng"))
+        moments, rng = (unflatten(rest[name], tensors[name]) for name in ("optimizer", "rng"))
         problems = [
-            *impossible_tensors(tensors.get("scaling", {})),
-            *impossible_tensors(tensors["optimizer"]),
-            *impossible_optimizer(optimizer.state_dict(), moments),
-            *(impossible_scaler(scaler.state_dict(), rest["scaler"]) if scaler else ()),
-            *impossible_generators(rng),
+            *_impossible_tensors(tensors.get("scaling", {})),
+            *_impossible_tensors(tensors["optimizer"]),
+            *_impossible_optimizer(optimizer, moments),
+            *(_impossible_scaler(scaler.state_dict(), rest["scaler"]) if scaler else ()),
+            *_impossible_generators(rng),
         ]
         if problems:
             raise ValueError(_few(problems))
-        _refuse_other_shapes(optimizer, moments)
         model.load_state_dict(saved)
         optimizer.load_state_dict(moments)
         if scaler:
@@ -92,43 +86,46 @@ def unusable(where: str) -> Iterator[None]:
 
 def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A state dict as (what an unconverted model has, what its recipes have added)."""
-    plain = {name: tensor for name, tensor in state.items() if not SCALING.search(name)}
-    return plain, {name: tensor for name, tensor in state.items() if SCALING.search(name)}
+    scaling = {name: tensor for name, tensor in state.items() if SCALING.search(name)}
+    return {name: tensor for name, tensor in state.items() if name not in scaling}, scaling
 
 
-def flatten(tree: Any, path: str = "") -> tuple[dict[str, Tensor], Any]:
+def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Nested dicts, lists and tuples -> (tensors by path, the same tree as JSON with their paths in place of them)."""
-    if isinstance(tree, Tensor):
-        return {path: tree}, {"tensor": path}
-    if isinstance(tree, dict):
-        pairs = [(key, flatten(value, f"{path}.{key}".lstrip("."))) for key, value in tree.items()]
-        tensors = {name: tensor for _, (found, _) in pairs for name, tensor in found.items()}
-        return tensors, {"items": [[key, rest] for key, (_, rest) in pairs]}
-    if isinstance(tree, (list, tuple)):
-        parts = [flatten(value, f"{path}.{index}".lstrip(".")) for index, value in enumerate(tree)]
-        tensors = {name: tensor for found, _ in parts for name, tensor in found.items()}
-        return tensors, {"tuple" if isinstance(tree, tuple) else "list": [rest for _, rest in parts]}
-    return {}, {"value": tree}
+    tensors: dict[str, Tensor] = {}
+
+    def walk(tree: Any, path: str) -> Any:
+        if isinstance(tree, Tensor):
+            tensors[path] = tree
+            return {"tensor": path}
+        if isinstance(tree, dict):
+            return {"items": [[key, walk(value, f"{path}.{key}".lstrip("."))] for key, value in tree.items()]}
+        if isinstance(tree, list | tuple):
+            parts = [walk(value, f"{path}.{index}".lstrip(".")) for index, value in enumerate(tree)]
+            return {"tuple" if isinstance(tree, tuple) else "list": parts}
+        return {"value": tree}
+
+    rest = walk(tree, "")
+    return tensors, rest
 
 
 def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `flatten`."""
-    [(kind, content)] = rest.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "items":
-        return {key: unflatten(value, tensors) for key, value in content}
-    if kind in ("tuple", "list"):
-        parts = [unflatten(value, tensors) for value in content]
-        return tuple(parts) if kind == "tuple" else parts
-    if kind != "value":
-        raise ValueError(f"{kind!r} is not one of 'tensor', 'items', 'tuple', 'list' and 'value'")
-    return content
+    """The inverse of `flatten`; ValueError unless every tensor is where `flatten` took it from."""
 
+    def walk(rest: Any) -> Any:
+        [(kind, content)] = rest.items()
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "items":
+            return {key: walk(value) for key, value in content}
+        if kind in ("tuple", "list"):
+            parts = map(walk, content)
+            return tuple(parts) if kind == "tuple" else list(parts)
+        if kind != "value":
+            raise ValueError(f"{kind!r} is not one of 'tensor', 'items', 'tuple', 'list' and 'value'")
+        return content
 
-def unflatten_all(rest: Any, tensors: dict[str, Tensor]) -> Any:
-    """As `unflatten`; ValueError unless every tensor is where `flatten` took it from."""
-    tree = unflatten(rest, tensors)
+    tree = walk(rest)
     found, _ = flatten(tree)
     astray = [name for name in tensors.keys() | found.keys() if found.get(name) is not tensors.get(name)]
     if astray:
@@ -137,12 +134,11 @@ def unflatten_all(rest: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
-    differences = [f"{name} is missing" for name in own if name not in saved]
-    differences += [f"{name} is not part of this model" for name in saved if name not in own]
+    here, there = ({name: shown(tensor) for name, tensor in state.items()} for state in (own, saved))
+    differences = [f"{name} is missing" for name in here if name not in there]
+    differences += [f"{name} is not part of this model" for name in there if name not in here]
     differences += [
-        f"{name} is {_form(saved[name])}, here {_form(own[name])}"
-        for name in own
-        if name in saved and _form(saved[name]) != _form(own[name])
+        f"{name} is {there[name]}, here {form}" for name, form in here.items() if there.get(name, form) != form
     ]
     if differences:
         raise CheckpointError(
@@ -150,25 +146,8 @@ def _refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where:
         )
 
 
-def _refuse_other_shapes(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """torch's optimizers take up moments of any shape; narrowgauge's own look for themselves."""
-    if isinstance(optimizer, NarrowOptimizer):
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for place, state in saved["state"].items():
-        for name, value in state.items():
-            if value.ndim and value.shape != parameters[place].shape:
-                raise ValueError(
-                    f"{name} of parameter {place} is {list(value.shape)}, here {list(parameters[place].shape)}"
-                )
-
-
 def _few(clauses: list[str]) -> str:
     return "; ".join(clauses[:3]) + (f"; and {len(clauses) - 3} more" if len(clauses) > 3 else "")
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def generators() -> Generators:
@@ -194,3 +173,114 @@ def set_generators(saved: Generators) -> None:
     name, *numpy_rest = tree["numpy"]
     np.random.set_state((name, tree["numpy_key"].numpy().astype(np.uint32), *numpy_rest))
     random.setstate(tree["python"])
+
+
+# What no run writes: found before anything is changed. Each function yields a clause per problem. Codes (integers) may hold anything.
+
+COUNT = number(0, whole=True)
+ANY_TABLE = forms.table(forms.anything)
+TEXTS = forms.table(text)
+NOTHING = one_of(None)
+STATE = record({"optimizer": ANY_TABLE, "rng": ANY_TABLE, "scaler": forms.either(ANY_TABLE, NOTHING)})
+BEST = record({"step": number(1, 10**8 - 1, whole=True), "value": number()}, {"loss": forms.either(number(), NOTHING)})
+FACTS = record(
+    {"state": STATE, "trained_s": number(0), "skipped_steps": COUNT, "tokenizer": text, "content_hash": text},
+    {
+        **dict.fromkeys(("recipe", "precision", "optimizer", "states", "master"), text),
+        "recipes": TEXTS, "auto": TEXTS, "switched": forms.listed(text), "position": ANY_TABLE, "best": forms.either(BEST, NOTHING),
+    },
+)  # fmt: skip
+
+# What may differ between the optimizer of a run and that of its continuation: where it runs, and what each step sets.
+FREE = frozenset({"lr", "capturable", "fused", "foreach", "why", "form"})  # of `form` the optimizer itself decides
+NOT_NEGATIVE = re.compile(r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$")
+NOT_FINITE = re.compile(r"(^|\.)sampling\.variance$")  # infinite in earlier versions, NaN after a poisoned gradient
+LEARNED = re.compile(r"(^|\.)steps\.[xw]$")
+LARGEST_LEARNED = 100 * math.log(2) / 64 + 1e-6  # log of 2^100 / RATE, see narrowgauge/nn/learned_step.py
+WORDS = 624  # of a Mersenne twister
+
+
+def _impossible_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Of the group scaling or optimizer: amax windows, moments, scales and counters are finite and not negative, learned steps bounded."""
+    for name, tensor in tensors.items():
+        if (count := nonfinite(tensor)) and not NOT_FINITE.search(name):
+            yield f"{name} holds {count} values that are not finite, of {tensor.numel()}"
+        elif tensor.numel() and NOT_NEGATIVE.search(name) and (least := float(tensor.to(torch.float64).min())) < 0:
+            yield f"{name} holds {least:g}, and is never negative"
+        elif tensor.numel() and LEARNED.search(name) and (most := float(tensor.abs().max())) > LARGEST_LEARNED:
+            yield f"{name} holds {most:g}, and is never above {LARGEST_LEARNED:.4f}"
+
+
+def _impossible_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[str]:
+    """optimizer: what is to take up `saved`."""
+    own = optimizer.state_dict()
+    if words := forms.refuse(saved, record({"param_groups": forms.listed(ANY_TABLE), "state": forms.table(ANY_TABLE)})):
+        yield f"the optimizer's {words}"
+        return
+    if len(saved["param_groups"]) != len(own["param_groups"]):
+        yield f"the optimizer had {len(saved['param_groups'])} groups of parameters, here {len(own['param_groups'])}"
+        return
+    for place, (ours, theirs) in enumerate(zip(own["param_groups"], saved["param_groups"], strict=True)):
+        if "params" not in theirs:
+            yield f"group {place} of the optimizer has no 'params'"
+        for key in sorted((ours.keys() & theirs.keys()) - FREE):
+            if type(ours[key]) is not type(theirs[key]) or ours[key] != theirs[key]:
+                yield f"{key} of group {place} of the optimizer is {shown(theirs[key])}, here {shown(ours[key])}"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, state in saved["state"].items():
+        if isinstance(place, bool) or place not in range(len(parameters)):
+            yield f"the optimizer has a state of parameter {shown(place)}, and {len(parameters)} parameters"
+        elif not isinstance(optimizer, NarrowOptimizer):  # torch's take up any shape; narrowgauge's look for themselves
+            for name, value in state.items():
+                shape, here = list(value.shape), list(parameters[place].shape)
+                if value.ndim and shape != here:
+                    yield f"{name} of parameter {place} is {shape}, here {here}"
+
+
+def _impossible_scaler(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+    """own: state_dict() of the torch.amp.GradScaler that is to take up `saved`."""
+    options: dict[str, Form] = {key: one_of(value) for key, value in own.items()}
+    numbers = {"scale": number(2.0**-149, 2.0**127), "_growth_tracker": COUNT}
+    if words := forms.refuse(saved, record(options | numbers)):
+        yield f"the loss scaler's {words}"
+
+
+def _impossible_generators(tree: Any) -> Iterator[str]:
+    """Of what `generators` flattened: values of another length or range are taken up without a word, or crash."""
+    word, place = number(0, 2**32 - 1, whole=True), number(0, WORDS, whole=True)
+    form = record({
+        "torch": _bytes, "cuda": forms.listed(_bytes), "numpy_key": _key,
+        "numpy": _items(one_of("MT19937"), place, one_of(0, 1), number()),
+        "python": _items(one_of(3), _items(*[word] * WORDS, place), forms.either(number(), NOTHING)),
+    })  # fmt: skip
+    if found := forms.refuse(tree, form):
+        yield f"the generators' {found}"
+        return
+    for name, key in (("numpy", tree["numpy_key"].tolist()), ("Python", tree["python"][1][:-1])):
+        if not any(key):
+            yield f"the key of {name}'s generator is all zeros, which gives zeros for ever"
+
+
+def _bytes(value: Any) -> str:
+    size = torch.get_rng_state().numel()
+    is_right = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 1 and len(value) in (16, size)
+    return "" if is_right else f" = {shown(value)} is not the state of a generator, uint8 [{size}], or [16] on CUDA"
+
+
+def _key(value: Any) -> str:
+    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != (WORDS,):
+        return f" = {shown(value)} is not int64 [{WORDS}]"
+    low, high = int(value.min()), int(value.max())
+    return "" if low >= 0 and high < 2**32 else f" has words from {low} to {high}, which are not of 32 bits"
+
+
+def _items(*items: Form) -> Form:
+    """A list or tuple of that many items."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, list | tuple) or len(value) != len(items):
+            return f" = {shown(value)} is not a list of {len(items)}"
+        found = (f"[{place}]{words}" for place, item in enumerate(items) if (words := item(value[place])))
+        return next(found, "")
+
+    return check

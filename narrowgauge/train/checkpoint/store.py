@@ -17,6 +17,7 @@ stored apart. Left out: several writers of one folder (the run folder's lock see
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -30,20 +31,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from narrowgauge import storage
-from narrowgauge.errors import CheckpointError, NumericsError
-from narrowgauge.train.checkpoint.manifest import (
-    FACTS,
-    GROUP,
-    NAME,
-    STEP,
-    Manifest,
-    NewerFormatError,
-    listed,
-    read,
-    read_file,
-)
+from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
+from narrowgauge.train.checkpoint import manifest
+from narrowgauge.train.checkpoint.manifest import FACTS, NAME, Manifest
 
 SHARD_BYTES = 2**29
+LOWER_IS_BETTER = frozenset({"loss"})
 # What safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
 DTYPES = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
@@ -76,55 +69,47 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     """
     if not 0 <= step < 10**8:
         raise CheckpointError(f"save: step {step} is not from 0 to 99999999. Count optimizer steps.")
-    ties = _check(tensors)
+    _refuse_unstorable(tensors)
+    ties = {group: _ties(members) for group, members in tensors.items()}
     facts_json = _facts_json(facts)
+    final = folder / f"step-{step:08d}"
     with storage.refusals("save a checkpoint in", folder):
         storage.make_folder(folder)
-        total_bytes = sum(
-            tensor.nbytes for group, each in tensors.items() for name, tensor in each.items() if name not in ties[group]
-        )
+        untied = (each for group in tensors for name, each in tensors[group].items() if name not in ties[group])
+        total_bytes = sum(tensor.nbytes for tensor in untied)
         storage.require_space(folder, 1.2 * (total_bytes + len(facts_json)), f"checkpoint {step}")
-        draft, final = folder / f".tmp-step-{step:08d}-{os.getpid()}", folder / f"step-{step:08d}"
-        storage.remove(draft)
-        try:
+        with storage.new_folder(final, folder / f".tmp-{final.name}-{os.getpid()}") as draft:
             draft.mkdir()
             _write(draft, step, tensors, ties, facts_json)
-            storage.replace_folder(draft, final)
-        except BaseException:
-            storage.remove(draft)
-            raise
     return final
 
 
-def _check(tensors: Tensors) -> dict[str, dict[str, str]]:
-    """Refuses what could not be stored as it is; returns the names of tied tensors, group -> name -> first name."""
-    ties: dict[str, dict[str, str]] = {}
+def _refuse_unstorable(tensors: Tensors) -> None:
+    """Refuses what could not be stored as it is."""
     for group, members in tensors.items():
-        if not GROUP.fullmatch(group):
+        if not manifest.GROUP.fullmatch(group):
             raise CheckpointError(
                 f"save: group {group!r} is not a lower-case word. Name it as 'weights' or 'optimizer'."
             )
         for name, tensor in members.items():
-            _check_storable(f"{group}: {name}", name, tensor)
+            reason = ""
+            if type(tensor) not in (Tensor, torch.nn.Parameter):
+                reason = f"is a {type(tensor).__name__}, not a plain tensor"
+            elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+                reason = (
+                    f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
+                )
+            elif not isinstance(name, str) or name == "__metadata__" or re.search("[\ud800-\udfff]", name):
+                reason = "is a name that safetensors reserves or cannot hold"
+            if reason:
+                raise CheckpointError(
+                    f"save: {f'{group}: {name}'!r} {reason}. Store plain dense tensors, as `uint8` codes if need be."
+                )
             if group == "weights" and (count := nonfinite(tensor)):
                 raise NumericsError(
                     f"refuse to save: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
                     "Resume from the last checkpoint with a lower learning rate or a wider recipe."
                 )
-        ties[group] = _ties(members)
-    return ties
-
-
-def _check_storable(place: str, name: str, tensor: Tensor) -> None:
-    reason = ""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        reason = f"is a {type(tensor).__name__}, not a plain tensor"
-    elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
-        reason = f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
-    elif not isinstance(name, str) or name == "__metadata__" or re.search("[\ud800-\udfff]", name):
-        reason = "is a name that safetensors reserves or cannot hold"
-    if reason:
-        raise CheckpointError(f"save: {place!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
 
 
 def nonfinite(tensor: Tensor) -> int:
@@ -151,26 +136,24 @@ def _ties(members: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _facts_json(facts: dict[str, Any]) -> bytes:
     try:
-        text = json.dumps(facts, allow_nan=False)
-        same = json.loads(text) == facts
-        data = text.encode()
+        data = json.dumps(facts, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables."
         ) from None
-    if not same:
+    if json.loads(data) != facts:
         raise CheckpointError("save: the facts would come back changed. Use lists for tuples and text for keys.")
     return data
 
 
 def _write(folder: Path, step: int, tensors: Tensors, ties: dict[str, dict[str, str]], facts_json: bytes) -> None:
     storage.write_synced(folder / FACTS, facts_json)
-    files = {FACTS: listed(facts_json)}
+    files = {FACTS: manifest.listed(facts_json)}
     for group, members in tensors.items():
         for index, shard in enumerate(_shards(members, ties[group])):
             name, data = f"{group}-{index}.safetensors", safetensors.torch.save(shard)
             storage.write_synced(folder / name, data)
-            files[name] = listed(data)
+            files[name] = manifest.listed(data)
     storage.write_synced(folder / NAME, Manifest(step, list(tensors), ties, files).signed())
     storage.flush(folder)
 
@@ -206,18 +189,20 @@ def _own(tensor: Tensor, taken: set[int]) -> Tensor:
 
 def load(path: Path) -> Checkpoint:
     """The checkpoint at `path`. CheckpointError says what is wrong with it, if anything is."""
-    manifest = read(path)
-    tensors: Tensors = {group: {} for group in manifest.groups}
+    listing = manifest.read(path)
+    tensors: Tensors = {group: {} for group in listing.groups}
     place = FACTS
     try:
-        facts = json.loads(read_file(path, FACTS, manifest), parse_constant=_refuse_constant)
+        facts = json.loads(manifest.read_file(path, FACTS, listing), parse_constant=_refuse_constant)
         if not isinstance(facts, dict):
             raise TypeError(f"it holds a {type(facts).__name__}, not a table")
-        for place in manifest.files:
+        for place in listing.files:
             if place != FACTS:
-                tensors[place.rpartition("-")[0]].update(safetensors.torch.load(read_file(path, place, manifest)))
+                tensors[place.rpartition("-")[0]].update(
+                    safetensors.torch.load(manifest.read_file(path, place, listing))
+                )
         place = NAME
-        for group, ties in manifest.ties.items():
+        for group, ties in listing.ties.items():
             tensors[group].update({name: tensors[group][first] for name, first in ties.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
@@ -229,18 +214,11 @@ def load(path: Path) -> Checkpoint:
                 f"{path}: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
                 "Restore the checkpoint, or remove it to go on from an older one."
             )
-    return Checkpoint(manifest.step, tensors, facts, path)
+    return Checkpoint(listing.step, tensors, facts, path)
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def verify(path: Path) -> None:
-    """CheckpointError unless every byte at `path` is the one that was written. Costs one read of it."""
-    manifest = read(path)
-    for name in manifest.files:
-        read_file(path, name, manifest)
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
@@ -250,10 +228,10 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]
     loss that nobody asked for. One that a newer narrowgauge wrote is an error too, not passed over.
     """
     skipped: list[tuple[Path, str]] = []
-    for path in sorted(_step_paths(folder), reverse=True):
+    for path in manifest.newest_first(folder):
         try:
             return load(path), skipped
-        except NewerFormatError:
+        except manifest.NewerFormatError:
             raise
         except CheckpointError as error:
             skipped.append((path, str(error)))
@@ -265,49 +243,65 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]
     return None, []
 
 
-def _step_paths(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+# The best weights
 
 
-# Keeping house
+class Best:
+    """The best weights of a run by one metric, '' for none, in a folder of their own that the rotation of checkpoints does not touch.
 
+        RUN/best/step-00000120/      the group `weights` of a checkpoint, alone
 
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest checkpoints, by step, and returns what was removed.
-
-    Counts and removes only folders whose manifest is ours and whose files have their sizes: a damaged checkpoint never
-    displaces a whole one, and a folder of somebody else's is never touched.
+    The checkpoints of the run record which step is best, 0 before the first. Older best weights are removed only after the next
+    checkpoint is saved: a run that is killed in between resumes from the older checkpoint, which still needs them.
     """
-    if keep < 1:
-        raise CheckpointError(f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.")
-    return _discard(folder, sorted(filter(_looks_whole, _step_paths(folder)), reverse=True)[keep:])
 
+    def __init__(self, folder: Path, metric: str) -> None:
+        self.folder, self.metric = folder, metric
+        self.step, self.value, self.loss = 0, math.nan, math.nan
 
-def remove(folder: Path, keep: Path) -> list[Path]:
-    """Removes all checkpoints in `folder` but `keep`, and returns them. Keeps damaged and foreign folders, as `prune` does."""
-    return _discard(folder, [path for path in _step_paths(folder) if path != keep and _looks_whole(path)])
+    def take(self, step: int, found: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
+        """Saves the weights if this evaluation is the best so far. Ties go to the lower loss, then to the earlier step."""
+        if not self.metric:
+            return False
+        if self.metric not in found:
+            raise ConfigError(
+                f"best = {self.metric!r}: this evaluation measures {', '.join(map(repr, found))}. Choose one of them, or 'none'."
+            )
+        value = float(found[self.metric])
+        sign = -1 if self.metric in LOWER_IS_BETTER else 1
+        loss = float(found.get("loss", math.nan))
+        is_better = sign * value > sign * self.value or (value == self.value and loss < self.loss)
+        if not math.isfinite(value) or (self.step and not is_better):
+            return False
+        save(self.folder, step, {"weights": dict(weights)}, {"metric": self.metric, "value": value})
+        self.step, self.value, self.loss = step, value, loss
+        return True
 
+    def facts(self) -> dict[str, Any] | None:
+        """For a checkpoint, as JSON: a loss that is not finite is None. None before the first evaluation."""
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {"step": self.step, "value": self.value, "loss": loss} if self.step else None
 
-def _discard(folder: Path, paths: list[Path]) -> list[Path]:
-    with storage.refusals("remove old checkpoints from", folder):
-        for path in paths:
-            storage.discard(path)
-    return paths
+    def restore(self, facts: Mapping[str, Any] | None) -> str:
+        """Restores the best step from a checkpoint's facts. Returns why its weights are lost, or ''."""
+        if not facts or not self.metric:
+            return ""
+        step, loss = facts["step"], facts.get("loss")
+        try:
+            manifest.verify(self.path(step))
+        except CheckpointError as error:
+            return f"the best weights, of step {step}, are lost: {error} The best of the steps to come is kept."
+        self.step, self.value, self.loss = step, facts["value"], math.nan if loss is None else loss
+        return ""
 
+    def clear(self) -> None:
+        """Removes all but the best."""
+        if self.step:
+            manifest.prune(self.folder, keep=self.path(self.step))
 
-def _looks_whole(path: Path) -> bool:
-    try:
-        files = read(path).files
-        return all((path / name).lstat().st_size == entry["bytes"] for name, entry in files.items())
-    except (CheckpointError, OSError):
-        return False
+    def weights(self) -> dict[str, Tensor] | None:
+        """The best ones, from the disk; None if there are none."""
+        return load(self.path(self.step)).tensors.get("weights", {}) if self.step else None
 
-
-def recover(folder: Path) -> list[Path]:
-    """Clears what a crash left in `folder`, and returns it. Call it while holding the run folder's lock."""
-    return storage.recover(folder, STEP.pattern)
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08}"

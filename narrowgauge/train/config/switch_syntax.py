@@ -18,18 +18,12 @@ from fractions import Fraction
 from narrowgauge.errors import ConfigError
 
 ENTRY = re.compile(r"(?:(?P<layers>[^=@]+)=)?(?P<recipe>[^=@:%]+)@(?P<start>[^=@:]+)(?::(?P<products>[^=@:]+))?")
-PRODUCTS: dict[str, tuple[str, ...]] = {
-    "forward": ("output",),
-    "backward": ("grad_input", "grad_weight"),
-    "output": ("output",),
-    "grad_input": ("grad_input",),
-    "grad_weight": ("grad_weight",),
-}
 ALL = ("output", "grad_input", "grad_weight")
+PRODUCTS = {"forward": ALL[:1], "backward": ALL[1:], **{product: (product,) for product in ALL}}
 FORM = "the form is [LAYERS=]RECIPE@START[:PRODUCTS], such as fp8-current@80% or layers.0.*=bf16@240:forward"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Switch:
     """One entry.
 
@@ -65,22 +59,15 @@ def _entry(text: str) -> Switch:
         raise ConfigError(
             f"{text!r} names products {products!r}: choose from {', '.join(PRODUCTS)}, or leave them out for all"
         )
-    chosen = PRODUCTS[products] if products else ALL
-    return Switch(text=text, layers=layers or "*", recipe=recipe, after=_start(start, text), products=chosen)
-
-
-def _start(start: str, text: str) -> Fraction:
     percent = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)\s*%", start)
-    if percent:
-        share = Fraction(percent[1]) / 100
-        if not 0 < share < 1:
-            raise ConfigError(f"{text!r} starts at {start}: give a share above 0% and below 100%")
-        return share
-    if not re.fullmatch(r"[1-9]\d{0,9}", start):
+    if not percent and not re.fullmatch(r"[1-9]\d{0,9}", start):
         raise ConfigError(
             f"{text!r} starts at {start!r}: give a share of the run (80%), or a number of steps of at least 1 (240)"
         )
-    return Fraction(start)
+    after = Fraction(percent[1]) / 100 if percent else Fraction(start)
+    if percent and not 0 < after < 1:
+        raise ConfigError(f"{text!r} starts at {start}: give a share above 0% and below 100%")
+    return Switch(text, layers or "*", recipe, after, PRODUCTS[products] if products else ALL)
 
 
 def problems(text: str, steps: int) -> Iterator[str]:

@@ -8,48 +8,40 @@ A file holds the keys of `TrainConfig` at its top level, and one table, `[recipe
     [recipes]
     "lm_head" = "bf16"
 
-`tomllib` gives the line of a syntax error only, so `_lines` finds the lines of the keys.
+`tomllib` gives the line of a syntax error only, so `_place` finds the lines of the keys.
 """
 
 import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config.field_checks import TABLE, Problem, key_of
-from narrowgauge.train.config.settings import InvalidSettings, TrainConfig, by_key
+from narrowgauge.train.config.settings import TABLE, InvalidSettings, Problem, TrainConfig, by_key, key_of
 
 MAX_BYTES = 2**16
+MULTILINE = re.compile(r"(?s)(\"{3}|'{3}).*?\1")
+Given = Mapping[str, tuple[Any, str]]  # key -> its value, unchecked, and where it stands, as 'tiny.toml:3' or '--steps'
 
 
-@dataclass(frozen=True)
-class SettingsLayer:
-    """Unchecked values by key, and the origin of each, such as 'tiny.toml:3' or '--steps'."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-
-def build(*layers: SettingsLayer) -> TrainConfig:
+def build(*layers: Given) -> TrainConfig:
     """The configuration of several layers of settings; later layers override earlier ones, key by key."""
-    values = {key: value for layer in layers for key, value in layer.values.items()}
-    origins = {key: layer.origins.get(key, "") for layer in layers for key in layer.values}
-    names = {key: each.name for key, each in by_key().items()}
+    given = {key: entry for layer in layers for key, entry in layer.items()}
+    known = by_key()
     try:
-        return TrainConfig(**{names[key]: value for key, value in values.items()})
+        return TrainConfig(**{known[key].name: value for key, (value, _) in given.items()})
     except InvalidSettings as error:
-        raise InvalidSettings(error.problems, origins) from None
+        raise InvalidSettings(error.problems, {key: origin for key, (_, origin) in given.items()}) from None
 
 
 def load(path: Path) -> TrainConfig:
     return build(read(path))
 
 
-def read(path: Path) -> SettingsLayer:
+def read(path: Path) -> Given:
     """The settings of a file. ConfigError if it cannot be read, is no TOML, or has a key that is not a setting."""
     try:
         with open(path, "rb") as file:
@@ -68,20 +60,16 @@ def read(path: Path) -> SettingsLayer:
         raise ConfigError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from None
 
 
-def parse(text: str, name: str = "config") -> TrainConfig:
-    """The configuration that `text` describes; `name` stands for the file in errors."""
-    return build(settings(text, name))
-
-
-def settings(text: str, name: str) -> SettingsLayer:
+def settings(text: str, name: str) -> Given:
+    """The settings that `text` describes; `name` stands for the file in errors."""
     text = text.replace("\r\n", "\n")
     values = _tomllib(text, name)
-    origins = {key: f"{name}:{line}" for key, line in _lines(text).items()}
+    origins = {key: _place(name, text, key) for key in values}
     known = by_key()
-    problems = [Problem((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
+    problems = [Problem(key, reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
-    return SettingsLayer(values, origins)
+    return {key: (value, origins[key]) for key, value in values.items()}
 
 
 def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:
@@ -109,40 +97,24 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.") from None
 
 
-def _lines(text: str) -> dict[str, int]:
-    """The line on which each top-level key or table begins, 1-based. A statement is the fewest lines that are TOML by themselves."""
-    found: dict[str, int] = {}
-    pending: list[str] = []
-    in_table = False
-    for number, line in enumerate(text.split("\n"), start=1):
-        pending.append(line)
-        if len(pending) > 1 and not re.search(r"\"\"\"|'''|[]}]", line):
-            continue  # nothing here closes the array or string that is open
-        try:
-            statement = tomllib.loads("\n".join(pending))
-        except tomllib.TOMLDecodeError:
-            continue
-        is_table = pending[0].lstrip().startswith("[")
-        in_table = in_table or is_table
-        if statement and (is_table or not in_table):
-            found.setdefault(next(iter(statement)), number - len(pending) + 1)
-        pending = []
-    return found
+def _place(name: str, text: str, key: str) -> str:
+    """The file, and the line on which a top-level key or table begins, as far as it is written plainly."""
+    outside = MULTILINE.sub(lambda found: "\n" * found[0].count("\n"), text)
+    found = re.search(rf"""(?m)^[ \t]*\[?[ \t]*(["']?){re.escape(key)}\1[ \t]*[=.\]]""", outside)
+    return f"{name}:{outside.count(chr(10), 0, found.start()) + 1}" if found else name
 
 
 def dump(config: TrainConfig) -> str:
-    """TOML with every key, under its group; `parse(dump(config)) == config`."""
+    """TOML with every key, under its group; reading it gives the same configuration."""
     groups: dict[str, list[str]] = {}
     for each in fields(TrainConfig):
         if each.type is not TABLE:
+            value = getattr(config, each.name)
+            literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]
             lines = groups.setdefault(f"# {each.metadata['group']}", [])
-            lines.append(f"{key_of(each)} = {_literal(each.type, getattr(config, each.name))}")
+            lines.append(f"{key_of(each)} = {literal.lower() if each.type is bool else literal}")
     groups["# precision, by layer\n[recipes]"] = [f"{_text(a)} = {_text(b)}" for a, b in config.layers_recipe.items()]
     return "\n\n".join("\n".join([head, *lines]) for head, lines in groups.items()) + "\n"
-
-
-def _literal(kind: Any, value: Any) -> str:
-    return _text(value) if kind is str else str(value).lower() if kind is bool else repr(kind(value))
 
 
 def _text(value: str) -> str:

@@ -1,13 +1,20 @@
-"""Encoders, or decoders, that name the class of a text or of a pair of texts."""
+"""Encoders, or decoders, that name the class of a text or of a pair of texts; and the metrics of classes.
 
-from __future__ import annotations
+counts[t, p]   examples of class t that were taken for class p
 
+accuracy = trace / total
+mcc      = (trace total - sum_k true_k predicted_k) / sqrt((total^2 - sum predicted_k^2) (total^2 - sum true_k^2))
+f1_k     = 2 counts[k, k] / (true_k + predicted_k)
+"""
+
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from narrowgauge import data
@@ -15,10 +22,8 @@ from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Objective
 from narrowgauge.train.model import ModelClass, own_configuration
-from narrowgauge.train.tasks import tables
-from narrowgauge.train.tasks.scores import Confusion
-from narrowgauge.train.tasks.table_task import TableTask, tokenizer_of
-from narrowgauge.train.tasks.task import Scorer
+from narrowgauge.train.tasks.tables import TableTask, header
+from narrowgauge.train.tasks.task import Score
 
 SHOWN_CLASSES = 10
 MOST_CLASSES = 1000  # more distinct labels than that are hardly classes, but texts or numbers
@@ -27,17 +32,12 @@ CLASSIFIER = ModelClass(AutoModelForSequenceClassification, "model that classifi
 
 @dataclass
 class ClassificationTask(TableTask):
-    """classes: their names, in the order of the logits."""
-
-    classes: tuple[str, ...]
-
     name: ClassVar[str] = "classification"
     options: ClassVar[Mapping[str, Any]] = {}
     default_metric: ClassVar[str] = "mcc"
 
     @classmethod
-    def prepare(cls, config: TrainConfig) -> Self:
-        tokenizer = tokenizer_of(config)
+    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         if pad_id is None:
             raise DataError(
@@ -45,72 +45,79 @@ class ClassificationTask(TableTask):
                 "finds the end of a text by it. Set pad_token in its tokenizer_config.json."
             )
         classes = chosen_classes(config)
-        names = tuple(map(str, classes if isinstance(classes, tuple) else range(classes)))
+        names = list(map(str, classes if isinstance(classes, tuple) else range(classes)))
+        options = {
+            "num_labels": len(names), "id2label": dict(enumerate(names)), "pad_token_id": pad_id,
+            "label2id": {name: place for place, name in enumerate(names)}, "problem_type": "single_label_classification",
+        }  # fmt: skip
         columns = data.Classification(
             classes=classes, text=config.text_column, pair=config.pair_column or None, label=config.label_column
         )
-        model_class = with_classes(names, pad_id)
-        table, notes = tables.read(config, columns, tokenizer, model_class)
-        table.summary["classes"] = list(names)
-        return cls(config, tokenizer, [*notes, *_class_notes(table, names)], model_class, table, names)
+        return columns, replace(CLASSIFIER, options=options)
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> Self:
+        task = super().prepare(config)
+        task.known["classes"] = task.classes
+        task.notes += _class_notes(task.train, task.validation, task.classes)
+        return task
+
+    @property
+    def classes(self) -> list[str]:
+        """Their names, in the order of the logits."""
+        return list(self.model_class.options["id2label"].values())
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective.of_classes(model, compiled=self.config.compile)
+        return Objective(torch.compile(model) if self.config.compile else model, {}, "of one class for each example")
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
         text.append(f"  -> {self.classes[example['labels']]}", "bold green")
         return [text]
 
-    def evaluate(self, model: Any, scorer: Scorer) -> dict[str, Any]:
+    def evaluate(self, model: Any, score: Score) -> dict[str, Any]:
         confusion, total, examples = Confusion(len(self.classes)), 0.0, 0
         for batch in self.evaluation(model):
-            with scorer.context():
-                loss, logits = scorer.objective.scored(batch, scorer.device)
+            loss, logits = score(batch)
+            assert logits is not None
             total += float(loss)
             examples += len(batch["labels"])
             confusion.add(logits, batch["labels"])
         return {"loss": total / examples, "tokens": examples, **confusion.metrics()}
 
-    def sample(self, model: Any) -> None:
-        return None
 
-
-def _class_notes(table: tables.Tables, names: tuple[str, ...]) -> list[str]:
+def _class_notes(train: data.Examples, validation: data.Examples, names: list[str]) -> list[str]:
     """How many examples of each class there are, and what that makes of the metrics."""
-    sides = [Counter(example["labels"] for example in part) for part in (table.train, table.validation)]
+    learnt, held_out = (Counter(example["labels"] for example in part) for part in (train, validation))
     shown = ", ".join(
-        f"{name} {sides[0][place]} and {sides[1][place]}" for place, name in enumerate(names[:SHOWN_CLASSES])
+        f"{name} {learnt[place]} and {held_out[place]}" for place, name in enumerate(names[:SHOWN_CLASSES])
     )
     more = f", and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
     notes = [f"Classes, with examples to train on and held out: {shown}{more}."]
-    if len(sides[1]) == 1:
-        only = names[next(iter(sides[1]))]
+    if len(held_out) == 1:
         notes.append(
-            f"Every held-out example ({len(table.validation)}) is of class {only}, so mcc is 0 whatever the model says. Pass "
-            "validation_data, or a larger validation_fraction."
+            f"Every held-out example ({len(validation)}) is of class {names[next(iter(held_out))]}, so mcc is 0 whatever the "
+            "model says. Pass validation_data, or a larger validation_fraction."
         )
     return notes
 
 
-def with_classes(names: tuple[str, ...], pad_id: int) -> ModelClass:
-    """The kind of model that has these classes, and pads with this token."""
-    ids = {name: place for place, name in enumerate(names)}
-    options = {
-        "num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": ids, "pad_token_id": pad_id,
-        "problem_type": "single_label_classification",
-    }  # fmt: skip
-    return ModelClass(CLASSIFIER.auto, CLASSIFIER.words, options, new=True)
+# Classes
 
 
 def chosen_classes(config: TrainConfig) -> tuple[str, ...] | int:
-    """The classes as configured; else those of the training data, in the model's own order if it has the same."""
+    """The classes as configured; else those of the training data, in the model's own order if it was trained on the same."""
     given = config.classes.strip()
     if given.isdecimal():
         return int(given)
     if given:
         return tuple(name.strip() for name in given.split(","))
-    return _model_order(config, classes_of(config.data, config.label_column, tables.header(config)))
+    found = classes_of(config.data, config.label_column, header(config))
+    own = getattr(own_configuration(config, CLASSIFIER), "id2label", None) or {}
+    names = tuple(str(own[place]) for place in sorted(own))
+    if isinstance(found, tuple) and all(isinstance(name, str) for name in found) and set(names) == set(found):
+        return names
+    return found
 
 
 def classes_of(source: str, column: str, header: list[str] | None) -> tuple[str, ...] | int:
@@ -149,10 +156,38 @@ def classes_of(source: str, column: str, header: list[str] | None) -> tuple[str,
     return tuple(sorted(labels, key=lambda label: (not isinstance(label, int), label)))
 
 
-def _model_order(config: TrainConfig, found: tuple[str, ...] | int) -> tuple[str, ...] | int:
-    """A model that was trained on these classes keeps the order of its logits."""
-    own = getattr(own_configuration(config, CLASSIFIER), "id2label", None) or {}
-    names = tuple(str(own[place]) for place in sorted(own))
-    if isinstance(found, tuple) and all(isinstance(name, str) for name in found) and set(names) == set(found):
-        return names
-    return found
+# Metrics
+
+
+class Confusion:
+    """counts [classes, classes] int64; rows are the truth, columns what was predicted. Batches are added and forgotten."""
+
+    def __init__(self, classes: int) -> None:
+        self.counts = torch.zeros(classes, classes, dtype=torch.int64, device="cpu")
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """logits [rows, classes], labels [rows]; the largest logit is the prediction, the first of equal ones."""
+        classes = len(self.counts)
+        places = labels.cpu() * classes + logits.argmax(-1).cpu()
+        self.counts += torch.bincount(places, minlength=classes**2).view(classes, classes)
+
+    def metrics(self) -> dict[str, float]:
+        """As a table of names: see the top of the file.
+
+        mcc is Gorodkin's for many classes, 0 where all is one class. f1 is the mean over the classes that occur in truth or
+        prediction, f1_binary that of the second of two classes.
+        """
+        rows = self.counts.tolist()  # Python's integers: squares of counts do not overflow
+        true, predicted = [sum(row) for row in rows], [sum(column) for column in zip(*rows, strict=True)]
+        hits, total = [row[place] for place, row in enumerate(rows)], sum(true)
+        right = sum(hits)
+        above = right * total - sum(t * p for t, p in zip(true, predicted, strict=True))
+        below = (total**2 - sum(p * p for p in predicted)) * (total**2 - sum(t * t for t in true))
+        f1 = [2 * each / (t + p) if t + p else None for each, t, p in zip(hits, true, predicted, strict=True)]
+        occurring = [value for value in f1 if value is not None]
+        found = {
+            "accuracy": right / total if total else 0.0,
+            "mcc": above / math.sqrt(below) if below else 0.0,
+            "f1": sum(occurring) / len(occurring) if occurring else 0.0,
+        }
+        return found | ({"f1_binary": f1[1] or 0.0} if len(f1) == 2 else {})

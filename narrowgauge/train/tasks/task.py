@@ -4,22 +4,20 @@ A `TrainTask` holds the data and their metadata; a run and its reference share i
 batches of one run and keeps the position. The trainer uses these two and does not depend on the task.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from narrowgauge import data
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Batch, Objective
 
-if TYPE_CHECKING:
-    from rich.text import Text
+SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents or rows
+Score = Callable[[Batch], tuple[Tensor, Tensor | None]]  # `Objective.scored` of a batch, in the run's precision
 
 
 @dataclass(frozen=True)
@@ -36,28 +34,23 @@ class StepBatch:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Feed(Protocol):
+class Feed(ABC):
     """Batches in the order of training. Deterministic: a restored feed goes on as if it had never stopped."""
 
+    @abstractmethod
     def draw(self, step: int) -> StepBatch:
         """The batch of the next step, after `step` finished ones; called once for each step, in order."""
 
+    @abstractmethod
     def probe(self) -> Batch:
         """A micro-batch of the first step, which has the largest shape. Does not move the position."""
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON."""
+        """What the position needs besides the step number, as JSON."""
+        return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """What an evaluation computes with: the run's loss, on its device, in its precision."""
-
-    objective: Objective
-    device: torch.device
-    context: Callable[[], AbstractContextManager[Any]]
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (a position that is the step number has no state)
+        """Goes to the position of `state`."""
 
 
 @dataclass
@@ -106,8 +99,8 @@ class TrainTask(ABC):
     def summary(self) -> str:
         """The data, for the first line of the console."""
 
-    def preview(self) -> list[str | Text]:
-        """An example as the model sees it, and what batching does, for the console."""
+    def preview(self) -> list[Any]:
+        """An example as the model sees it, and what batching does, for the console: text or rich's Text."""
         return []
 
     @abstractmethod
@@ -125,25 +118,18 @@ class TrainTask(ABC):
     def evaluation(self, model: Any) -> Iterator[Batch]:
         """The validation data, always the same batches."""
 
-    def evaluate(self, model: Any, scorer: Scorer) -> dict[str, Any]:
+    def evaluate(self, model: Any, score: Score) -> dict[str, Any]:
         """Metrics on the validation data, streamed: `loss` first, and `tokens`, the targets that it is a mean of."""
         total, tokens = 0.0, 0
         for batch in self.evaluation(model):
-            with scorer.context():
-                total += float(scorer.objective(batch, scorer.device))
+            total += float(score(batch)[0])
             tokens += data.valid_targets(batch)
         return {"loss": total / tokens, "tokens": tokens}
 
-    @abstractmethod
     def sample(self, model: Any) -> dict[str, str] | None:
-        """`prompt` and the model's `text`; None if nothing is to be written. Leaves generators alone."""
+        """`prompt` and the `text` of the model, which evaluates; None if it writes nothing. Leaves generators alone."""
+        return None
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """`data`, `tokens_per_step` and additions to `model`, for run.json."""
-
-
-def describe_metrics(found: Mapping[str, Any]) -> str:
-    """'validation loss 0.4312, accuracy 0.8101' of an evaluation, without what is no metric."""
-    shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
-    return "validation " + ", ".join(shown)

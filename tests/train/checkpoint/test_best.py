@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from narrowgauge.train.checkpoint.best import Best
+from narrowgauge.train.checkpoint.store import Best
 
 WEIGHTS = {"w": torch.zeros(1)}
 

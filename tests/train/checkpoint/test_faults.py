@@ -57,7 +57,7 @@ def test_every_changed_byte_of_the_manifest_is_noticed(tmp_path):
         for byte in {data[offset] ^ 1, ord(" ")} - {data[offset]}:
             file.write_bytes(data[:offset] + bytes([byte]) + data[offset + 1 :])
             with pytest.raises(CheckpointError):
-                store.verify(path)
+                manifest.verify(path)
 
 
 def test_truncation_and_appended_bytes_are_noticed(tmp_path):
@@ -182,7 +182,7 @@ def test_a_refused_call_leaves_the_older_checkpoint_whole(tmp_path, monkeypatch,
         with pytest.raises(StorageError, match="cannot save a checkpoint in"):
             saved(tmp_path, 2)
     assert os.listdir(tmp_path) == [path.name]
-    store.verify(path)
+    manifest.verify(path)
 
 
 def test_a_refusal_at_any_of_the_syncs_leaves_the_older_checkpoint_whole(tmp_path, monkeypatch):
@@ -202,7 +202,7 @@ def test_a_refusal_at_any_of_the_syncs_leaves_the_older_checkpoint_whole(tmp_pat
         left = syncs
         with pytest.raises(StorageError, match="Input/output error"):
             saved(tmp_path, 2)
-        store.verify(tmp_path / "step-00000001")
+        manifest.verify(tmp_path / "step-00000001")
         if syncs < 7:
             assert os.listdir(tmp_path) == ["step-00000001"]
     left = 8
@@ -220,7 +220,7 @@ def test_a_file_over_the_limit_leaves_the_older_checkpoint_whole(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert os.listdir(tmp_path) == [path.name]
-    store.verify(path)
+    manifest.verify(path)
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path):
@@ -229,13 +229,13 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path):
         f"mount -t tmpfs -o size=4m none {tmp_path} && exec {PYTHON} -c '\n"
         "import os, sys, torch\nfrom pathlib import Path\n"
         "from narrowgauge import storage\nfrom narrowgauge.errors import StorageError\n"
-        "from narrowgauge.train.checkpoint import store as checkpoint\n"
+        "from narrowgauge.train.checkpoint import manifest, store as checkpoint\n"
         f"folder = Path({str(tmp_path)!r})\n"
         'checkpoint.save(folder, 1, {"weights": {"a": torch.zeros(1000)}}, {})\n'
         "storage.require_space = lambda *_: None\n"
         'try:\n  checkpoint.save(folder, 2, {"weights": {"a": torch.zeros(2**21)}}, {})\n'
         "except StorageError as error:\n  print(error)\n"
-        'checkpoint.verify(folder / "step-00000001")\nprint(os.listdir(folder))\n\''
+        'manifest.verify(folder / "step-00000001")\nprint(os.listdir(folder))\n\''
     )
     program = program.replace(f"Path({str(tmp_path)!r})", f'Path("{tmp_path}")')
     done = subprocess.run(
@@ -317,12 +317,13 @@ def test_everything_is_synced_before_the_rename_and_the_parent_after(tmp_path, m
 WRITERS = """
 import os, sys, torch
 from pathlib import Path
-from narrowgauge.train.checkpoint import store as checkpoint
+from narrowgauge import storage
+from narrowgauge.train.checkpoint import manifest, store as checkpoint
 
 torch.set_num_threads(1)
 
 def write(folder, say):
-    checkpoint.recover(folder)
+    storage.recover(folder, manifest.STEP.pattern)
     found, skipped = checkpoint.newest_valid(folder)
     assert not skipped, skipped
     step = found.step if found else 0
@@ -333,7 +334,7 @@ def write(folder, say):
         tensors = {group: {f"t{i}": torch.full((500,), float(step)) for i in range(20)} for group in groups}
         checkpoint.save(folder, step, tensors, {"step": step})
         say("ACK", step)
-        checkpoint.prune(folder, 2)
+        manifest.prune(folder, 2)
 
 for line in sys.stdin:
     child = os.fork()
@@ -388,7 +389,7 @@ def test_a_reader_beside_a_writer_never_sees_half_a_checkpoint(tmp_path):
     def write() -> None:
         for step in itertools.count(1):
             store.save(tmp_path, step, {"weights": {"a": torch.full((100,), float(step))}}, {})
-            store.prune(tmp_path, 3)
+            manifest.prune(tmp_path, 3)
             if stop.is_set():
                 return
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, NumericsError, StorageError
 from narrowgauge.train.checkpoint import manifest, store
 from tests.processes import PYTHON, run
@@ -72,7 +73,7 @@ def test_what_is_saved_comes_back(tmp_path):
     found = store.load(path)
     assert (found.step, found.facts, found.path) == (100, FACTS, path)
     assert_same(found.tensors, some_tensors())
-    store.verify(path)
+    manifest.verify(path)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -285,18 +286,18 @@ def test_prune_keeps_the_newest_by_step_and_touches_nothing_else(tmp_path):
         (folder / "mine").touch()
     outside = saved(tmp_path / "outside", 4)[0]
     (tmp_path / "step-00000004").symlink_to(outside)
-    assert store.prune(tmp_path, 2) == [paths[1], paths[0]]
+    assert manifest.prune(tmp_path, 2) == [paths[1], paths[0]]
     assert [path.exists() for path in paths] == [False, False, True, True]
     assert all((folder / "mine").exists() for folder in foreign) and outside.exists()
-    assert store.prune(tmp_path, 2) == []
+    assert manifest.prune(tmp_path, 2) == []
     with pytest.raises(CheckpointError, match="keep = 0"):
-        store.prune(tmp_path, 0)
+        manifest.prune(tmp_path, 0)
 
 
 def test_a_damaged_checkpoint_does_not_displace_a_whole_one(tmp_path):
     paths = saved(tmp_path, 1, 2, 3)
     (paths[2] / "weights-0.safetensors").write_bytes(b"")
-    store.prune(tmp_path, 1)
+    manifest.prune(tmp_path, 1)
     assert [path.exists() for path in paths] == [False, True, True]
 
 
@@ -304,12 +305,12 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path):
     path = saved(tmp_path, 1)[0]
     (path / "facts.json").write_text("damaged")
     assert saved(tmp_path, 1) == [path]
-    store.verify(path)
+    manifest.verify(path)
     path.joinpath("facts.json").unlink()
     shutil.rmtree(path)
     path.write_text("a file of that name")
     saved(tmp_path, 1)
-    store.verify(path)
+    manifest.verify(path)
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -318,16 +319,17 @@ def test_recover_clears_our_leftovers_and_only_those(tmp_path):
     for name in (".tmp-step-00000002-123", ".tmp-step-00000001", ".tmp-mine", ".old-stuff", "tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    recovered = {path.name for path in store.recover(tmp_path)}
+    recovered = {path.name for path in storage.recover(tmp_path, manifest.STEP.pattern)}
     assert recovered == {".tmp-step-00000002-123", ".tmp-step-00000001"}
     assert sorted(os.listdir(tmp_path)) == [".old-stuff", ".tmp-mine", kept.name, "tmp"]
-    assert store.recover(tmp_path / "absent") == []
+    assert storage.recover(tmp_path / "absent", manifest.STEP.pattern) == []
 
 
 CRASH = """
 import os, sys, torch
 from pathlib import Path
-from narrowgauge.train.checkpoint import store as checkpoint
+from narrowgauge import storage
+from narrowgauge.train.checkpoint import manifest, store as checkpoint
 rename = os.rename
 os.rename = lambda source, target: os._exit(9) if Path(source).name.startswith(".tmp-") else rename(source, target)
 checkpoint.save(Path(sys.argv[1]), 1, {"weights": {"up": torch.zeros(3)}}, {})
@@ -338,6 +340,6 @@ def test_a_crash_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
     path = saved(tmp_path, 1)[0]
     assert run([PYTHON, "-c", CRASH, tmp_path]).returncode == 9
     assert not path.exists()
-    store.recover(tmp_path)
+    storage.recover(tmp_path, manifest.STEP.pattern)
     assert_same(store.load(path).tensors, some_tensors(1))
     assert os.listdir(tmp_path) == [path.name]

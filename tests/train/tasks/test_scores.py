@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from narrowgauge.train.tasks.scores import Confusion, perplexity
+from narrowgauge.train.tasks.classification import Confusion
+from narrowgauge.train.tasks.tables import perplexity
 
 
 def streamed(truth, predicted, classes, rows):

@@ -11,9 +11,7 @@ import torch
 
 from narrowgauge.diagnose import gpu_idle
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import loop, trainer
-from narrowgauge.train.hooks import cuda_graph
-from narrowgauge.train.hooks import gpu_idle as launching
+from narrowgauge.train import launches, loop, trainer
 from tests.test_cuda_graphs import Recorder
 from tests.train.tiny import events, losses, settings, write_text
 
@@ -26,7 +24,7 @@ def text(tmp_path_factory):
 @contextmanager
 def recorded(monkeypatch, recorder: Recorder) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_graph, "graphed_step", functools.partial(cuda_graph.graphed_step, recorder=recorder))
+        patch.setattr(launches, "graphed_step", functools.partial(launches.graphed_step, recorder=recorder))
         yield
 
 
@@ -76,7 +74,7 @@ def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch,
         yield [(i * 40e-6, i * 40e-6 + 10e-6) for i in range(100)]
 
     monkeypatch.setattr(gpu_idle, "watched", made_up)
-    monkeypatch.setattr(launching.LaunchMonitor, "measures", lambda self, number: number == self.config.launches_at)
+    monkeypatch.setattr(launches.LaunchMonitor, "measures", lambda self, number: number == self.config.launches_at)
     loop.run(settings(text, tmp_path / "run", launches_at=3, micro_batches=2))
     [event] = events(tmp_path / "run", "launches")
     assert event["step"] == 3 and event["kernels"] == 100 and event["idle"] == pytest.approx(0.75, abs=0.01)
@@ -93,9 +91,9 @@ def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch,
 
 def test_graphs_that_are_compiled_anew_are_counted(monkeypatch, capsys):
     counts = iter([1, 1, 3])
-    monkeypatch.setattr(launching, "compiled_graphs", lambda: next(counts))
+    monkeypatch.setattr(launches, "compiled_graphs", lambda: next(counts))
     config = type("Config", (), {"compile": True})()
-    watched, said = launching.LaunchMonitor(config, torch.device("cpu"), None, ""), []
+    watched, said = launches.LaunchMonitor(config, torch.device("cpu"), None, ""), []
     show = type("Show", (), {"say": lambda self, words: said.append(words)})()
     for number in (1, 2, 3):
         watched.report(number, show)
@@ -105,7 +103,7 @@ def test_graphs_that_are_compiled_anew_are_counted(monkeypatch, capsys):
 
 
 def test_the_counter_counts_what_was_compiled():
-    before = launching.compiled_graphs()
+    before = launches.compiled_graphs()
 
     @functools.partial(torch.compile, backend="eager", dynamic=False)
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +111,7 @@ def test_the_counter_counts_what_was_compiled():
 
     for length in (3, 3, 4):
         twice(torch.zeros(length))
-    assert launching.compiled_graphs() == before + 2
+    assert launches.compiled_graphs() == before + 2
 
 
 @pytest.mark.gpu

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import nn
 
 from narrowgauge import advance, convert
-from narrowgauge.train.generate import NOT_FINITE, sample
+from narrowgauge.train.tasks.writing import NOT_FINITE, sample
 from tests.compare import assert_same
 
 
@@ -35,6 +34,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.head, self.dropout = nn.Embedding(32, 32), nn.Linear(32, 32), nn.Dropout(0.5)
         self.ends, self.poison, self.lengths = ends, False, []
+        self.eval()
 
     def forward(self, input_ids, use_cache):
         self.lengths.append(input_ids.shape[1])
@@ -74,22 +74,20 @@ def test_logits_that_are_not_finite_end_the_sample_in_words():
     assert sample(model, Letters(), "abc", 10, longest=8, seed=0) == NOT_FINITE
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_nothing_is_left_behind(training):
-    model = convert(Model(), "fp8-delayed").train(training)
+def test_nothing_is_left_behind():
+    model = convert(Model(), "fp8-delayed")
     model.train()(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits.sum().backward()
     advance(model)
-    model.train(training)
+    model.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generator = torch.get_rng_state()
     sample(model, Letters(), "abc", 5, longest=8, seed=0)
     assert_same(model.state_dict(), before)
     assert_same(torch.get_rng_state(), generator)
-    assert model.training is training and model.dropout.training is training
 
 
-def test_the_mode_comes_back_after_an_error():
-    model = Model().train()
-    with pytest.raises(IndexError):
-        sample(model, Letters(), "\u00e9", 5, longest=8, seed=0)
-    assert model.training
+def test_ids_may_stand_for_the_text():
+    assert sample(Model(), Letters(), [0, 1], 0, longest=8, seed=0) == ""
+    model = Model()
+    texts = [sample(model, Letters(), start, 5, longest=8, seed=0) for start in ("ab", [0, 1])]
+    assert texts[0] == texts[1] != ""

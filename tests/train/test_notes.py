@@ -2,8 +2,8 @@
 
 import pytest
 
-from narrowgauge.train.config import warnings
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.run_metadata import notes
 
 FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps": 100}
 
@@ -29,5 +29,5 @@ FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps
     ids=str,
 )
 def test_notes(changes, said):
-    found = list(warnings.notes(TrainConfig(**(FINE | changes))))
+    found = list(notes(TrainConfig(**(FINE | changes))))
     assert len(found) == len(said) and all(note.startswith(start) for note, start in zip(found, said, strict=True))

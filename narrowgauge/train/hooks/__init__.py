@@ -1,1 +1,0 @@
-"""What a run watches and does beside its steps."""

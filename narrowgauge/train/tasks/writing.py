@@ -1,0 +1,230 @@
+"""Tasks whose models write, and what they write at an evaluation.
+
+Language models on running text: windows of a stream of tokens, as a pure function of (seed, step). On a table, causal language models
+learn chats or completions, encoder-decoders pairs of texts.
+
+Samples come from a generator of their own: sampling changes nothing in the run. The whole context is computed again for each token
+(no cache): a few seconds for a small model. The model is in evaluation mode.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+from narrowgauge import data
+from narrowgauge.conversion import suspended
+from narrowgauge.data.targets import shifted_labels
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config.settings import TrainConfig, resolved
+from narrowgauge.train.loss import Batch
+from narrowgauge.train.model import CAUSAL_LM, SEQ2SEQ, ModelClass, language_model
+from narrowgauge.train.tasks.tables import TableFeed, TableTask
+from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, StepBatch, TrainTask
+
+TEMPERATURE = 0.8
+TOP_K = 40
+NOT_FINITE = " [ended here: the next logits were not finite]"
+
+
+@dataclass
+class TextFeed(Feed):
+    """The position in the stream is the step number; nothing else is kept."""
+
+    batches: data.CausalBatches
+    parts: int
+
+    def draw(self, step: int) -> StepBatch:
+        batches = [self.batches.batch(step, part, self.parts) for part in range(self.parts)]
+        return StepBatch(batches, sum(batch["input_ids"].numel() for batch in batches))
+
+    def probe(self) -> Batch:
+        return self.batches.batch(0, 0, self.parts)
+
+
+@dataclass
+class TextTask(TrainTask):
+    corpus: data.Corpus
+
+    name: ClassVar[str] = "text"
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> Self:
+        """The tokenizer, given or trained on the data, and the tokenized corpus; both cached by their content."""
+        cache, column, notes = Path(resolved(config).cache), config.column or None, list[str]()
+        if config.tokenizer or config.model:
+            tokenizer = data.load(config.tokenizer or config.model)
+        else:
+            texts = (document.text for document in data.documents(config.data, column=column))
+            trained = data.train_bpe(texts, config.vocab_size, cache)
+            tokenizer, notes = trained.tokenizer, trained.notes
+        fraction = config.validation_fraction
+        corpus = data.prepare(
+            config.data, tokenizer, cache=cache, validation_fraction=fraction, seed=SPLIT_SEED, column=column
+        )
+        return cls(config, tokenizer, [*notes, *corpus.summary["notes"]], corpus)
+
+    def _batches(self) -> data.CausalBatches:
+        config = self.config
+        return data.CausalBatches(self.corpus.train, config.sequence_length, config.batch_size, config.seed)
+
+    def steps(self, epochs: int) -> int:
+        return math.ceil(epochs * self._batches().windows / self.config.batch_size)
+
+    def tokens_at_once(self) -> int:
+        return self.config.batch_size * self.config.sequence_length // self.config.micro_batches
+
+    def summary(self) -> str:
+        known = self.corpus.summary
+        return (
+            f"{known['train_tokens']:,} training tokens, {known['validation_tokens']:,} held out of "
+            f"{known['documents']:,} documents"
+        )
+
+    def model(self) -> Any:
+        return language_model(self.config, self.tokenizer)
+
+    def feed(self, model: Any) -> TextFeed:
+        data.check_vocabulary(self.corpus, model.get_input_embeddings().weight.shape[0])
+        return TextFeed(self._batches(), self.config.micro_batches)
+
+    def evaluation(self, model: Any) -> Iterator[Batch]:
+        config, stream = self.config, self.corpus.validation
+        length = min(config.sequence_length, len(stream) - 1)
+        return data.CausalBatches(stream, length, config.batch_size, config.seed).evaluation(config.eval_tokens)
+
+    def sample(self, model: Any) -> dict[str, str]:
+        config = self.config
+        first_tokens = self.corpus.validation.tokens[:12].tolist()
+        default = "def " if config.data == "stdlib" else self.tokenizer.decode(first_tokens, skip_special_tokens=True)
+        prompt, longest = config.prompt or str(default), config.sequence_length
+        text = sample(model, self.tokenizer, prompt, config.sample_tokens, longest=longest, seed=config.seed)
+        return {"prompt": prompt, "text": text}
+
+    def facts(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "model": {"sequence_length": config.sequence_length},
+            "data": self.corpus.summary,
+            "tokens_per_step": config.batch_size * config.sequence_length,
+        }
+
+
+@dataclass
+class CausalTask(TableTask):
+    """The loss is on what the model is to write: the answers of a chat, or the completion of a prompt."""
+
+    name: ClassVar[str] = "causal-lm"
+
+    @classmethod
+    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+        if config.messages_column:
+            return data.Chat(messages=config.messages_column, train_on=config.train_on), CAUSAL_LM  # type: ignore[arg-type]
+        return data.Completion(prompt=config.prompt_column, completion=config.completion_column), CAUSAL_LM
+
+    def align(self, batch: Batch, model: Any) -> Batch:
+        return batch | {"labels": shifted_labels(batch["labels"], "causal-lm")}
+
+    def feed(self, model: Any) -> Feed:
+        feed = super().feed(model)
+        if self.config.packing:
+            assert isinstance(feed, TableFeed)
+            with suspended(model):  # one scale for a whole tensor ties documents together, by rounding alone
+                data.check_packing(model, feed.collate)
+        return feed
+
+    def sample(self, model: Any) -> dict[str, str]:
+        """What the model answers to the first prompt of the validation data, or to the one that was given."""
+        config, tokens = self.config, self.config.sample_tokens
+        longest = self.longest or max(tokens, self.known["longest"])
+        example = self.validation[0]
+        first = int(np.argmax(example["labels"] != data.IGNORED))
+        prompt = config.prompt or example["input_ids"][: max(1, first)].tolist()
+        text = sample(model, self.tokenizer, prompt, tokens, longest=longest, seed=config.seed)
+        return {"prompt": config.prompt or self.tokenizer.decode(prompt), "text": text}
+
+
+@dataclass
+class Seq2SeqTask(TableTask):
+    """One text is read, the other written."""
+
+    name: ClassVar[str] = "seq2seq"
+
+    @classmethod
+    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+        return data.Seq2Seq(source=config.source_column, target=config.target_column), SEQ2SEQ
+
+    def model(self) -> Any:
+        model = super().model()
+        if model.config.decoder_start_token_id is None or model.config.pad_token_id is None:
+            raise ConfigError(
+                f"model = {self.config.model!r}: its configuration has no decoder_start_token_id or no pad_token_id, with which "
+                "the decoder begins. Set them in its config.json."
+            )
+        return model
+
+    def align(self, batch: Batch, model: Any) -> Batch:
+        """The decoder reads the labels one place to the right."""
+        return batch | {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])}
+
+    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+        return [
+            data.coloured_sample(self.tokenizer, example["input_ids"], None),
+            data.coloured_sample(self.tokenizer, example["labels"], example["labels"]),
+        ]
+
+    def sample(self, model: Any) -> dict[str, str]:
+        """What the model writes, greedily, for the first source of the validation data, or for the one that was given."""
+        prompt = self.config.prompt
+        ids = self.tokenizer(prompt)["input_ids"] if prompt else self.validation[0]["input_ids"].tolist()
+        written = greedy(model, ids, self.config.sample_tokens)
+        shown = prompt or self.tokenizer.decode(ids, skip_special_tokens=True)
+        return {"prompt": shown, "text": self.tokenizer.decode(written, skip_special_tokens=True)}
+
+
+# Samples
+
+
+@torch.no_grad()
+def sample(model: Any, tokenizer: Any, start: str | list[int], tokens: int, *, longest: int, seed: int) -> str:
+    """`tokens` tokens that continue `start`, a text or its ids, decoded without it.
+
+    Temperature 0.8 among the 40 likeliest tokens. The context is the last `longest` tokens.
+    """
+    if isinstance(start, str):
+        start = tokenizer(start, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids, ending = list(start), ""
+    for _ in range(tokens):
+        context = torch.tensor([ids[-longest:]], device=device)
+        logits = model(input_ids=context, use_cache=False).logits[0, -1, : len(tokenizer)].float().cpu()
+        if not logits.isfinite().all():
+            ending = NOT_FINITE
+            break
+        best = torch.topk(logits / TEMPERATURE, min(TOP_K, len(logits)))
+        choice = torch.multinomial(torch.softmax(best.values, 0), 1, generator=generator)
+        ids.append(int(best.indices[choice]))
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return str(tokenizer.decode(ids[len(start) :], skip_special_tokens=True)) + ending
+
+
+@torch.no_grad()
+def greedy(model: Any, source: list[int], tokens: int) -> list[int]:
+    """At most `tokens` ids that an encoder-decoder writes for `source`, each the likeliest; the encoder runs once."""
+    ids = [model.config.decoder_start_token_id]
+    inputs = torch.tensor([source], device=next(model.parameters()).device)
+    states = model.get_encoder()(input_ids=inputs)
+    mask = torch.ones_like(inputs)
+    for _ in range(tokens):
+        decoder = torch.tensor([ids], device=inputs.device)
+        output = model(encoder_outputs=states, attention_mask=mask, decoder_input_ids=decoder, use_cache=False)
+        ids.append(int(output.logits[0, -1].argmax()))
+        if ids[-1] == model.config.eos_token_id:
+            break
+    return ids[1:]
