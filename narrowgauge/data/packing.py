@@ -8,8 +8,8 @@ rows possible, plus one (Johnson 1974). A row of two documents (3 and 2 tokens) 
     document_ids     0  0  0  1  1 2 2 2     padding counts as a document, so no row of the attention mask is empty
     labels           - a1 a2  - b1 - - -     (unshifted) the first token of a document is no target
 
-Tokens attend to each other only if their document ids are equal. A model that ignores these arrays raises no error and mixes
-documents: use `check_packing`.
+Tokens attend to each other only if their document ids are equal. A model that ignores these arrays, or whose convolution or recurrence
+crosses documents, raises no error; the loss only gets a little worse. `collate.check_packing` finds out before training.
 """
 
 from __future__ import annotations
