@@ -21,9 +21,8 @@ from narrowgauge.data.collate import Collator, PackingCheck, check_packing, pad_
 from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Examples, Limits, prepare_examples
-from narrowgauge.data.packing import block_mask, cumulative_lengths, pack
-from narrowgauge.data.padding import PaddingReport, Waste
 from narrowgauge.data.plan import Batching, Plan, plan, restore_order, sorted_batches
+from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
 from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.data.sources import documents, records
 from narrowgauge.data.tables import Record

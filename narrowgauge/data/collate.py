@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.data.batches import IGNORED, Batch
-from narrowgauge.data.packing import block_mask, cumulative_lengths, positions
-from narrowgauge.data.padding import round_up, width_of
+from narrowgauge.data.rows import block_mask, cumulative_lengths, positions, round_up, width_of
 from narrowgauge.errors import ConfigError, DataError
 
 Example = dict[str, Any]

@@ -1,6 +1,6 @@
 """Plans the batches of a whole epoch for all ranks, as a pure function of lengths, settings and epoch.
 
-    widths    at most `classes` of them, chosen from the lengths (see `widths`); an example's class is the smallest that holds it
+    widths    at most `classes` of them, chosen from the lengths (see `rows`); an example's class is the smallest that holds it
     order     examples shuffled, then sorted by class, the widest first
     cut       a step takes the next rows x world examples; rows = batch_size, or as many as `token_budget` holds at the width of
               the first. The next narrower class fills up a class that runs out, so only one step is ragged
@@ -27,16 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from narrowgauge.data.order import Indices, permutation
-from narrowgauge.data.packing import pack
-from narrowgauge.data.padding import (
-    PaddingReport,
-    Waste,
-    choose_widths,
-    fixed_waste,
-    round_up,
-    shuffled_waste,
-    width_of,
-)
+from narrowgauge.data.rows import PaddingReport, Waste, choose_widths, dynamic_waste, pack, round_up, width_of
 from narrowgauge.errors import ConfigError, DataError
 
 Item = int | tuple[int, ...]  # an example, or the examples of one packed row
@@ -165,10 +156,7 @@ def plan(
     skipped = chosen[~fitting[chosen]].tolist()
     chosen = chosen[fitting[chosen]]
     chosen = chosen[permutation(len(chosen), b"examples:%d:%d" % (batching.seed, epoch))]
-    if batching.row_length is None:
-        rows = _Rows(chosen.tolist(), sizes[chosen], _widths(sizes[fitting], batching))
-    else:
-        rows = _packed(sizes, chosen, sizes[fitting], batching, epoch)
+    rows = _rows(sizes, chosen, sizes[fitting], batching, epoch)
     order, width = _by_class(rows.tokens, rows.widths)
     parts, dropped = _cut(width, batching)
     items, world = [rows.items[place] for place in order], batching.world
@@ -176,14 +164,15 @@ def plan(
     steps = [[[items[place] for place in batch] for batch in step] for step in ranks]
     drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
     shapes = [[batching.shape(width[min(batch)], len(batch)) for batch in step] for step in ranks]
-    lengths, batches = sizes[chosen], max(1, sum(map(len, shapes)))
+    planned, shuffled = sizes[chosen], sizes[chosen][permutation(len(chosen), b"padding")]
+    batches = max(1, sum(map(len, shapes)))
     return Plan(
         [steps[place] for place in _shuffled([max(step) for step in shapes], batching.seed, epoch)],
         rows.widths,
         PaddingReport(
-            fixed_waste(lengths, batching.multiple),
-            shuffled_waste(lengths, max(1, len(drawn) // batches), batching.multiple),
-            Waste(int(sizes[drawn].sum()), sum(positions for step in shapes for positions, _ in step)),
+            fixed=dynamic_waste(planned, max(1, len(planned)), batching.multiple),
+            shuffled=dynamic_waste(shuffled, max(1, len(drawn) // batches), batching.multiple),
+            planned=Waste(int(sizes[drawn].sum()), sum(positions for step in shapes for positions, _ in step)),
         ),
         skipped,
         dropped=list(examples_of([items[place] for place in dropped])),
@@ -229,28 +218,29 @@ def _widths(tokens: Indices, batching: Batching) -> tuple[int, ...]:
     return tuple(sorted(usable))
 
 
-def _packed(sizes: Indices, chosen: Indices, every: Indices, batching: Batching, epoch: int) -> _Rows:
-    """Rows of several examples, or of one each if that pads less. Decided, like the widths, on the lengths of `every` example."""
-    assert batching.row_length is not None
-    rows, tokens = _filled(sizes[chosen], batching.row_length)
-    whole = tokens if len(chosen) == len(every) else _filled(every, batching.row_length)[1]
+def _rows(sizes: Indices, chosen: Indices, every: Indices, batching: Batching, epoch: int) -> _Rows:
+    """Rows of one example each, or of several if that pads less. Decided, like the widths, on the lengths of `every` example."""
+    alone = _Rows(chosen.tolist(), sizes[chosen], _widths(every, batching))
+    if batching.row_length is None:
+        return alone
+    rows, tokens = _packed(sizes[chosen], batching.row_length)
+    whole = tokens if len(chosen) == len(every) else _packed(every, batching.row_length)[1]
     widths = _widths(whole, replace(batching, classes=max(1, batching.classes - 1)))
     if not widths or widths[-1] < batching.row_length:  # the examples left after a resumption may fill rows further
         widths = (*(widths if batching.classes > 1 else ()), batching.row_length)
-    alone = _widths(every, batching)
-    together, apart = (_positions(*each, batching) for each in ((whole, widths), (every, alone)))
+    together, apart = (_positions(*each, batching) for each in ((whole, widths), (every, alone.widths)))
     if apart < together:
         packed, padded = (Waste(int(every.sum()), positions).percent for positions in (together, apart))
         reason = (
             f"Rows of {batching.row_length} tokens would be padded by {packed:.1f} % with several examples in a row and by "
             f"{padded:.1f} % with one: each example has its own. Longer rows hold more."
         )
-        return _Rows([(index,) for index in chosen.tolist()], sizes[chosen], alone, reason)
+        return replace(alone, items=[(index,) for index in chosen.tolist()], alone=reason)
     order = permutation(len(rows), b"rows:%d:%d" % (batching.seed, epoch))
     return _Rows([tuple(chosen[rows[place]].tolist()) for place in order], tokens[order], widths)
 
 
-def _filled(sizes: Indices, row_length: int) -> tuple[list[list[int]], Indices]:
+def _packed(sizes: Indices, row_length: int) -> tuple[list[list[int]], Indices]:
     """(packed rows, tokens of each)."""
     rows = pack(sizes, row_length)
     return rows, np.fromiter((int(sizes[row].sum()) for row in rows), dtype=np.int64, count=len(rows))
@@ -340,13 +330,12 @@ def sorted_batches(
     """
     Batching(batch_size=batch_size, token_budget=token_budget, multiple=multiple)  # for its checks
     sizes = np.asarray(lengths, dtype=np.int64)
-    queue = np.argsort(-sizes, kind="stable")
-    batches, start = [], 0
-    while start < len(queue):
-        width = round_up(max(1, int(sizes[queue[start]])), multiple)
-        rows = batch_size if batch_size is not None else max(1, (token_budget or 0) // width)
-        batches.append(queue[start : start + rows].tolist())
-        start += rows
+    queue, batches = np.argsort(-sizes, kind="stable"), []
+    while len(queue):
+        width = round_up(max(1, int(sizes[queue[0]])), multiple)
+        rows = batch_size or max(1, (token_budget or 0) // width)
+        batches.append(queue[:rows].tolist())
+        queue = queue[rows:]
     return batches
 
 

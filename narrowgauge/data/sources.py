@@ -20,7 +20,7 @@ import re
 import sysconfig
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
@@ -31,7 +31,6 @@ from narrowgauge.data.text import LIMIT_BYTES, Document, reason, shown, text_doc
 from narrowgauge.errors import ConfigError, DataError, StorageError, closest
 
 STDLIB = "stdlib"
-STDLIB_REMEDY = "Pass a file, a folder or a glob instead of stdlib."
 # Tests hold numbers and broken files; the repeated tables of `encodings`, 1.4 MB, would flatter a validation loss.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 HUB = "hf:"
@@ -151,7 +150,9 @@ def files_of(name: str) -> list[Path]:
     )
 
 
-def _folder_files(folder: Path) -> list[Path]:
+def _below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
+    """The files below a folder, by their parts; names that are left out are files and folders."""
+
     def refuse(error: OSError) -> NoReturn:
         raise StorageError(
             f"{shown(error.filename)}: cannot be listed: {error.strerror}. Check its permissions."
@@ -159,10 +160,15 @@ def _folder_files(folder: Path) -> list[Path]:
 
     files: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files.extend(Path(parent, name) for name in names if not name.startswith("."))
+        folders[:] = [name for name in folders if not is_left_out(name)]
+        files.extend(Path(parent, name) for name in names if not is_left_out(name))
+    return sorted(files, key=lambda path: path.relative_to(folder).parts)
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    files = _below(folder, lambda name: name.startswith("."))
     if found := [path for path in files if path.suffix.lower() in TEXT_SUFFIXES]:
-        return sorted(found, key=lambda path: path.relative_to(folder).parts)
+        return found
     if not files:
         raise DataError(f"{shown(folder)}: the folder holds no files. Pass one that does, or a file.")
     others = Counter(path.suffix for path in files)
@@ -196,21 +202,17 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
     The content depends on the Python version: compare runs by their content hash. Origin: stdlib/ and the path inside it.
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    files: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]
-        files.extend(Path(parent, name) for name in names if name.endswith(".py"))
+    remedy = "Pass a file, a folder or a glob instead of stdlib."
+    files = [path for path in _below(folder, LEFT_OUT.__contains__) if path.suffix == ".py"]
     if not files:
-        raise DataError(
-            f"{STDLIB}: no Python sources in {shown(folder)}, the standard library's folder. {STDLIB_REMEDY}"
-        )
-    for path in sorted(files, key=lambda path: path.relative_to(folder).parts):
+        raise DataError(f"{STDLIB}: no Python sources in {shown(folder)}, the standard library's folder. {remedy}")
+    for path in files:
         origin = f"{STDLIB}/{path.relative_to(folder).as_posix()}"
         try:
             with tokenize.open(path) as file:
                 yield Document(file.read(), origin)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
-            raise DataError(f"{origin}: cannot be read: {error}. {STDLIB_REMEDY}") from error
+            raise DataError(f"{origin}: cannot be read: {error}. {remedy}") from error
 
 
 def parse_hub_name(source: str) -> tuple[str, str | None, str]:

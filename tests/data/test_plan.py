@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data.padding import Waste, choose_widths, fixed_waste, shuffled_waste, width_of
 from narrowgauge.data.plan import Batching, examples_of, plan, restore_order, sorted_batches
+from narrowgauge.data.rows import Waste, choose_widths, dynamic_waste, width_of
 from narrowgauge.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=150)
@@ -284,9 +284,9 @@ def test_sorted_batches_hold_a_budget_and_leave_none_out():
 
 def test_waste_is_counted():
     lengths = np.array([3, 5, 10, 1])
-    assert fixed_waste(lengths, 8) == Waste(19, 64)
-    assert shuffled_waste(lengths, 4, 1) == Waste(19, 40)
-    assert shuffled_waste(lengths, 1, 8) == Waste(19, 40)
+    assert dynamic_waste(lengths, 4, 8) == Waste(19, 64)
+    assert dynamic_waste(lengths, 3, 1) == Waste(19, 31)
+    assert dynamic_waste(lengths, 1, 8) == Waste(19, 40)
     assert str(Waste(19, 40)) == "21 of 40 positions (52.5 %)"
     assert Waste(0, 0).percent == 0
     report = plan(lengths, Batching(batch_size=2)).padding
