@@ -60,13 +60,11 @@ class CausalBatches:
         -> input_ids, labels: [batch_size / micro_batches, T] int64; the micro-batches in order are the rows of the whole batch.
         """
         if step < 0 or micro_batches < 1 or not 0 <= micro_batch < micro_batches:
-            raise ConfigError(
-                f"batch: no micro-batch {micro_batch} of {micro_batches} at step {step}; all count from 0."
-            )
+            raise ConfigError(f"batch: no micro-batch {micro_batch} of {micro_batches} at step {step}; count from 0.")
         rows, rest = divmod(self.batch_size, micro_batches)
         if rest:
             raise ConfigError(
-                f"batch_size {self.batch_size} cannot be split into {micro_batches} equal micro-batches. Pass a divisor."
+                f"batch_size {self.batch_size} is no multiple of {micro_batches} micro-batches. Pass one."
             )
         first = step * self.batch_size + micro_batch * rows
         places = (divmod(sample, self.windows) for sample in range(first, first + rows))

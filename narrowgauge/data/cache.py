@@ -106,8 +106,7 @@ def cached(
             ) from damage
     if entry is None:
         raise StorageError(
-            f"{shown(path.parent)}: an entry is missing though it was just written: another process removes files there. "
-            "Stop that process, or pass another cache folder."
+            f"{shown(path)}: missing though it was just written: another process removes files. Pass another cache folder."
         )
     return entry, notes
 

@@ -30,8 +30,8 @@ def chat_template(tokenizer: Any) -> str:
         return str(tokenizer.get_chat_template())
     except (ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{tokenizer.name_or_path or type(tokenizer).__name__}: no chat template: {reason(error)} Use the tokenizer of "
-            "a chat model, set tokenizer.chat_template, or give prompts and completions instead of messages."
+            f"{tokenizer.name_or_path or type(tokenizer).__name__}: no chat template: {reason(error)} "
+            "Use a chat model's tokenizer, set tokenizer.chat_template, or give prompts and completions."
         ) from None
 
 
@@ -39,16 +39,14 @@ def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
     """Returns `messages`. Raises DataError unless it is a list of turns with roles, at least one an assistant's answer."""
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         raise DataError(
-            f'{origin}: messages hold {type(messages).__name__}, not a list of {{"role": ..., "content": ...}}. '
-            "Write such a list, in JSONL or Parquet."
+            f'{origin}: messages hold {type(messages).__name__}, not a list of {{"role": ..., "content": ...}}. Write JSONL or Parquet.'
         )
     for number, turn in enumerate(messages):
         if not isinstance(turn.get("role"), str):
             raise DataError(f"{origin}: message {number} has no role. Give each message a role and a content.")
         if turn["role"] == "assistant" and turn.get("content") is None and not turn.get("tool_calls"):
             raise DataError(
-                f"{origin}: message {number} is an answer without content, which teaches a model to end its turn at once. Add "
-                "the content, or remove the row."
+                f"{origin}: message {number} is an answer without content, so nothing is learnt. Add it, or remove the row."
             )
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{origin}: no message has the role 'assistant', so there is nothing to learn. Remove the row.")
@@ -74,9 +72,8 @@ def answers(
         through = text if turn == len(messages) - 1 else _render(tokenizer, messages[: turn + 1], origin)
         if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
             raise DataError(
-                f"{origin}: the chat template renders answer {turn} differently once more turns follow, so its tokens "
-                "cannot be found. Pass train_on='last', split the chat into one row per answer, or use a template with "
-                "{% generation %} marks."
+                f"{origin}: the chat template renders answer {turn} differently once more turns follow. Pass train_on='last', "
+                "split the chat into one row per answer, or use a template with {% generation %} marks."
             )
         spans.append((len(before), len(through)))
     return text, spans

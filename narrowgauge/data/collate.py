@@ -120,8 +120,7 @@ def _from_second(labels: Any, tokens: int) -> np.ndarray[Any, Any]:
     found = np.array(labels)
     if found.shape != (tokens,):
         raise ConfigError(
-            f"Collator: labels of shape {list(found.shape)} for {tokens} tokens cannot be packed; only causal-lm examples can. "
-            "Leave row_length out."
+            f"Collator: labels {list(found.shape)} for {tokens} tokens cannot be packed, only causal-lm's. Leave row_length out."
         )
     found[:1] = IGNORED
     return found

@@ -120,7 +120,7 @@ def prepare(
     """
     if not (math.isfinite(validation_fraction) and 0 <= validation_fraction < 1):
         raise ConfigError(
-            f"validation_fraction: {validation_fraction} is not in [0, 1). Pass for example 0.05; 0 holds nothing out."
+            f"validation_fraction: {validation_fraction} is not in [0, 1). Pass 0.05, or 0 to hold nothing out."
         )
     read = partial(documents, source, column=column, separator=separator)
     count, content_hash, split = _census(read(), validation_fraction, seed)
@@ -157,9 +157,8 @@ def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
     largest = corpus.largest_token
     if largest >= model_vocabulary:
         raise DataError(
-            f"{corpus.summary['source']}: the data holds token id {largest}, but the model's vocabulary has "
-            f"{model_vocabulary} entries, ids 0 to {model_vocabulary - 1}. Use the tokenizer that belongs to the model, or "
-            f"a model with vocab_size {largest + 1} or more."
+            f"{corpus.summary['source']}: the data holds token id {largest}, but the model's vocabulary has {model_vocabulary} "
+            f"entries. Use the tokenizer that belongs to the model, or a model with vocab_size {largest + 1} or more."
         )
 
 
@@ -213,8 +212,8 @@ class _Job:
         for side, name in ((TRAIN, "training"), (VALIDATION, "validation")):
             if int(counts[side].sum()) == ends[side] and (side == TRAIN or self.split.fraction > 0):
                 raise DataError(
-                    f"{self.source}: 0 {name} tokens with validation_fraction {self.split.fraction} (split "
-                    f"{self.split.words}). Pass more text, or another validation_fraction."
+                    f"{self.source}: 0 {name} tokens with validation_fraction {self.split.fraction} (split {self.split.words}). "
+                    "Pass more text, or another validation_fraction."
                 )
         total = counts[TRAIN] + counts[VALIDATION]
         share = counts[TRAIN][counts[TRAIN] > 0] / counts[TRAIN].sum()
@@ -241,7 +240,7 @@ class _Job:
                 yield side, last, True
         if content.hexdigest() != self.facts["content_hash"]:
             raise DataError(
-                f"{self.source}: the data changed while it was being read. Start again when nothing writes to it."
+                f"{self.source}: the data changed while it was read. Start again when nothing writes to it."
             )
 
 

@@ -111,8 +111,7 @@ class Limits:
             raise ConfigError(f"max_length: {self.max_length} leaves no token to predict. Pass at least 2, or None.")
         if self.too_long not in ("error", "truncate", "skip") or self.no_target not in ("error", "skip"):
             raise ConfigError(
-                f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'truncate' or 'skip', and 'error' or "
-                "'skip'."
+                f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'skip', or 'truncate' for too_long."
             )
 
 
@@ -236,9 +235,8 @@ class _Job:
         if count := self.counts["too_long"]:
             if limits.too_long == "error":
                 raise DataError(
-                    f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has "
-                    f"{self.longest} tokens, the first is {self.first['too_long']}. Set max_length higher, if the model has "
-                    "positions for it, or too_long to 'truncate' or 'skip'."
+                    f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has {self.longest} "
+                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to 'truncate' or 'skip'."
                 )
             done = "cut" if limits.too_long == "truncate" else "left out"
             notes.append(

@@ -77,8 +77,8 @@ class Batching:
                 raise ConfigError(f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.")
         if self.row_length is not None and self.row_length % self.tokens_multiple:
             raise ConfigError(
-                f"batching: row_length {self.row_length} is not a multiple of tokens_multiple {self.tokens_multiple}. "
-                f"Pass {round_up(self.row_length, self.tokens_multiple)}."
+                f"batching: row_length {self.row_length} is no multiple of tokens_multiple {self.tokens_multiple}. Pass "
+                f"{round_up(self.row_length, self.tokens_multiple)}."
             )
         if self.row_length is not None and self.token_budget is not None and self.token_budget < self.row_length:
             raise ConfigError(
@@ -202,8 +202,8 @@ def _fitting(sizes: Indices, batching: Batching) -> np.ndarray[Any, np.dtype[np.
     if batching.too_long == "error" and not fitting.all():
         raise DataError(
             f"plan: {int((~fitting).sum())} of {len(sizes)} examples do not fit {what} {getattr(batching, what)}, which holds "
-            f"{limit} tokens; the longest has {int(sizes.max())} (example {int(np.argmax(sizes))}). Pass a larger one, truncate "
-            "the examples when they are encoded, or pass too_long='skip' to leave them out."
+            f"{limit} tokens; the longest has {int(sizes.max())} (example {int(np.argmax(sizes))}). Pass a larger one, truncate the "
+            "examples, or leave them out with too_long='skip'."
         )
     return fitting
 

@@ -138,9 +138,7 @@ def files_of(name: str) -> list[Path]:
     if has_magic(name):
         if found := [path for path in sorted({Path(match) for match in glob(name, recursive=True)}) if path.is_file()]:
             return found
-        raise DataError(
-            f"{name}: the pattern matches no file. Put it in quotation marks in a shell and check the folder."
-        )
+        raise DataError(f"{name}: the pattern matches no file. Quote it in a shell, and check the folder.")
     parent = path.parent
     beside = sorted(os.listdir(parent)) if parent.is_dir() else []
     near = closest(path.name, [*beside, STDLIB])

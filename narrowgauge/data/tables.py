@@ -51,8 +51,8 @@ class Record:
                 value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{self.origin}: column {column!r} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at "
-                f"character {error.start}, which is no valid text. Correct the row or remove it."
+                f"{self.origin}: column {column!r} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character "
+                f"{error.start}. Correct the row or remove it."
             ) from None
         return value
 
@@ -114,8 +114,7 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: malformed or truncated JSON in column {error.colno}: {error.msg}. "
-            "A JSONL file holds one whole JSON object per line; correct the line or remove it."
+            f"{where}: malformed or truncated JSON in column {error.colno}: {error.msg}. Write one whole object per line."
         ) from None
     except (ValueError, RecursionError) as error:
         fault = "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -153,7 +152,7 @@ def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[s
         _check_names(names, where)
         if columns is None and len(names) == 1 and any(mark in names[0] for mark in ";\t|"):
             raise DataError(
-                f"{where}: the header {names[0]!r} is not separated by commas. Save the file with commas, or as TSV."
+                f"{where}: the header {names[0]!r} is not separated by commas. Save it with commas, or as TSV."
             )
     else:
         return
@@ -161,13 +160,9 @@ def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[s
     for line, row in rows:
         where = f"{file}:{line}"
         if len(row) != len(names):
-            raise DataError(
-                f"{where}: {len(row)} fields, but the header has {len(names)}. Correct the row or remove it."
-            )
+            raise DataError(f"{where}: {len(row)} fields, but the header has {len(names)}. Correct or remove the row.")
         if may_be_header and row == names:
-            raise DataError(
-                f"{where}: the first row repeats the names given for the columns: the file has a header row. Leave them out."
-            )
+            raise DataError(f"{where}: the first row repeats the names given for the columns. Leave them out.")
         may_be_header = False
         yield Record({column: row[place] for column, place in places.items()}, where)
 
@@ -191,8 +186,7 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
                 remedy = "A quotation mark may be open. Split the document over several rows."
                 raise too_long(where, limit_bytes, remedy) from None
             raise DataError(
-                f"{where}: malformed CSV: {error}. Put a field with a comma, quotation mark or line break in quotation marks, "
-                "and double each quotation mark inside it."
+                f'{where}: malformed CSV: {error}. Put a field with a comma, " or line break in quotation marks; double each " in it.'
             ) from None
         finally:
             csv.field_size_limit(before)

@@ -181,8 +181,8 @@ class Classification:
         number = int(value) if isinstance(value, str) and NUMBER.fullmatch(value.strip()) else value
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
             raise DataError(
-                f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. "
-                "Correct the row, pass the number of classes that the data has, or name them."
+                f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. Correct the row, "
+                "pass the number of classes that the data has, or name them."
             )
         return number
 

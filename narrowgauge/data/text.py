@@ -96,9 +96,8 @@ def decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:
     bad_line = line + raw.count(b"\n", 0, bad)
     column = bad - raw.rfind(b"\n", 0, bad)
     raise DataError(
-        f"{shown(path)}:{bad_line}: invalid UTF-8, byte 0x{raw[bad]:02x} in column {column} "
-        f"(byte offset {offset + bad} of the file): {fault}. "
-        "Convert the file, for example with iconv -f LATIN1 -t UTF-8, or leave it out."
+        f"{shown(path)}:{bad_line}: invalid UTF-8, byte 0x{raw[bad]:02x} in column {column} (byte offset {offset + bad} of the file): "
+        f"{fault}. Convert the file, for example with iconv -f LATIN1 -t UTF-8, or leave it out."
     )
 
 

@@ -143,16 +143,13 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     if not os.path.isdir(name) and (
         isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1
     ):
-        raise DataError(
-            f"{shown(name)}: no such folder. Pass a folder with tokenizer.json, or a model's name on the Hub."
-        )
+        raise DataError(f"{shown(name)}: no such folder. Pass a folder with tokenizer.json, or a name on the Hub.")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the libraries raise bare Exception for a malformed file
         raise DataError(
             f"{shown(name)}: {'' if os.path.isdir(name) else 'no folder here, and on the Hub '}no usable tokenizer: "
-            f"{type(error).__name__}: {reason(error)} "
-            "Pass a folder with tokenizer.json, or a model's name on the Hub."
+            f"{type(error).__name__}: {reason(error)} Pass a folder with tokenizer.json, or a model's name on the Hub."
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(

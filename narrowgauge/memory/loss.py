@@ -211,8 +211,7 @@ def _check_options(softcap: float | None, z_loss: float, chunk: int | None) -> N
         chunk is not None and (not isinstance(chunk, int) or chunk < 1)
     ):
         raise ConfigError(
-            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive, finite and whole (chunk), or "
-            "None. Leave them out."
+            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive, chunk whole. Or leave them out."
         )
     if not 0 <= z_loss < math.inf:
         raise ConfigError(f"chunked_cross_entropy: z_loss = {z_loss}; it must be at least 0. 0 leaves it out.")

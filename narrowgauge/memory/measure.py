@@ -117,7 +117,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise ConfigError(
-                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze a parameter."
+                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze some."
             )
         if loss is not None:
             del output

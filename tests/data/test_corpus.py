@@ -233,7 +233,7 @@ def test_data_that_changes_while_it_is_read_is_an_error(folder, tokenizer, tmp_p
         return iter(found[len(calls) - 1 :])  # a document less each time
 
     monkeypatch.setattr(corpus, "documents", changing)
-    with pytest.raises(DataError, match="changed while it was being read"):
+    with pytest.raises(DataError, match="changed while it was read"):
         prepare(folder, tokenizer, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
