@@ -55,10 +55,7 @@ class CausalBatches:
         self.windows = (len(stream) - 1) // sequence_length
 
     def batch(self, step: int, micro_batch: int = 0, micro_batches: int = 1) -> Batch:
-        """Micro-batch `micro_batch` of `micro_batches` of step `step`; all count from 0.
-
-        -> input_ids, labels: [batch_size / micro_batches, T] int64; the micro-batches in order are the rows of the whole batch.
-        """
+        """A micro-batch, counted from 0: input_ids, labels [batch_size / micro_batches, T] int64, the next rows of the batch."""
         if step < 0 or micro_batches < 1 or not 0 <= micro_batch < micro_batches:
             raise ConfigError(f"batch: no micro-batch {micro_batch} of {micro_batches} at step {step}; count from 0.")
         rows, rest = divmod(self.batch_size, micro_batches)

@@ -83,10 +83,7 @@ class Entry:
 def cached(
     path: Path, dtypes: Mapping[str, np.dtype[Any]], fill: Callable[[Append], dict[str, Any]]
 ) -> tuple[Entry, list[str]]:
-    """(the entry at `path`, notes). If it is missing or damaged, `fill` writes its arrays and returns its facts.
-
-    Raises StorageError if the folder cannot be read or written.
-    """
+    """(the entry at `path`, notes). If it is missing or damaged, `fill` writes its arrays and returns its facts."""
     notes: list[str] = []
     with storage(path.parent):
         try:

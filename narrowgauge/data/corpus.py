@@ -91,10 +91,7 @@ def validates(digest: bytes, *, fraction: float, seed: int) -> bool:
 
 
 def tail_cut(text: str, fraction: float) -> int:
-    """Index of the character where the validation part of `text` begins.
-
-    The nearest line start that gives half to twice the fraction; if there is none, a cut inside a line.
-    """
+    """Where the validation part begins: the nearest line start that gives half to twice the fraction, else inside a line."""
     share = int(len(text) * fraction)
     target = len(text) - share
     starts = text.rfind("\n", 0, target) + 1, text.find("\n", max(target - 1, 0)) + 1

@@ -28,10 +28,7 @@ Text = str | tuple[str, str]
 
 
 class Encoder:
-    """A tokenizer for lists of texts, without the truncation and padding that its files may set.
-
-    A text is a string, or a pair of strings that the tokenizer joins with its own separators.
-    """
+    """A tokenizer for lists of texts, or of pairs that it joins, without the truncation and padding of its files."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_slow: bool = False):
         self.tokenizer: Any = tokenizer
@@ -110,10 +107,7 @@ class Encoder:
         return found
 
     def spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Values, Values]]:
-        """(ids, [tokens, 2] start and end character) of each text; -1, -1 for added special tokens.
-
-        Raises ConfigError for a slow tokenizer, which does not know the characters of its tokens.
-        """
+        """(ids, [tokens, 2] start and end character) of each text; -1, -1 for added special tokens. Refuses slow tokenizers."""
         if self._backend is None:
             raise ConfigError(
                 f"{self.name}: a slow tokenizer does not know which characters a token covers, but prompts and chats need that. "

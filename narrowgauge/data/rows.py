@@ -38,10 +38,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def width_of(longest: int, rows: int, widths: Sequence[int], tokens_multiple: int) -> int:
-    """The smallest of the ascending `widths` that holds `longest`, rounded up so that rows x width is a tokens_multiple.
-
-    Raises DataError for an example that is longer than every width.
-    """
+    """The smallest of the ascending `widths` that holds `longest`, rounded up so that rows x width is a tokens_multiple."""
     place = bisect_left(widths, longest)
     if place == len(widths):
         raise DataError(

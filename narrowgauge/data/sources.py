@@ -222,10 +222,7 @@ def parse_hub_name(source: str) -> tuple[str, str | None, str]:
 
 
 def _hub_documents(source: str, name: str, config: str | None, split: str, column: str | None) -> Iterator[Document]:
-    """One document per row of a data set on the Hub, or of a folder that `datasets` loads. Code in a repository is never run.
-
-    `datasets` downloads once into its cache. Origin: source and row, from 1.
-    """
+    """One document per row of a data set of the Hub, or of a folder that `datasets` loads. Never runs a repository's code."""
     try:
         import datasets
     except ImportError:

@@ -58,10 +58,7 @@ class Record:
 
 
 def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str], where: str) -> list[str]:
-    """The columns to read: those named, else 'text', else the only one of `texts`, which hold strings.
-
-    Raises DataError if a named column is missing, or if none is named and the choice is not clear.
-    """
+    """The columns to read: those named, else 'text', else the only one of `texts`, which hold strings. Else DataError."""
     listing = ", ".join(map(repr, found[:SHOWN_COLUMNS])) + (", ..." if found[SHOWN_COLUMNS:] else "")
     for column in columns or ():
         if column not in found:
@@ -82,10 +79,7 @@ def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str],
 def table_rows(
     path: Path, columns: Columns, *, limit_bytes: int, header: Sequence[str] | None = None
 ) -> Iterator[Record]:
-    """The rows of a file whose suffix is in TABLES; the first row or the header decides which column holds the text.
-
-    Raises DataError with file and line for malformed rows, ConfigError for a `header` of a file that names its columns.
-    """
+    """The rows of a file whose suffix is in TABLES. Raises DataError with file and line, ConfigError for a needless `header`."""
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
         return _csv_rows(path, columns, limit_bytes, header)
@@ -168,10 +162,7 @@ def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[s
 
 
 def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
-    """(first line, fields) of each row that is not blank.
-
-    The csv module's field limit is global, so it is raised and restored around each row.
-    """
+    """(first line, fields) of each row that is not blank. csv's field limit is global: raised and restored around each row."""
     # TSV has no quoting (IANA text/tab-separated-values).
     tab: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     form = tab if DELIMITERS[path.suffix.lower()] == "\t" else {"strict": True}

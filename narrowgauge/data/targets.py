@@ -56,10 +56,7 @@ def count_targets(batches: Sequence[Batch], kind: Kind) -> int:
 
 
 def summed_loss(logits: Tensor, labels: Tensor, kind: Kind) -> Tensor:
-    """Sum of -log p(target) over the valid targets, a float32 scalar. logits [..., classes], labels [...] of the same kind.
-
-    Holds the logits once more in float32.
-    """
+    """Sum of -log p(target), a float32 scalar. logits [..., classes], once more in float32; labels [...] of the same kind."""
     return aligned_loss(logits, shifted_labels(labels, kind).to(logits.device))
 
 

@@ -115,10 +115,7 @@ class Chat:
 
 
 def _learnt(places: Values, spans: Sequence[Span]) -> tuple[Values, bool]:
-    """([tokens] bool, True if the token begins in a span of characters; True if a token crosses the start of a span).
-
-    places  [tokens, 2] start and end character of each token
-    """
+    """(True where a token begins in a span, True if one crosses the start of a span), from [tokens, 2] characters."""
     targets, straddles = np.zeros(len(places), bool), False
     for first, last in spans:
         targets |= (places[:, 0] >= first) & (places[:, 0] < last)

@@ -54,10 +54,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Opens an uncompressed file for reading bytes after its byte order mark.
-
-    Raises DataError if it is not a regular file or not text; StorageError if it cannot be read.
-    """
+    """Opens a file for bytes after its byte order mark. Raises DataError if it is no text, StorageError if it cannot be read."""
     if path.suffix.lower() in UNPACK:
         raise DataError(
             f"{shown(path)}: compressed files are not read. Run '{UNPACK[path.suffix.lower()]}' on it first."
@@ -107,10 +104,7 @@ def too_long(where: str, limit_bytes: int, remedy: str) -> DataError:
 
 
 def separated(file: BinaryIO, separator: bytes, limit_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, content) of each document in `file`. Memory: at most limit_bytes and one chunk.
-
-    Raises OverflowError with the offset of a document above the limit, before it reads the rest.
-    """
+    """(byte offset, content) of each document. OverflowError with the offset of one above the limit, before the rest is read."""
     offset, searched, pending, chunk = file.tell(), 0, bytearray(), b" "
     while chunk:
         chunk = file.read(CHUNK_BYTES)
@@ -143,10 +137,7 @@ def text_documents(path: Path, *, separator: str | None, limit_bytes: int) -> It
 
 
 def lines(path: Path, *, limit_bytes: int) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line with its end) of a UTF-8 file. Lines end at \\n alone.
-
-    Raises DataError at a line above the limit, before it reads the rest.
-    """
+    """(number from 1, line with its end) of a UTF-8 file. Lines end at \\n alone; one above the limit is not read to its end."""
     with opened(path) as file:
         offset = file.tell()
         for number in range(1, 2**63):

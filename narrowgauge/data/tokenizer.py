@@ -133,10 +133,7 @@ def _sealed(path: Path) -> bool:
 
 
 def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a local folder or of a model on the Hub. Never runs a model's code.
-
-    Raises DataError if it is missing, unreadable, not fast, or without a vocabulary.
-    """
+    """The tokenizer of a local folder or of a model on the Hub. Never runs a model's code. Raises DataError for any fault."""
     from transformers import AutoTokenizer
 
     name = os.fspath(path)
@@ -166,10 +163,7 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = True) -> tokenizers.Tokenizer:
-    """A copy of the Rust tokenizer, without the truncation, padding and dropout that tokenizer.json may set.
-
-    trim_offsets  False keeps the leading space in the span of a token
-    """
+    """A copy of the Rust tokenizer without truncation, padding, dropout; trim_offsets=False leaves leading spaces in spans."""
     from tokenizers import Tokenizer
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -70,10 +70,7 @@ def freeze(
 def train_only(
     model: nn.Module, patterns: Patterns, *, optimizer_bytes: OptimizerBytes = ADAMW_STATE_BYTES
 ) -> FreezeReport:
-    """Lets exactly the parameters train that `patterns` name, in place; see `freeze`.
-
-    Parameters of integer types cannot train: naming only such is an error too.
-    """
+    """Lets exactly the parameters train that `patterns` name, in place; see `freeze`. Integer types cannot train."""
     named = _named(model, patterns, "train_only")
     trains = {parameter for parameter in named if parameter.is_floating_point()}
     if not trains:

@@ -77,10 +77,7 @@ class SavedActivations:
 
 
 def blocks_for(kind: type[SavedActivations], model: nn.Module, names: str | Iterable[str] | None) -> list[nn.Module]:
-    """The model's blocks, of which the technique may have the saved tensors.
-
-    Raises ConfigError if another kind has those of a block already: only one kind of hook can have them.
-    """
+    """The model's blocks. Raises ConfigError if another kind keeps what one saves: only one kind of hook can have it."""
     found = find_blocks(model, names, kind.name)
     for name, block in found.items():
         forward = forward_of(block)
