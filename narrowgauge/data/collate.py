@@ -141,16 +141,11 @@ def pad_id_of(tokenizer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackingCheck:
-    """Largest change of a logit, as a share of the largest logit.
+    """Largest change of a logit, as a share of the largest logit."""
 
-    noise   between two equal calls; 0, unmeasured, if `leak` is 0 and `alone` within its tolerance
-    leak    in other documents when one changes
-    alone   between a packed document and the same document alone
-    """
-
-    noise: float
-    leak: float
-    alone: float
+    noise: float  # between two equal calls; 0, unmeasured, if `leak` is 0 and `alone` within its tolerance
+    leak: float  # in other documents when one changes
+    alone: float  # between a packed document and the same document alone
 
 
 def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = None, seed: int = 0) -> PackingCheck:

@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from narrowgauge.data.batches import IGNORED
+from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import Append, Entry, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
-from narrowgauge.data.order import Indices
 from narrowgauge.data.sources import files_of, records
 from narrowgauge.data.tables import Record
 from narrowgauge.data.tasks import Classification, Encoded, Kind, Notes, Seq2Seq, Task, fields
-from narrowgauge.data.text import shown
-from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.data.text import readable, shown
+from narrowgauge.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,14 +95,10 @@ class Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The policy for rows of more than max_length tokens, or without a target.
-
-    too_long   "error" counts them, "truncate" cuts the end (of a pair, of the longer one), "skip" leaves the row out
-    no_target  "error" counts them, "skip" leaves the row out
-    """
+    """The policy for rows of more than max_length tokens, or without a target: "error" counts them, "skip" leaves them out."""
 
     max_length: int | None = None
-    too_long: Literal["error", "truncate", "skip"] = "error"
+    too_long: Literal["error", "truncate", "skip"] = "error"  # "truncate" cuts the end (of a pair, of the longer one)
     no_target: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
@@ -145,11 +140,7 @@ def prepare_examples(
 
 
 class _Job:
-    """Everything that determines the bytes of a cache entry, and what is counted while they are written.
-
-    counts  rows, examples, tokens, targets, too_long, no_target
-    first   origin of the first row that is too_long or has no_target
-    """
+    """Everything that determines the bytes of a cache entry, and what is counted while they are written."""
 
     def __init__(self, source: Any, task: Task, encoder: Encoder, limits: Limits, header: Sequence[str] | None):
         self.source, self.task, self.encoder, self.limits, self.header = source, task, encoder, limits, header
@@ -163,21 +154,17 @@ class _Job:
             "header": list(header) if header is not None else None,
         }
         self.key = key_of({**facts, **encoder.facts()})
-        self.counts, self.notes = Counter[str](), Notes()
-        self.first: dict[str, str] = {}
+        self.counts = Counter[str]()  # rows, examples, tokens, targets, too_long, no_target
+        self.first: dict[str, str] = {}  # origin of the first row that is too_long or has no_target
+        self.notes = Notes()
         self.longest = self.largest_token = 0
 
     def _content(self) -> str:
         """SHA-256 over the bytes of the files in reading order."""
         digest = hashlib.sha256()
         for path in files_of(os.fspath(self.source)):
-            try:
-                with path.open("rb") as file:
-                    digest.update(path.suffix.lower().encode() + hashlib.file_digest(file, "sha256").digest())
-            except OSError as error:
-                raise StorageError(
-                    f"{shown(path)}: cannot be read: {error.strerror}. Check its permissions."
-                ) from error
+            with readable(path), path.open("rb") as file:
+                digest.update(path.suffix.lower().encode() + hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
     def fill(self, append: Append) -> dict[str, Any]:
@@ -217,7 +204,10 @@ class _Job:
                     [example] = task.encode([row], self.encoder, Notes(), max_length=limit)
                 else:
                     example = {name: values[:limit] for name, values in example.items()}
-            ids, targets = example["input_ids"], _targets(example, task.kind)
+            ids = example["input_ids"]
+            if task.kind == "causal-lm":
+                example["targets"][:1] = 0  # nothing predicts the first token
+            targets = int(example["targets"].sum()) if task.kind == "causal-lm" else len(example["labels"])
             if not targets or not len(ids):
                 self._refuse("no_target", row)
                 continue
@@ -255,11 +245,3 @@ class _Job:
         if not self.counts["examples"]:
             raise DataError(f"{source}: no row is left of {rows}. Pass more data, or other limits.")
         return notes
-
-
-def _targets(example: Encoded, kind: Kind) -> int:
-    """Number of positions with a loss; the first token of a causal-lm example has no prediction, so its target is cleared."""
-    if kind == "causal-lm":
-        example["targets"][:1] = 0
-        return int(example["targets"].sum())
-    return len(example["labels"])

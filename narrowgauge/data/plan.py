@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from narrowgauge.data.order import Indices, permutation
+from narrowgauge.data.batches import Indices, permutation
 from narrowgauge.data.rows import PaddingReport, Waste, choose_widths, dynamic_waste, pack, round_up, width_of
 from narrowgauge.errors import ConfigError, DataError
 
@@ -102,22 +102,15 @@ class Batching:
 
 @dataclass(frozen=True)
 class Plan:
-    """One epoch: steps[step][rank] lists the examples (packed: tuples of examples) of one batch.
+    """One epoch; `notes` say what a user should know of it."""
 
-    widths    for the collator
-    skipped   examples that are too long
-    dropped   examples of the incomplete step (ragged "drop")
-    repeated  number of examples drawn twice (ragged "repeat")
-    alone     a sentence on why packing put one example into each row, or ''
-    """
-
-    steps: list[list[list[Item]]]
-    widths: tuple[int, ...]
+    steps: list[list[list[Item]]]  # steps[step][rank]: the examples (packed: tuples of examples) of one batch
+    widths: tuple[int, ...]  # for the collator
     padding: PaddingReport
-    skipped: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    repeated: int = 0
-    alone: str = ""
+    skipped: list[int] = field(default_factory=list)  # examples that are too long
+    dropped: list[int] = field(default_factory=list)  # examples of the incomplete step (ragged "drop")
+    repeated: int = 0  # number of examples drawn twice (ragged "repeat")
+    alone: str = ""  # why packing put one example into each row
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.data.order import Indices
+from narrowgauge.data.batches import Indices
 from narrowgauge.errors import DataError
 
 GRID = 512  # largest number of candidate widths; more are thinned evenly by rank
@@ -163,16 +163,11 @@ class Waste:
 
 @dataclass(frozen=True, slots=True)
 class PaddingReport:
-    """The same examples batched in three ways.
+    """The same examples batched in three ways."""
 
-    fixed     every row as wide as the longest example
-    shuffled  random batches, each as wide as its longest example (dynamic padding)
-    planned   this plan
-    """
-
-    fixed: Waste
-    shuffled: Waste
-    planned: Waste
+    fixed: Waste  # every row as wide as the longest example
+    shuffled: Waste  # random batches, each as wide as its longest example (dynamic padding)
+    planned: Waste  # this plan
 
     def __str__(self) -> str:
         return f"padding: {self.planned}; shuffled batches would have {self.shuffled}, one fixed width {self.fixed}"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from narrowgauge.data.order import Indices
+from narrowgauge.data.batches import Indices
 from narrowgauge.data.plan import Batching, Item, Plan, examples_of, plan
 from narrowgauge.errors import CheckpointError, ConfigError
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from narrowgauge.data.tables import TABLES, Record, chosen_columns, table_rows
-from narrowgauge.data.text import LIMIT_BYTES, Document, reason, shown, text_documents, too_long
-from narrowgauge.errors import ConfigError, DataError, StorageError, closest
+from narrowgauge.data.text import LIMIT_BYTES, Document, readable, reason, shown, text_documents, too_long
+from narrowgauge.errors import ConfigError, DataError, closest
 
 STDLIB = "stdlib"
 # Tests hold numbers and broken files; the repeated tables of `encodings`, 1.4 MB, would flatter a validation loss.
@@ -75,10 +75,8 @@ def documents(
         _refuse_column(column, name)
         return _usable(stdlib_documents(), name, limit_bytes)
     read = partial(_file_documents, column=column, separator=separator, limit_bytes=limit_bytes)
-    try:
+    with readable(name, "looked at"):
         files = files_of(name)
-    except OSError as error:
-        raise StorageError(f"{shown(name)}: cannot be looked at: {error.strerror}. Check its permissions.") from error
     return _usable((document for path in files for document in read(path)), name, limit_bytes)
 
 
@@ -152,14 +150,13 @@ def _below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
     """The files below a folder, by their parts; names that are left out are files and folders."""
 
     def refuse(error: OSError) -> NoReturn:
-        raise StorageError(
-            f"{shown(error.filename)}: cannot be listed: {error.strerror}. Check its permissions."
-        ) from error
+        raise error
 
     files: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not is_left_out(name)]
-        files.extend(Path(parent, name) for name in names if not is_left_out(name))
+    with readable(folder, "listed"):
+        for parent, folders, names in os.walk(folder, onerror=refuse):
+            folders[:] = [name for name in folders if not is_left_out(name)]
+            files.extend(Path(parent, name) for name in names if not is_left_out(name))
     return sorted(files, key=lambda path: path.relative_to(folder).parts)
 
 

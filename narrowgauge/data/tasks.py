@@ -70,10 +70,9 @@ class Completion:
     def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> Iterator[Encoded]:
         prompts = [row.text(self.prompt) for row in rows]
         texts = [prompt + row.text(self.completion) for prompt, row in zip(prompts, rows, strict=True)]
+        learnt = _learnt(rows, texts, [[(len(prompt), sys.maxsize)] for prompt in prompts], encoder, special=True)
         end = end_of_text(encoder.tokenizer)
-        for row, prompt, (ids, places) in zip(rows, prompts, encoder.spans(texts, special=True), strict=True):
-            encoder.check_start(ids, row.origin)
-            targets, straddles = _learnt(places, [(len(prompt), sys.maxsize)])
+        for row, ids, targets, straddles in learnt:
             notes[STRADDLING] += straddles
             if not len(ids) or ids[-1] != end:
                 ids, targets = np.append(ids, end), np.append(targets, False)
@@ -102,25 +101,27 @@ class Chat:
         rendered = [
             answers(encoder.tokenizer, chat, row.origin, self.train_on) for chat, row in zip(chats, rows, strict=True)
         ]
-        end = encoder.tokenizer.eos_token_id
+        texts, spans = [text for text, _ in rendered], [found for _, found in rendered]
+        end, token = encoder.tokenizer.eos_token_id, str(encoder.tokenizer.eos_token)
         # The template writes the special tokens; adding them again would double the beginning of text.
-        encoded = encoder.spans([text for text, _ in rendered], special=False)
-        for row, (_, spans), (ids, places) in zip(rows, rendered, encoded, strict=True):
-            encoder.check_start(ids, row.origin)
-            targets, straddles = _learnt(places, spans)
+        for _, ids, targets, straddles in _learnt(rows, texts, spans, encoder, special=False):
             notes[STRADDLING_CHAT] += straddles
             if end is not None and end not in ids[targets]:
-                notes[UNFINISHED.replace("{token}", str(encoder.tokenizer.eos_token))] += 1
+                notes[UNFINISHED.replace("{token}", token)] += 1
             yield {"input_ids": ids, "targets": targets}
 
 
-def _learnt(places: Values, spans: Sequence[Span]) -> tuple[Values, bool]:
-    """(True where a token begins in a span, True if one crosses the start of a span), from [tokens, 2] characters."""
-    targets, straddles = np.zeros(len(places), bool), False
-    for first, last in spans:
-        targets |= (places[:, 0] >= first) & (places[:, 0] < last)
-        straddles |= bool(((places[:, 0] < first) & (places[:, 1] > first)).any())
-    return targets, straddles
+def _learnt(
+    rows: Sequence[Record], texts: Sequence[str], spans: Sequence[Sequence[Span]], encoder: Encoder, *, special: bool
+) -> Iterator[tuple[Record, Values, Values, bool]]:
+    """(row, ids, True for a token that begins in a span of characters, whether one crosses the start of a span) of each text."""
+    for row, wanted, (ids, places) in zip(rows, spans, encoder.spans(texts, special=special), strict=True):
+        encoder.check_start(ids, row.origin)
+        targets, straddles = np.zeros(len(ids), bool), False
+        for first, last in wanted:
+            targets |= (places[:, 0] >= first) & (places[:, 0] < last)
+            straddles |= bool(((places[:, 0] < first) & (places[:, 1] > first)).any())
+        yield row, ids, targets, straddles
 
 
 @dataclass(frozen=True, kw_only=True)

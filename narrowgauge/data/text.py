@@ -53,28 +53,33 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
+def readable(path: str | os.PathLike[str], doing: str = "read", step: str = "Check its permissions.") -> Iterator[None]:
+    """Turns an OSError of the body into a StorageError: "<path>: cannot be <doing>: <reason>"."""
+    try:
+        yield
+    except OSError as error:
+        where = shown(error.filename or path)
+        raise StorageError(f"{where}: cannot be {doing}: {error.strerror}. {step}") from error
+
+
+@contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Opens a file for bytes after its byte order mark. Raises DataError if it is no text, StorageError if it cannot be read."""
     if path.suffix.lower() in UNPACK:
         raise DataError(
             f"{shown(path)}: compressed files are not read. Run '{UNPACK[path.suffix.lower()]}' on it first."
         )
-    try:
+    with readable(path, "opened"):
         if not path.is_file():
             raise DataError(f"{shown(path)}: not a regular file. Pass a file, a folder or a glob.")
         file = path.open("rb")
-    except OSError as error:
-        raise StorageError(f"{shown(path)}: cannot be opened: {error.strerror}. Check its permissions.") from error
-    with file:
+    with file, readable(path, step="Check the disk."):
         head = file.read(8)
         for magic, meaning in MAGIC.items():
             if head.startswith(magic):
                 raise DataError(f"{shown(path)}: the first bytes say that this is {meaning}.")
         file.seek(len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0)
-        try:
-            yield file
-        except OSError as error:
-            raise StorageError(f"{shown(path)}: cannot be read: {error.strerror}. Check the disk.") from error
+        yield file
 
 
 def decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:

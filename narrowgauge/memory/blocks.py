@@ -23,18 +23,14 @@ from narrowgauge.patterns import matches
 
 
 class BlockForward:
-    """The replacement for the forward of one block; it calls the original while gradients are off.
-
-    before     another library's replacement, which is called instead of the class's forward
-    recompute  called with (block, forward, args, kwargs): runs the forward so that backward repeats it
-    saving     a `saved_tensors.SavedActivations`: how the tensors are kept that the block saves for backward
-    """
+    """The replacement for the forward of one block; it calls the original while gradients are off."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
-        self.before: Callable[..., Any] | None = block.__dict__.get("forward")
+        self.before: Callable[..., Any] | None = block.__dict__.get("forward")  # another library's replacement
+        # Called with (block, forward, args, kwargs): runs the forward so that backward repeats it.
         self.recompute: Callable[..., Any] | None = None
-        self.saving: Any = None
+        self.saving: Any = None  # a `saved_tensors.SavedActivations`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

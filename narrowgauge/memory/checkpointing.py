@@ -54,18 +54,13 @@ KEPT_OPERATIONS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
-    """What `checkpoint` did; `print` it.
-
-    recomputed, kept   names of the blocks whose forward is repeated, and of the others
-    kept_bytes         with a budget: bytes kept for backward now, measured; else None
-    notes              what else changed
-    """
+    """What `checkpoint` did; `print` it."""
 
     policy: str
-    recomputed: tuple[str, ...]
-    kept: tuple[str, ...]
-    kept_bytes: int | None
-    notes: tuple[str, ...]
+    recomputed: tuple[str, ...]  # names of the blocks whose forward is repeated
+    kept: tuple[str, ...]  # names of the others
+    kept_bytes: int | None  # with a budget: bytes kept for backward now, measured
+    notes: tuple[str, ...]  # what else changed
 
     def __str__(self) -> str:
         blocks = len(self.recomputed) + len(self.kept)

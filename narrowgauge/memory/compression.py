@@ -36,23 +36,16 @@ SMALLEST = 4096  # elements; below it the codes' own overhead is no less than wh
 
 @dataclass
 class Compression(SavedActivations):
-    """The technique on a model's blocks, with counts since `reset`; `print` it.
-
-    cast              what kept tensors are encoded with
-    smallest          elements; smaller tensors are kept as they are
-    tensors           number encoded, each once
-    original_bytes    of these tensors as they were
-    stored_bytes      of their codes and scales
-    """
+    """The technique on a model's blocks, with counts since `reset`; `print` it."""
 
     name = "compress_activations"
     rounds = True
 
-    cast: Cast
-    smallest: int
-    tensors: int = 0
-    original_bytes: int = 0
-    stored_bytes: int = 0
+    cast: Cast  # what kept tensors are encoded with
+    smallest: int  # elements; smaller tensors are kept as they are
+    tensors: int = 0  # number encoded, each once
+    original_bytes: int = 0  # of these tensors as they were
+    stored_bytes: int = 0  # of their codes and scales
 
     def reset(self) -> None:
         self.tensors = self.original_bytes = self.stored_bytes = 0

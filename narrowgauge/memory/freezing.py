@@ -27,18 +27,13 @@ Patterns = str | Iterable[str]
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeReport:
-    """How many parameters train, and what those that do not would have taken; `print` it.
-
-    gradient_bytes_saved    gradients of frozen parameters, in their dtype
-    optimizer_bytes_saved   optimizer state of frozen parameters, by the `optimizer_bytes` that `freeze` was given
-    tied                    names of each parameter that was named and has several: they are frozen, or train, together
-    """
+    """How many parameters train, and what those that do not would have taken; `print` it."""
 
     parameters: int
     trainable: int
-    gradient_bytes_saved: int
-    optimizer_bytes_saved: int
-    tied: tuple[tuple[str, ...], ...]
+    gradient_bytes_saved: int  # gradients of frozen parameters, in their dtype
+    optimizer_bytes_saved: int  # optimizer state of frozen parameters, by the `optimizer_bytes` that `freeze` was given
+    tied: tuple[tuple[str, ...], ...]  # names of each named parameter that has several: frozen, or trained, together
 
     def __str__(self) -> str:
         gradients, states = self.gradient_bytes_saved / 2**20, self.optimizer_bytes_saved / 2**20

@@ -90,20 +90,18 @@ def blocks_for(kind: type[SavedActivations], model: nn.Module, names: str | Iter
 
 
 class SavedTensorMode(TorchFunctionMode):
-    """One pass through one block: tracks the running function, and keeps each tensor once.
-
-    kept      storages that some operation keeps as they are: a second form of them would save nothing
-    operands  of a product under autocast that are activations, by storage; None outside one
-    origins   storage of an operand that was cast beforehand -> the storage it was cast from; equal casts hold equal numbers
-    """
+    """One pass through one block: tracks the running function, and keeps each tensor once."""
 
     def __init__(self, technique: SavedActivations, exact: set[int]) -> None:
         super().__init__()
-        self.technique, self.exact, self.kept = technique, exact, set(exact)
+        self.technique, self.exact = technique, exact
+        self.kept = set(exact)  # storages that some operation keeps as they are: a second form of them saves nothing
         self.stored: dict[Any, Restore] = {}
         self.depth_exact = 0
-        self.operands: set[int] | None = None
-        self.origins: dict[int, int] = {}
+        self.operands: set[int] | None = None  # storages of a product's operands under autocast that are activations
+        self.origins: dict[
+            int, int
+        ] = {}  # storage of a cast operand -> of what it was cast from; equal casts are equal
         self.references: list[StorageWeakRef] = []  # keep addresses from being given away
 
     def __torch_function__(

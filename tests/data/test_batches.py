@@ -110,7 +110,7 @@ def test_the_generator_is_splitmix64(monkeypatch):
         def digest():
             return (1234567).to_bytes(8, "little")
 
-    monkeypatch.setattr("narrowgauge.data.order.hashlib.sha256", lambda _: Digest)
+    monkeypatch.setattr("narrowgauge.data.batches.hashlib.sha256", lambda _: Digest)
     outputs = splitmix64(1234567, 1000)
     assert epoch_order.__wrapped__(1000, 0, 0).tolist() == sorted(range(1000), key=outputs.__getitem__)
 
