@@ -86,26 +86,22 @@ def cached(
     """(the entry at `path`, notes). If it is missing or damaged, `fill` writes its arrays and returns its facts."""
     notes: list[str] = []
     with storage(path.parent):
-        try:
-            entry = open_entry(path)
-        except Damaged as damage:
-            entry = None
-            notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
-        if entry is not None:
-            return entry, notes
-        with new_folder(path, _is_whole) as draft:
-            _write(draft, path.name, dtypes, fill)
-        try:
-            entry = open_entry(path)
-        except Damaged as damage:
-            raise StorageError(
-                f"{damage}, though it was just written. Check the disk, or pass another cache folder."
-            ) from damage
-    if entry is None:
-        raise StorageError(
-            f"{shown(path)}: missing though it was just written: another process removes files. Pass another cache folder."
-        )
-    return entry, notes
+        for just_written in (False, True):
+            try:
+                if entry := open_entry(path):
+                    return entry, notes
+            except Damaged as damage:
+                if just_written:
+                    raise StorageError(
+                        f"{damage}, though it was just written. Check the disk, or pass another cache folder."
+                    ) from damage
+                notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
+            if not just_written:
+                with new_folder(path, _is_whole) as draft:
+                    _write(draft, path.name, dtypes, fill)
+    raise StorageError(
+        f"{shown(path)}: missing though it was just written: another process removes files. Pass another cache folder."
+    )
 
 
 @contextmanager

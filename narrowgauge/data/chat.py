@@ -13,8 +13,7 @@ is refused, and train_on="last" still works. An answer includes the token that e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from narrowgauge.data.text import reason
@@ -62,14 +61,13 @@ def answers(
     messages, or renders an answer differently once more turns follow.
     """
     if _MARKS.search(chat_template(tokenizer)):
-        text, spans = _marked(tokenizer, messages, origin)
+        text, spans = _rendered(tokenizer, messages, origin, marked=True)
         return text, spans[-1:] if train_on == "last" else spans
-    text = _render(tokenizer, messages, origin)
+    text, spans = _rendered(tokenizer, messages, origin)
     turns = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    spans = []
     for turn in turns[-1:] if train_on == "last" else turns:
-        before = _render(tokenizer, messages[:turn], origin, prompt=True)
-        through = text if turn == len(messages) - 1 else _render(tokenizer, messages[: turn + 1], origin)
+        before, _ = _rendered(tokenizer, messages[:turn], origin, prompt=True)
+        through = text if turn == len(messages) - 1 else _rendered(tokenizer, messages[: turn + 1], origin)[0]
         if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
             raise DataError(
                 f"{origin}: the chat template renders answer {turn} differently once more turns follow. Pass train_on='last', "
@@ -79,32 +77,23 @@ def answers(
     return text, spans
 
 
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, *, prompt: bool = False) -> str:
-    if not messages and not prompt:
-        return ""
-    with _refusals(origin):
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+def _rendered(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, *, prompt: bool = False, marked: bool = False
+) -> tuple[str, list[Span]]:
+    """(text, spans between the template's marks); with the prompt to answer, or without spans, if asked for."""
+    try:
+        if not marked:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)), []
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-
-def _marked(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str) -> tuple[str, list[Span]]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    known = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
-    with _refusals(origin):
         texts, spans = render_jinja_template(
-            conversations=[known],
+            conversations=[[{key: value for key, value in turn.items() if value is not None} for turn in messages]],
             chat_template=chat_template(tokenizer),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]
-
-
-@contextmanager
-def _refusals(origin: str) -> Iterator[None]:
-    try:
-        yield
     except Exception as error:  # a template can raise anything
         raise DataError(
             f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
         ) from error
+    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]

@@ -15,9 +15,8 @@ FEW_DOCUMENTS or a side would be empty: the last `fraction` of each document val
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -115,15 +114,12 @@ def prepare(
     entry is made again, and a note says so. Raises DataError for faulty data or tokenizers, ConfigError for a bad
     fraction, StorageError if the cache cannot be written.
     """
-    if not (math.isfinite(validation_fraction) and 0 <= validation_fraction < 1):
-        raise ConfigError(
-            f"validation_fraction: {validation_fraction} is not in [0, 1). Pass 0.05, or 0 to hold nothing out."
-        )
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(f"validation_fraction: {validation_fraction} is not in [0, 1). 0 holds nothing out.")
     read = partial(documents, source, column=column, separator=separator)
-    count, content_hash, split = _census(read(), validation_fraction, seed)
-    job = _Job(shown(source), tokenizer, split, content_hash)
+    job = _Job(shown(source), read, tokenizer, validation_fraction, seed)
     arrays = dict.fromkeys(SIDES, token_dtype(job.vocabulary - 1))
-    entry, notes = cached(Path(cache) / f"tokens-{key_of(job.facts)}", arrays, lambda append: job.fill(read(), append))
+    entry, notes = cached(Path(cache) / f"tokens-{key_of(job.facts)}", arrays, job.fill)
     train, validation = (TokenStream(side, entry.arrays[side]) for side in SIDES)
     facts, name = entry.facts, tokenizer.name_or_path or type(tokenizer).__name__
     if unknown := facts["unknown_tokens"]:
@@ -134,16 +130,16 @@ def prepare(
         notes.append(f"The text itself spells out special tokens, {special} times; they became special ids.")
     summary = {
         "source": job.source,
-        "documents": count,
+        "documents": job.documents,
         **{f"{side}_documents": facts["documents"][side] for side in SIDES},
         "train_tokens": len(train),
         "validation_tokens": len(validation),
         "unigram_entropy": facts["unigram_entropy"],
-        "split": split.words,
+        "split": job.split.words,
         "tokenizer": Path(name).name if Path(name).is_dir() else name,
         "tokenizer_fingerprint": job.facts["tokenizer"],
         "vocab_size": len(tokenizer),
-        "content_hash": content_hash,
+        "content_hash": job.facts["content_hash"],
         "notes": notes,
     }
     return Corpus(train, validation, summary, facts["largest_token"])
@@ -159,44 +155,43 @@ def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
         )
 
 
-def _census(found: Iterable[Document], fraction: float, seed: int) -> tuple[int, str, Split]:
-    """(documents, SHA-256 over the documents' SHA-256 in reading order, the split)."""
-    content, count, held_out = hashlib.sha256(), 0, 0
-    for document in found:
-        content.update(digest := _digest(document))
-        count += 1
-        held_out += validates(digest, fraction=fraction, seed=seed)
-    by_document = count >= FEW_DOCUMENTS and (0 < held_out < count or fraction == 0)
-    return count, content.hexdigest(), Split(fraction=fraction, seed=seed, by_document=by_document)
-
-
-def _digest(document: Document) -> bytes:
-    return hashlib.sha256(document.text.encode()).digest()
-
-
 class _Job:
-    """Everything that determines the bytes of a cache entry."""
+    """Everything that determines the bytes of a cache entry. Reads the source once."""
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerFast, split: Split, content_hash: str):
+    def __init__(
+        self,
+        source: str,
+        read: Callable[[], Iterator[Document]],
+        tokenizer: PreTrainedTokenizerFast,
+        fraction: float,
+        seed: int,
+    ):
         from tokenizers import __version__
 
-        self.source, self.split, self.unknown = source, split, tokenizer.unk_token_id
+        content, held_out, self.documents = hashlib.sha256(), 0, 0
+        for document in read():
+            content.update(digest := _digest(document))
+            held_out += validates(digest, fraction=fraction, seed=seed)
+            self.documents += 1
+        by_document = self.documents >= FEW_DOCUMENTS and (0 < held_out < self.documents or fraction == 0)
+        self.split = Split(fraction=fraction, seed=seed, by_document=by_document)
+        self.source, self.read, self.unknown = source, read, tokenizer.unk_token_id
         self.backend, self.end_of_text = plain_backend(tokenizer), end_of_text(tokenizer)
         self.vocabulary = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
         self.facts = {
-            "content_hash": content_hash,
+            "content_hash": content.hexdigest(),  # over the documents' own, in reading order
             "tokenizer": fingerprint(tokenizer),
             "tokenizers": __version__,
             "end_of_text": self.end_of_text,
             "piece_chars": PIECE_CHARS,
-            "split": [split.by_document, split.fraction, split.seed],
+            "split": [by_document, fraction, seed],
         }
 
-    def fill(self, found: Iterable[Document], append: Append) -> dict[str, Any]:
+    def fill(self, append: Append) -> dict[str, Any]:
         """Writes the ids of both sides. Raises DataError if the data have changed, or a side that should have text has none."""
         counts = {side: np.zeros(self.vocabulary, np.int64) for side in SIDES}  # how often each id was written
         ends = dict.fromkeys(SIDES, 0)
-        for batch in _batches(self._pieces(found)):
+        for batch in _batches(self._pieces()):
             encodings = self.backend.encode_batch_fast([piece for _, piece, _ in batch], add_special_tokens=False)
             taken: dict[str, list[list[int]]] = {side: [] for side in SIDES}
             for (side, _, is_last), encoding in zip(batch, encodings, strict=True):
@@ -226,10 +221,10 @@ class _Job:
             "special_tokens_in_text": int(total[special].sum()) - own,
         }
 
-    def _pieces(self, found: Iterable[Document]) -> Iterator[tuple[str, str, bool]]:
+    def _pieces(self) -> Iterator[tuple[str, str, bool]]:
         """(side, text, whether it ends its document) of each piece. Raises DataError at the end if the content has changed."""
         content = hashlib.sha256()
-        for document in found:
+        for document in self.read():
             content.update(digest := _digest(document))
             for side, text in self.split.parts(document.text, digest):
                 *body, last = pieces(text)
@@ -251,3 +246,7 @@ def _batches(found: Iterable[tuple[str, str, bool]]) -> Iterator[list[tuple[str,
             batch, chars = [], 0
     if batch:
         yield batch
+
+
+def _digest(document: Document) -> bytes:
+    return hashlib.sha256(document.text.encode()).digest()

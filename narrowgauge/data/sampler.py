@@ -60,12 +60,8 @@ class LengthBatchSampler(Sampler[list[Any]]):
         first = done.pop()[1] if done and done[-1][0] == self.batching else 0
         left: Indices | None = None
         for batching, steps in done:
-            drawn = [
-                index
-                for step in planned(batching, steps).steps[:steps]
-                for batch in step
-                for index in examples_of(batch)
-            ]
+            finished = planned(batching, steps).steps[:steps]
+            drawn = [index for step in finished for batch in step for index in examples_of(batch)]
             left = np.setdiff1d(np.arange(len(self.lengths)) if left is None else left, drawn)
         self.plan = planned(self.batching, first)
         self.epoch, self._before, self._first, self._drawn, self._exhausted = epoch, done, first, first, False
