@@ -149,10 +149,10 @@ def plan(
     skipped = chosen[~fitting[chosen]].tolist()
     chosen = chosen[fitting[chosen]]
     chosen = chosen[permutation(len(chosen), b"examples:%d:%d" % (batching.seed, epoch))]
-    rows = _rows(sizes, chosen, sizes[fitting], batching, epoch)
-    order, width = _by_class(rows.tokens, rows.widths)
+    rows, tokens, widths, alone = _rows(sizes, chosen, sizes[fitting], batching, epoch)
+    order, width = _by_class(tokens, widths)
     parts, dropped = _cut(width, batching)
-    items, world = [rows.items[place] for place in order], batching.world
+    items, world = [rows[place] for place in order], batching.world
     ranks = [[part[rank::world] for rank in range(world)] for part in parts]
     steps = [[[items[place] for place in batch] for batch in step] for step in ranks]
     drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
@@ -161,7 +161,7 @@ def plan(
     batches = max(1, sum(map(len, shapes)))
     return Plan(
         [steps[place] for place in _shuffled([max(step) for step in shapes], batching.seed, epoch)],
-        rows.widths,
+        widths,
         PaddingReport(
             fixed=dynamic_waste(planned, max(1, len(planned)), batching.multiple),
             shuffled=dynamic_waste(shuffled, max(1, len(drawn) // batches), batching.multiple),
@@ -170,18 +170,8 @@ def plan(
         skipped,
         dropped=list(examples_of([items[place] for place in dropped])),
         repeated=max(0, len(drawn) - len(chosen)),
-        alone=rows.alone,
+        alone=alone,
     )
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The items of the batches (examples or packed rows), the tokens of each, and the widths to pad to."""
-
-    items: Sequence[Item]
-    tokens: Indices
-    widths: tuple[int, ...]
-    alone: str = ""
 
 
 def _fitting(sizes: Indices, batching: Batching) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -211,26 +201,31 @@ def _widths(tokens: Indices, batching: Batching) -> tuple[int, ...]:
     return tuple(sorted(usable))
 
 
-def _rows(sizes: Indices, chosen: Indices, every: Indices, batching: Batching, epoch: int) -> _Rows:
-    """Rows of one example each, or of several if that pads less. Decided, like the widths, on the lengths of `every` example."""
-    alone = _Rows(chosen.tolist(), sizes[chosen], _widths(every, batching))
+def _rows(
+    sizes: Indices, chosen: Indices, every: Indices, batching: Batching, epoch: int
+) -> tuple[Sequence[Item], Indices, tuple[int, ...], str]:
+    """(rows, tokens of each, widths to pad to, why packing put one example into each row).
+
+    Rows of one example each, or of several if that pads less: decided, like the widths, on the lengths of `every` example.
+    """
+    singles = _widths(every, batching)
     if batching.row_length is None:
-        return alone
+        return chosen.tolist(), sizes[chosen], singles, ""
     rows, tokens = _packed(sizes[chosen], batching.row_length)
     whole = tokens if len(chosen) == len(every) else _packed(every, batching.row_length)[1]
     widths = _widths(whole, replace(batching, classes=max(1, batching.classes - 1)))
     if not widths or widths[-1] < batching.row_length:  # the examples left after a resumption may fill rows further
         widths = (*(widths if batching.classes > 1 else ()), batching.row_length)
-    together, apart = (_positions(*each, batching) for each in ((whole, widths), (every, alone.widths)))
+    together, apart = (_positions(*each, batching) for each in ((whole, widths), (every, singles)))
     if apart < together:
         packed, padded = (Waste(int(every.sum()), positions).percent for positions in (together, apart))
         reason = (
             f"Rows of {batching.row_length} tokens would be padded by {packed:.1f} % with several examples in a row and by "
             f"{padded:.1f} % with one: each example has its own. Longer rows hold more."
         )
-        return replace(alone, items=[(index,) for index in chosen.tolist()], alone=reason)
+        return [(index,) for index in chosen.tolist()], sizes[chosen], singles, reason
     order = permutation(len(rows), b"rows:%d:%d" % (batching.seed, epoch))
-    return _Rows([tuple(chosen[rows[place]].tolist()) for place in order], tokens[order], widths)
+    return [tuple(chosen[rows[place]].tolist()) for place in order], tokens[order], widths, ""
 
 
 def _packed(sizes: Indices, row_length: int) -> tuple[list[list[int]], Indices]:
