@@ -11,9 +11,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.data.text import lines, reason, shown, too_long
 from narrowgauge.errors import ConfigError, DataError, closest
@@ -30,8 +29,7 @@ JSON_TYPES = {
 Columns = Sequence[str] | None  # those to read; None: the one that holds the text
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """The values of one row by column, and its origin for error messages, file:line or file:row."""
 
     values: dict[str, Any]

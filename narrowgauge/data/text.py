@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from narrowgauge.errors import DataError, StorageError
 
@@ -34,8 +33,7 @@ MAGIC = {  # first bytes of files that are not UTF-8 text
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """One text and its origin for error messages: 'notes.txt', 'posts.jsonl:17'."""
 
     text: str
