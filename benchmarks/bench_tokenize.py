@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, measure, record, rows, table
 from narrowgauge.data import Classification, Encoder, documents, prepare_examples
-from narrowgauge.data.pieces import pieces
+from narrowgauge.data.text import pieces
 
 ROW_CHARS = 120
 VOCABULARY = 8000

@@ -17,19 +17,16 @@ Examples in rows, for fine-tuning:
 
 from narrowgauge.data.batches import IGNORED, CausalBatches, valid_targets
 from narrowgauge.data.cache import TokenStream
-from narrowgauge.data.collate import Collator, pad_id_of
+from narrowgauge.data.collate import Collator, PackingCheck, check_packing, pad_id_of
 from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Examples, Limits, prepare_examples
-from narrowgauge.data.packing import block_mask, cumulative_lengths, pack
-from narrowgauge.data.packing_check import PackingCheck, check_packing
-from narrowgauge.data.padding import PaddingReport, Waste
 from narrowgauge.data.plan import Batching, Plan, plan, restore_order, sorted_batches
-from narrowgauge.data.records import Record, records
-from narrowgauge.data.sample import coloured_sample
+from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
 from narrowgauge.data.sampler import LengthBatchSampler
-from narrowgauge.data.sources import documents
-from narrowgauge.data.targets import count_targets, step_loss, summed_loss, trainer_loss
+from narrowgauge.data.sources import documents, records
+from narrowgauge.data.tables import Record
+from narrowgauge.data.targets import coloured_sample, count_targets, step_loss, summed_loss, trainer_loss
 from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq, Task
 from narrowgauge.data.text import Document
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe

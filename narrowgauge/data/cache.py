@@ -83,29 +83,24 @@ class Entry:
 def cached(
     path: Path, dtypes: Mapping[str, np.dtype[Any]], fill: Callable[[Append], dict[str, Any]]
 ) -> tuple[Entry, list[str]]:
-    """(the entry at `path`, notes). If it is missing or damaged, `fill` writes its arrays and returns its facts.
-
-    Raises StorageError if the folder cannot be read or written.
-    """
+    """(the entry at `path`, notes). If it is missing or damaged, `fill` writes its arrays and returns its facts."""
     notes: list[str] = []
     with storage(path.parent):
-        try:
-            if entry := open_entry(path):
-                return entry, notes
-        except Damaged as damage:
-            notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
-        with new_folder(path, _is_whole) as draft:
-            _write(draft, path.name, dtypes, fill)
-        try:
-            if entry := open_entry(path):
-                return entry, notes
-        except Damaged as damage:
-            raise StorageError(
-                f"{damage}, though it was just written. Check the disk, or pass another cache folder."
-            ) from damage
+        for just_written in (False, True):
+            try:
+                if entry := open_entry(path):
+                    return entry, notes
+            except Damaged as damage:
+                if just_written:
+                    raise StorageError(
+                        f"{damage}, though it was just written. Check the disk, or pass another cache folder."
+                    ) from damage
+                notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
+            if not just_written:
+                with new_folder(path, _is_whole) as draft:
+                    _write(draft, path.name, dtypes, fill)
     raise StorageError(
-        f"{shown(path.parent)}: an entry is missing though it was just written: another process removes files there. "
-        "Stop that process, or pass another cache folder."
+        f"{shown(path)}: missing though it was just written: another process removes files. Pass another cache folder."
     )
 
 
@@ -174,25 +169,19 @@ def open_entry(path: Path) -> Entry | None:
         index = json.loads((path / INDEX).read_bytes())
         if index.pop("checksum") != _checksum(index) or index["name"] != path.name:
             raise ValueError
-    except FileNotFoundError:
-        raise Damaged(f"{shown(path / INDEX)} is missing") from None
+        for name, held in index["files"].items():
+            place = path / f"{name}.bin"
+            with place.open("rb") as file:
+                size, digest = place.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+            if size != held["bytes"]:
+                raise Damaged(f"{shown(place)} has {size} bytes, not {held['bytes']}")
+            if digest != held["sha256"]:
+                raise Damaged(f"{shown(place)} does not match its SHA-256")
+    except FileNotFoundError as error:
+        raise Damaged(f"{shown(error.filename)} is missing") from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise Damaged(f"{shown(path / INDEX)} does not match its checksum") from None
-    for name, held in index["files"].items():
-        _check(path / f"{name}.bin", held)
     return Entry(path, {name: held["dtype"] for name, held in index["files"].items()}, index["facts"])
-
-
-def _check(path: Path, held: Mapping[str, Any]) -> None:
-    try:
-        with path.open("rb") as file:
-            size, digest = path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise Damaged(f"{shown(path)} is missing") from None
-    if size != held["bytes"]:
-        raise Damaged(f"{shown(path)} has {size} bytes, not {held['bytes']}")
-    if digest != held["sha256"]:
-        raise Damaged(f"{shown(path)} does not match its SHA-256")
 
 
 def _is_whole(path: Path) -> bool:

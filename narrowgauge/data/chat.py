@@ -13,8 +13,7 @@ is refused, and train_on="last" still works. An answer includes the token that e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from narrowgauge.data.text import reason
@@ -30,8 +29,8 @@ def chat_template(tokenizer: Any) -> str:
         return str(tokenizer.get_chat_template())
     except (ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{tokenizer.name_or_path or type(tokenizer).__name__}: no chat template: {reason(error)} Use the tokenizer of "
-            "a chat model, set tokenizer.chat_template, or give prompts and completions instead of messages."
+            f"{tokenizer.name_or_path or type(tokenizer).__name__}: no chat template: {reason(error)} "
+            "Use a chat model's tokenizer, set tokenizer.chat_template, or give prompts and completions."
         ) from None
 
 
@@ -39,16 +38,14 @@ def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
     """Returns `messages`. Raises DataError unless it is a list of turns with roles, at least one an assistant's answer."""
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         raise DataError(
-            f'{origin}: messages hold {type(messages).__name__}, not a list of {{"role": ..., "content": ...}}. '
-            "Write such a list, in JSONL or Parquet."
+            f'{origin}: messages hold {type(messages).__name__}, not a list of {{"role": ..., "content": ...}}. Write JSONL or Parquet.'
         )
     for number, turn in enumerate(messages):
         if not isinstance(turn.get("role"), str):
             raise DataError(f"{origin}: message {number} has no role. Give each message a role and a content.")
         if turn["role"] == "assistant" and turn.get("content") is None and not turn.get("tool_calls"):
             raise DataError(
-                f"{origin}: message {number} is an answer without content, which teaches a model to end its turn at once. Add "
-                "the content, or remove the row."
+                f"{origin}: message {number} is an answer without content, so nothing is learnt. Add it, or remove the row."
             )
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{origin}: no message has the role 'assistant', so there is nothing to learn. Remove the row.")
@@ -64,50 +61,39 @@ def answers(
     messages, or renders an answer differently once more turns follow.
     """
     if _MARKS.search(chat_template(tokenizer)):
-        text, spans = _marked(tokenizer, messages, origin)
+        text, spans = _rendered(tokenizer, messages, origin, marked=True)
         return text, spans[-1:] if train_on == "last" else spans
-    text = _render(tokenizer, messages, origin)
+    text, spans = _rendered(tokenizer, messages, origin)
     turns = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    spans = []
     for turn in turns[-1:] if train_on == "last" else turns:
-        before = _render(tokenizer, messages[:turn], origin, prompt=True)
-        through = text if turn == len(messages) - 1 else _render(tokenizer, messages[: turn + 1], origin)
+        before, _ = _rendered(tokenizer, messages[:turn], origin, prompt=True)
+        through = text if turn == len(messages) - 1 else _rendered(tokenizer, messages[: turn + 1], origin)[0]
         if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
             raise DataError(
-                f"{origin}: the chat template renders answer {turn} differently once more turns follow, so its tokens "
-                "cannot be found. Pass train_on='last', split the chat into one row per answer, or use a template with "
-                "{% generation %} marks."
+                f"{origin}: the chat template renders answer {turn} differently once more turns follow. Pass train_on='last', "
+                "split the chat into one row per answer, or use a template with {% generation %} marks."
             )
         spans.append((len(before), len(through)))
     return text, spans
 
 
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, *, prompt: bool = False) -> str:
-    if not messages and not prompt:
-        return ""
-    with _refusals(origin):
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+def _rendered(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, *, prompt: bool = False, marked: bool = False
+) -> tuple[str, list[Span]]:
+    """(text, spans between the template's marks); with the prompt to answer, or without spans, if asked for."""
+    try:
+        if not marked:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)), []
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-
-def _marked(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str) -> tuple[str, list[Span]]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    known = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
-    with _refusals(origin):
         texts, spans = render_jinja_template(
-            conversations=[known],
+            conversations=[[{key: value for key, value in turn.items() if value is not None} for turn in messages]],
             chat_template=chat_template(tokenizer),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]
-
-
-@contextmanager
-def _refusals(origin: str) -> Iterator[None]:
-    try:
-        yield
     except Exception as error:  # a template can raise anything
         raise DataError(
             f"{origin}: the chat template refuses the messages: {reason(error)} Correct the order and roles of the turns."
         ) from error
+    return texts[0], [(start, stop) for start, stop in spans[0] if stop > start]

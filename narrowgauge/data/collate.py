@@ -6,13 +6,14 @@
     position_ids    [rows, width] int64, continued through the padding
     token_type_ids  as in the examples
 
-Packed rows (items are lists of examples) have no attention_mask of this shape; see `Collator.attention`.
+Packed rows (items are lists of examples) have no attention_mask of this shape; see `Collator.attention`. `check_packing` finds out
+whether a model reads what they have instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.data.batches import IGNORED, Batch
-from narrowgauge.data.packing import block_mask, cumulative_lengths, positions
-from narrowgauge.data.widths import round_up, width_of
+from narrowgauge.data.rows import block_mask, cumulative_lengths, positions, round_up, width_of
 from narrowgauge.errors import ConfigError, DataError
 
 Example = dict[str, Any]
+CHECKED_TOKENS = (5, 7, 4)  # of the documents of `check_packing`: 16 positions, odd borders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +120,7 @@ def _from_second(labels: Any, tokens: int) -> np.ndarray[Any, Any]:
     found = np.array(labels)
     if found.shape != (tokens,):
         raise ConfigError(
-            f"Collator: labels of shape {list(found.shape)} for {tokens} tokens cannot be packed; only causal-lm examples can. "
-            "Leave row_length out."
+            f"Collator: labels {list(found.shape)} for {tokens} tokens cannot be packed, only causal-lm's. Leave row_length out."
         )
     found[:1] = IGNORED
     return found
@@ -137,3 +137,77 @@ def _filled(rows: Sequence[Any], width: int, filler: int) -> Tensor:
 def pad_id_of(tokenizer: Any) -> int:
     """The tokenizer's pad id, else its end-of-text id, else 0: masks come from lengths, so any id serves."""
     return next((int(id) for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PackingCheck:
+    """Largest change of a logit, as a share of the largest logit."""
+
+    noise: float  # between two equal calls; 0, unmeasured, if `leak` is 0 and `alone` within its tolerance
+    leak: float  # in other documents when one changes
+    alone: float  # between a packed document and the same document alone
+
+
+def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = None, seed: int = 0) -> PackingCheck:
+    """Checks that a model keeps packed documents apart: changes one of them and compares the logits of the others.
+
+    vocabulary  upper limit of the random ids; None means the model config's
+
+    Costs three forward passes of at most 32 tokens; restores the model's training mode. Raises ConfigError if another document's
+    logits move by more than equal calls differ, or if a packed document has other logits than alone. Recipes with one scale per
+    tensor couple documents by rounding: suspend the recipe for the check.
+    """
+    vocabulary = vocabulary or int(model.config.get_text_config().vocab_size)
+    draw = torch.Generator().manual_seed(seed)
+    documents = [torch.randint(vocabulary, (size,), generator=draw).numpy() for size in CHECKED_TOKENS]
+    # Rounding of the weights' dtype over some layers, as other positions use other kernels; wrong positions differ far more.
+    tolerance = 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 5e-2
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            # The sampler's widths are hundreds of times what three short documents need.
+            found = _compared(model, replace(collator, widths=None), documents, vocabulary, tolerance)
+    finally:
+        model.train(training)
+    kind = getattr(model.config, "_attn_implementation", "unknown")
+    what = f"{type(model).__name__} with {kind} attention and collator attention {collator.attention!r}"
+    step = "Use the collator's attention='mask' with sdpa, a variable-length attention, or pad instead of packing."
+    # Equal calls agree up to unordered sums; a leak in a randomly initialized model is far above 1e-5.
+    if not found.leak <= 1e-5 + 4 * found.noise:
+        raise ConfigError(
+            f"check_packing: {what} mixes packed documents: changing one moves another's logits by {found.leak:.2g} of the "
+            f"largest (equal calls: {found.noise:.2g}). {step}"
+        )
+    if not found.alone <= tolerance + 4 * found.noise:
+        raise ConfigError(
+            f"check_packing: {what} sees a packed document otherwise than alone: its logits differ by {found.alone:.2g} of the "
+            f"largest, more than {tolerance:g}. Its positions may not restart. {step}"
+        )
+    return found
+
+
+def _compared(model: Any, collator: Collator, documents: list[Any], vocabulary: int, tolerance: float) -> PackingCheck:
+    """Calls compared for a leak have the same shape, so that the same kernels compute a position in both."""
+    device = next(model.parameters()).device
+
+    def logits(rows: list[list[Any]]) -> Tensor:
+        """[rows, positions, vocabulary] float32 of packed rows, without padding."""
+        batch = collator([[{"input_ids": document, "labels": document} for document in row] for row in rows])
+        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        del inputs["labels"]
+        found: Tensor = model(**inputs).logits.float()
+        return found.reshape(len(rows), -1, found.shape[-1])[:, : max(sum(map(len, row)) for row in rows)]
+
+    first, second, last = documents
+    start, end = len(first), len(first) + len(second)
+    straight = logits([documents, documents])
+    moved = logits([[(first + 1) % vocabulary, second, last], [first, second, (last + 1) % vocabulary]]) - straight
+    alone = logits([[second], [second]])[0, : len(second)] - straight[0, start:end]
+    size = float(straight.abs().max()) or 1.0
+    leak = float(torch.maximum(moved[0, start:].abs().max(), moved[1, :end].abs().max())) / size
+    apart = float(alone.abs().max()) / size
+    noise = 0.0
+    if not (leak == 0 and apart <= tolerance):
+        noise = float((logits([documents, documents]) - straight).abs().max()) / size
+    return PackingCheck(noise, leak, apart)

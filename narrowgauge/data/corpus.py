@@ -1,4 +1,4 @@
-"""Turns a source and a tokenizer into two cached streams of token ids.
+"""Turns a source and a tokenizer into two cached streams of token ids, for training and validation.
 
     read the source once: content hash, number of documents, split       (errors in the data appear here)
     open the cache entry of (content, tokenizer, split); done if it is whole
@@ -6,13 +6,17 @@
 
 Every call reads the source once even if the tokens are cached, because only the content tells whether it has changed. Memory
 holds one batch of BATCH_CHARS and a few copies of one document.
+
+The split is a pure function of the seed and the text. By document: one validates if  hash(seed, text) / 2**64 < fraction, so adding,
+removing or reordering documents moves no other, and copies of a document are on the same side. By tail, if there are fewer than
+FEW_DOCUMENTS or a side would be empty: the last `fraction` of each document validates, cut at a line end if one is near.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,19 +26,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from narrowgauge.data.cache import Append, TokenStream, cached, key_of, token_dtype
-from narrowgauge.data.pieces import PIECE_CHARS, pieces
 from narrowgauge.data.sources import documents
-from narrowgauge.data.split import FEW_DOCUMENTS, SIDES, TRAIN, VALIDATION, Split, check_fraction, validates
-from narrowgauge.data.text import Document, shown
+from narrowgauge.data.text import PIECE_CHARS, Document, pieces, shown
 from narrowgauge.data.tokenizer import end_of_text, fingerprint, plain_backend
-from narrowgauge.errors import DataError
+from narrowgauge.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+FEW_DOCUMENTS = 20
 BATCH_CHARS = 16 * PIECE_CHARS  # per call of the tokenizer
 BATCH_PIECES = 8192  # likewise: each piece returns an object of about a kilobyte
-Piece = tuple[str, str, bool]  # side, text, whether it ends its document
+TRAIN, VALIDATION = SIDES = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,49 @@ class Corpus:
     validation: TokenStream
     summary: dict[str, Any]
     largest_token: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The rule for one corpus."""
+
+    fraction: float
+    seed: int
+    by_document: bool
+
+    @property
+    def words(self) -> str:
+        if self.fraction == 0:
+            return "none: all text trains"
+        if self.by_document:
+            return "by document"
+        share = f"{self.fraction:.4g}"
+        return f"by tail: the last {share} of each document validates, because there are too few documents to split by"
+
+    def parts(self, text: str, digest: bytes) -> Iterator[tuple[str, str]]:
+        """(side, text) of each part that is not blank: one if split by document, else two."""
+        if self.by_document:
+            yield VALIDATION if validates(digest, fraction=self.fraction, seed=self.seed) else TRAIN, text
+            return
+        cut = tail_cut(text, self.fraction)
+        for side, part in zip(SIDES, (text[:cut], text[cut:]), strict=True):
+            if part and not part.isspace():
+                yield side, part
+
+
+def validates(digest: bytes, *, fraction: float, seed: int) -> bool:
+    """True if the document with this SHA-256 validates in a split by document."""
+    draw = hashlib.sha256(b"%d:" % seed + digest).digest()
+    return int.from_bytes(draw[:8], "big") < fraction * 2**64
+
+
+def tail_cut(text: str, fraction: float) -> int:
+    """Where the validation part begins: the nearest line start that gives half to twice the fraction, else inside a line."""
+    share = int(len(text) * fraction)
+    target = len(text) - share
+    starts = text.rfind("\n", 0, target) + 1, text.find("\n", max(target - 1, 0)) + 1
+    near = [start for start in starts if start > 0 and share <= 2 * (len(text) - start) <= 4 * share]
+    return min(near, key=lambda start: abs(start - target), default=target)
 
 
 def prepare(
@@ -68,35 +114,35 @@ def prepare(
     entry is made again, and a note says so. Raises DataError for faulty data or tokenizers, ConfigError for a bad
     fraction, StorageError if the cache cannot be written.
     """
-    check_fraction(validation_fraction)
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(f"validation_fraction: {validation_fraction} is not in [0, 1). 0 holds nothing out.")
     read = partial(documents, source, column=column, separator=separator)
-    count, content_hash, split = _census(read(), validation_fraction, seed)
-    job = _Job(shown(source), tokenizer, split, content_hash)
-    ids = token_dtype(job.vocabulary - 1)
-    entry, notes = cached(
-        Path(cache) / f"tokens-{key_of(job.facts)}", dict.fromkeys(SIDES, ids), lambda append: job.fill(read(), append)
-    )
-    streams = {side: TokenStream(side, entry.arrays[side]) for side in SIDES}
+    job = _Job(shown(source), read, tokenizer, validation_fraction, seed)
+    arrays = dict.fromkeys(SIDES, token_dtype(job.vocabulary - 1))
+    entry, notes = cached(Path(cache) / f"tokens-{key_of(job.facts)}", arrays, job.fill)
+    train, validation = (TokenStream(side, entry.arrays[side]) for side in SIDES)
     facts, name = entry.facts, tokenizer.name_or_path or type(tokenizer).__name__
-    tokens = sum(map(len, streams.values()))
     if unknown := facts["unknown_tokens"]:
-        notes.append(f"{unknown} of {tokens} tokens are {tokenizer.unk_token}: the tokenizer does not fit this text.")
+        notes.append(
+            f"{unknown} of {len(train) + len(validation)} tokens are {tokenizer.unk_token}: the tokenizer does not fit this text."
+        )
     if special := facts["special_tokens_in_text"]:
         notes.append(f"The text itself spells out special tokens, {special} times; they became special ids.")
     summary = {
         "source": job.source,
-        "documents": count,
+        "documents": job.documents,
         **{f"{side}_documents": facts["documents"][side] for side in SIDES},
-        **{f"{side}_tokens": len(streams[side]) for side in SIDES},
+        "train_tokens": len(train),
+        "validation_tokens": len(validation),
         "unigram_entropy": facts["unigram_entropy"],
-        "split": split.words,
+        "split": job.split.words,
         "tokenizer": Path(name).name if Path(name).is_dir() else name,
         "tokenizer_fingerprint": job.facts["tokenizer"],
         "vocab_size": len(tokenizer),
-        "content_hash": content_hash,
+        "content_hash": job.facts["content_hash"],
         "notes": notes,
     }
-    return Corpus(streams[TRAIN], streams[VALIDATION], summary, facts["largest_token"])
+    return Corpus(train, validation, summary, facts["largest_token"])
 
 
 def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
@@ -104,110 +150,103 @@ def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
     largest = corpus.largest_token
     if largest >= model_vocabulary:
         raise DataError(
-            f"{corpus.summary['source']}: the data holds token id {largest}, but the model's vocabulary has "
-            f"{model_vocabulary} entries, ids 0 to {model_vocabulary - 1}. Use the tokenizer that belongs to the model, or "
-            f"a model with vocab_size {largest + 1} or more."
+            f"{corpus.summary['source']}: the data holds token id {largest}, but the model's vocabulary has {model_vocabulary} "
+            f"entries. Use the tokenizer that belongs to the model, or a model with vocab_size {largest + 1} or more."
         )
 
 
-def _census(found: Iterable[Document], fraction: float, seed: int) -> tuple[int, str, Split]:
-    """(documents, SHA-256 over the documents' SHA-256 in reading order, the split)."""
-    content, count, held_out = hashlib.sha256(), 0, 0
-    for document in found:
-        digest = _digest(document)
-        content.update(digest)
-        count += 1
-        held_out += validates(digest, fraction=fraction, seed=seed)
-    by_document = count >= FEW_DOCUMENTS and (0 < held_out < count or fraction == 0)
-    return count, content.hexdigest(), Split(fraction=fraction, seed=seed, by_document=by_document)
-
-
-def _digest(document: Document) -> bytes:
-    return hashlib.sha256(document.text.encode()).digest()
-
-
 class _Job:
-    """Everything that determines the bytes of a cache entry."""
+    """Everything that determines the bytes of a cache entry. Reads the source once."""
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerFast, split: Split, content_hash: str):
+    def __init__(
+        self,
+        source: str,
+        read: Callable[[], Iterator[Document]],
+        tokenizer: PreTrainedTokenizerFast,
+        fraction: float,
+        seed: int,
+    ):
         from tokenizers import __version__
 
-        self.source, self.split, self.unknown = source, split, tokenizer.unk_token_id
+        content, held_out, self.documents = hashlib.sha256(), 0, 0
+        for document in read():
+            content.update(digest := _digest(document))
+            held_out += validates(digest, fraction=fraction, seed=seed)
+            self.documents += 1
+        by_document = self.documents >= FEW_DOCUMENTS and (0 < held_out < self.documents or fraction == 0)
+        self.split = Split(fraction=fraction, seed=seed, by_document=by_document)
+        self.source, self.read, self.unknown = source, read, tokenizer.unk_token_id
         self.backend, self.end_of_text = plain_backend(tokenizer), end_of_text(tokenizer)
         self.vocabulary = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
         self.facts = {
-            "content_hash": content_hash,
+            "content_hash": content.hexdigest(),  # over the documents' own, in reading order
             "tokenizer": fingerprint(tokenizer),
             "tokenizers": __version__,
             "end_of_text": self.end_of_text,
             "piece_chars": PIECE_CHARS,
-            "split": [split.by_document, split.fraction, split.seed],
+            "split": [by_document, fraction, seed],
         }
 
-    def fill(self, found: Iterable[Document], append: Append) -> dict[str, Any]:
-        """Writes the ids of both sides. Raises DataError if a side that should have text has none."""
-        counts, ends = _tokenize(self, found, append)
+    def fill(self, append: Append) -> dict[str, Any]:
+        """Writes the ids of both sides. Raises DataError if the data have changed, or a side that should have text has none."""
+        counts = {side: np.zeros(self.vocabulary, np.int64) for side in SIDES}  # how often each id was written
+        ends = dict.fromkeys(SIDES, 0)
+        for batch in _batches(self._pieces()):
+            encodings = self.backend.encode_batch_fast([piece for _, piece, _ in batch], add_special_tokens=False)
+            taken: dict[str, list[list[int]]] = {side: [] for side in SIDES}
+            for (side, _, is_last), encoding in zip(batch, encodings, strict=True):
+                taken[side].append([*encoding.ids, self.end_of_text] if is_last else encoding.ids)
+                ends[side] += is_last
+            for side in SIDES:
+                ids = np.fromiter(chain.from_iterable(taken[side]), np.int64)
+                counts[side] += np.bincount(ids, minlength=self.vocabulary)
+                append(side, ids)
         for side, name in ((TRAIN, "training"), (VALIDATION, "validation")):
             if int(counts[side].sum()) == ends[side] and (side == TRAIN or self.split.fraction > 0):
                 raise DataError(
-                    f"{self.source}: 0 {name} tokens with validation_fraction {self.split.fraction} (split "
-                    f"{self.split.words}). Pass more text, or another validation_fraction."
+                    f"{self.source}: 0 {name} tokens with validation_fraction {self.split.fraction} (split {self.split.words}). "
+                    "Pass more text, or another validation_fraction."
                 )
         total = counts[TRAIN] + counts[VALIDATION]
         share = counts[TRAIN][counts[TRAIN] > 0] / counts[TRAIN].sum()
         unknown = self.unknown if self.unknown != self.end_of_text else None
         added = self.backend.get_added_tokens_decoder().items()
-        spelled_out = [id for id, token in added if token.special and id != unknown]
+        special = [id for id, token in added if token.special and id != unknown]
+        own = sum(ends.values()) if self.end_of_text in special else 0
         return {
             "documents": ends,
             "largest_token": int(np.flatnonzero(total)[-1]),
             "unigram_entropy": float(-(share * np.log(share)).sum()),
             "unknown_tokens": 0 if unknown is None else int(total[unknown]),
-            "special_tokens_in_text": int(total[spelled_out].sum())
-            - (sum(ends.values()) if self.end_of_text in spelled_out else 0),
+            "special_tokens_in_text": int(total[special].sum()) - own,
         }
 
-
-def _tokenize(
-    job: _Job, found: Iterable[Document], append: Append
-) -> tuple[dict[str, np.ndarray[Any, np.dtype[np.int64]]], dict[str, int]]:
-    """(how often each id was written, documents) by side."""
-    content = hashlib.sha256()
-    counts = {side: np.zeros(job.vocabulary, np.int64) for side in SIDES}
-    ends = dict.fromkeys(SIDES, 0)
-
-    def parts() -> Iterator[Piece]:
-        for document in found:
+    def _pieces(self) -> Iterator[tuple[str, str, bool]]:
+        """(side, text, whether it ends its document) of each piece. Raises DataError at the end if the content has changed."""
+        content = hashlib.sha256()
+        for document in self.read():
             content.update(digest := _digest(document))
-            for side, text in job.split.parts(document.text, digest):
+            for side, text in self.split.parts(document.text, digest):
                 *body, last = pieces(text)
                 yield from ((side, piece, False) for piece in body)
                 yield side, last, True
-
-    for batch in _batches(parts()):
-        encodings = job.backend.encode_batch_fast([piece for _, piece, _ in batch], add_special_tokens=False)
-        taken: dict[str, list[list[int]]] = {side: [] for side in SIDES}
-        for (side, _, ends_document), encoding in zip(batch, encodings, strict=True):
-            taken[side].append([*encoding.ids, job.end_of_text] if ends_document else encoding.ids)
-            ends[side] += ends_document
-        for side in SIDES:
-            ids = np.fromiter(chain.from_iterable(taken[side]), np.int64)
-            counts[side] += np.bincount(ids, minlength=job.vocabulary)
-            append(side, ids)
-    if content.hexdigest() != job.facts["content_hash"]:
-        raise DataError(
-            f"{job.source}: the data changed while it was being read. Start again when nothing writes to it."
-        )
-    return counts, ends
+        if content.hexdigest() != self.facts["content_hash"]:
+            raise DataError(
+                f"{self.source}: the data changed while it was read. Start again when nothing writes to it."
+            )
 
 
-def _batches(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch, chars = list[Piece](), 0
-    for part in parts:
-        batch.append(part)
-        chars += len(part[1])
+def _batches(found: Iterable[tuple[str, str, bool]]) -> Iterator[list[tuple[str, str, bool]]]:
+    batch, chars = list[tuple[str, str, bool]](), 0
+    for piece in found:
+        batch.append(piece)
+        chars += len(piece[1])
         if chars >= BATCH_CHARS or len(batch) >= BATCH_PIECES:
             yield batch
             batch, chars = [], 0
     if batch:
         yield batch
+
+
+def _digest(document: Document) -> bytes:
+    return hashlib.sha256(document.text.encode()).digest()

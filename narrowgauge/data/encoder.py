@@ -28,30 +28,46 @@ Text = str | tuple[str, str]
 
 
 class Encoder:
-    """A tokenizer for lists of texts, without the truncation and padding that its files may set.
-
-    A text is a string, or a pair of strings that the tokenizer joins with its own separators.
-    """
+    """A tokenizer for lists of texts, or of pairs that it joins, without the truncation and padding of its files."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_slow: bool = False):
         self.tokenizer: Any = tokenizer
+        self.name = shown(tokenizer.name_or_path or type(tokenizer).__name__)
         self.allow_slow = allow_slow
-        self.fast = bool(getattr(tokenizer, "is_fast", False))
         self.vocabulary = 1 + max(tokenizer.get_vocab().values(), default=0)
-        self._encoded = 0
-        self._backend = plain_backend(self.tokenizer, trim_offsets=False) if self.fast else None
-        self._target = self._target_backend() if self.fast else None
+        self._slow_texts = 0
+        self._backend = self._target = None  # the Rust tokenizer of sources, and of a seq2seq model's targets
+        if getattr(tokenizer, "is_fast", False):
+            self._backend = self._target = plain_backend(self.tokenizer, trim_offsets=False)
+            if hasattr(tokenizer, "_switch_to_target_mode"):  # translation tokenizers add another language code there
+                tokenizer._switch_to_target_mode()
+                try:
+                    self._target = plain_backend(self.tokenizer, trim_offsets=False)
+                finally:
+                    self.tokenizer._switch_to_input_mode()
 
     def facts(self) -> dict[str, Any]:
-        """Everything that determines the ids of a text, for a cache key."""
+        """Everything that determines the ids of a text or chat, for a cache key."""
+        if self._backend is not None and self._target is not None:
+            from tokenizers import __version__
+
+            both = [json.loads(backend.to_str())["post_processor"] for backend in (self._backend, self._target)]
+            return {
+                "tokenizer": fingerprint(self.tokenizer),
+                "tokenizers": __version__,
+                "post_processors": both,
+                "special": {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()},
+                "template": self.tokenizer.chat_template,
+            }
         from transformers import __version__ as transformers_version
 
-        if not self.fast:
-            return {"slow": _saved(self.tokenizer), "transformers": transformers_version}
-        from tokenizers import __version__
-
-        both = [json.loads(backend.to_str())["post_processor"] for backend in (self._backend, self._target) if backend]
-        return {"tokenizer": fingerprint(self.tokenizer), "post_processors": both, "tokenizers": __version__}
+        kind = type(self.tokenizer)
+        digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}".encode())
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            for path in sorted(each for each in Path(folder).rglob("*") if each.is_file()):
+                digest.update(path.name.encode() + path.read_bytes())
+        return {"slow": digest.hexdigest(), "transformers": transformers_version}
 
     def ids(
         self, texts: Sequence[Text], *, target: bool = False, max_length: int | None = None
@@ -61,10 +77,9 @@ class Encoder:
         target      True encodes the target text of a seq2seq model
         max_length  truncates to it (the longer of a pair first) and keeps special tokens; None does not truncate
         """
-        if not self.fast:
-            return self._slow_ids(texts, target, max_length)
         backend = self._target if target else self._backend
-        assert backend is not None
+        if backend is None:
+            return self._slow_ids(texts, target, max_length)
         if max_length is not None:
             backend.enable_truncation(max_length)
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=True)
@@ -74,52 +89,9 @@ class Encoder:
             for found in encodings
         ]
 
-    def spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Values, Values]]:
-        """(ids, [tokens, 2] start and end character) of each text; -1, -1 for added special tokens.
-
-        Raises ConfigError for a slow tokenizer, which does not know the characters of its tokens.
-        """
-        if self._backend is None:
-            raise ConfigError(
-                f"{self.name}: a slow tokenizer does not know which characters a token covers, but prompts and chats need that. "
-                "Load it with its tokenizer.json."
-            )
-        found = []
-        for encoding in self._backend.encode_batch(list(texts), add_special_tokens=special):
-            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            if special:  # the mask also holds special tokens that the text spells out; they cover characters
-                places[np.array(encoding.special_tokens_mask, bool) & (places[:, 0] == places[:, 1])] = -1
-            found.append((np.array(encoding.ids, np.int64), places))
-        return found
-
-    @property
-    def name(self) -> str:
-        return shown(self.tokenizer.name_or_path or type(self.tokenizer).__name__)
-
-    def check_start(self, ids: Values, origin: str) -> None:
-        """Raises DataError if the ids begin with the same beginning-of-text token twice."""
-        if len(ids) < 2 or ids[0] != ids[1]:
-            return
-        if int(ids[0]) in (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")):
-            token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
-            raise DataError(
-                f"{origin}: begins with {token} twice, because the text or template holds it and the tokenizer adds it too. "
-                "Take it out of the text, or out of the chat template."
-            )
-
-    def _target_backend(self) -> Any:
-        """The backend in target mode, where translation tokenizers add another language code."""
-        if not hasattr(self.tokenizer, "_switch_to_target_mode"):
-            return self._backend
-        self.tokenizer._switch_to_target_mode()
-        try:
-            return plain_backend(self.tokenizer, trim_offsets=False)
-        finally:
-            self.tokenizer._switch_to_input_mode()
-
     def _slow_ids(self, texts: Sequence[Text], target: bool, max_length: int | None) -> list[dict[str, Values]]:
-        self._encoded += len(texts)
-        if self._encoded > SLOW_ROWS and not self.allow_slow:
+        self._slow_texts += len(texts)
+        if self._slow_texts > SLOW_ROWS and not self.allow_slow:
             raise ConfigError(
                 f"{self.name}: {type(self.tokenizer).__name__} is a slow tokenizer, written in Python, and the data has more "
                 f"than {SLOW_ROWS} texts. Pass one with tokenizer.json, or allow_slow=True to wait for it."
@@ -134,13 +106,28 @@ class Encoder:
             found.append({"input_ids": ids, "token_type_ids": np.array(types, np.int64)})
         return found
 
+    def spans(self, texts: Sequence[str], *, special: bool) -> list[tuple[Values, Values]]:
+        """(ids, [tokens, 2] start and end character) of each text; -1, -1 for added special tokens. Refuses slow tokenizers."""
+        if self._backend is None:
+            raise ConfigError(
+                f"{self.name}: a slow tokenizer does not know which characters a token covers, but prompts and chats need that. "
+                "Load it with its tokenizer.json."
+            )
+        found = []
+        for encoding in self._backend.encode_batch(list(texts), add_special_tokens=special):
+            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            if special:  # the mask also holds special tokens that the text spells out; they cover characters
+                places[np.array(encoding.special_tokens_mask, bool) & (places[:, 0] == places[:, 1])] = -1
+            found.append((np.array(encoding.ids, np.int64), places))
+        return found
 
-def _saved(tokenizer: Any) -> str:
-    """SHA-256 of the class name and the saved files of a slow tokenizer."""
-    digest = hashlib.sha256(f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}".encode())
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+    def check_start(self, ids: Values, origin: str) -> None:
+        """Raises DataError if the ids begin with the same beginning-of-text token twice."""
+        if len(ids) < 2 or ids[0] != ids[1]:
+            return
+        if int(ids[0]) in (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")):
+            token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
+            raise DataError(
+                f"{origin}: begins with {token} twice, because the text or template holds it and the tokenizer adds it too. "
+                "Take it out of the text, or out of the chat template."
+            )

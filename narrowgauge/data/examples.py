@@ -16,22 +16,21 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from narrowgauge.data.batches import IGNORED
+from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import Append, Entry, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
-from narrowgauge.data.order import Indices
-from narrowgauge.data.records import Record, records
-from narrowgauge.data.sources import files_of
-from narrowgauge.data.tasks import Classification, Encoded, Kind, Notes, Seq2Seq, Task
-from narrowgauge.data.text import shown
-from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.data.sources import files_of, records
+from narrowgauge.data.tables import Record
+from narrowgauge.data.tasks import Classification, Encoded, Kind, Notes, Seq2Seq, Task, fields
+from narrowgauge.data.text import readable, shown
+from narrowgauge.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,14 +95,10 @@ class Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The policy for rows of more than max_length tokens, or without a target.
-
-    too_long   "error" counts them, "truncate" cuts the end (of a pair, of the longer one), "skip" leaves the row out
-    no_target  "error" counts them, "skip" leaves the row out
-    """
+    """The policy for rows of more than max_length tokens, or without a target: "error" counts them, "skip" leaves them out."""
 
     max_length: int | None = None
-    too_long: Literal["error", "truncate", "skip"] = "error"
+    too_long: Literal["error", "truncate", "skip"] = "error"  # "truncate" cuts the end (of a pair, of the longer one)
     no_target: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
@@ -111,8 +106,7 @@ class Limits:
             raise ConfigError(f"max_length: {self.max_length} leaves no token to predict. Pass at least 2, or None.")
         if self.too_long not in ("error", "truncate", "skip") or self.no_target not in ("error", "skip"):
             raise ConfigError(
-                f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'truncate' or 'skip', and 'error' or "
-                "'skip'."
+                f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'skip', or 'truncate' for too_long."
             )
 
 
@@ -136,74 +130,53 @@ def prepare_examples(
     wrong options, StorageError if the cache cannot be written.
     """
     job = _Job(source, task, Encoder(tokenizer, allow_slow=allow_slow), limits or Limits(), header)
-    fields = task.fields(job.encoder)
-    arrays = fields | {f"{name}.lengths": LENGTH for name in fields}
+    arrays = job.fields | {f"{name}.lengths": LENGTH for name in job.fields}
     entry, notes = cached(Path(cache) / f"examples-{job.key}", arrays, job.fill)
-    if "token_type_ids" not in getattr(tokenizer, "model_input_names", ()):
-        fields.pop("token_type_ids", None)
+    names = list(job.fields)
+    if "token_type_ids" in names and "token_type_ids" not in tokenizer.model_input_names:
+        names.remove("token_type_ids")
     notes = [*entry.facts["notes"], *notes]
-    return Examples(task.kind, entry, list(fields), {**entry.facts, "source": shown(source), "notes": notes})
-
-
-@dataclass
-class _Tally:
-    """Counts over the rows.
-
-    counts  rows, examples, tokens, targets, too_long, no_target
-    first   origin of the first row that is too_long or has no_target
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-    longest: int = 0
-    largest_token: int = 0
-    notes: Notes = field(default_factory=Counter)
-
-    def refuse(self, fault: str, origin: str) -> None:
-        self.counts[fault] += 1
-        self.first.setdefault(fault, origin)
+    return Examples(task.kind, entry, names, {**entry.facts, "source": shown(source), "notes": notes})
 
 
 class _Job:
-    """Everything that determines the bytes of a cache entry."""
+    """Everything that determines the bytes of a cache entry, and what is counted while they are written."""
 
     def __init__(self, source: Any, task: Task, encoder: Encoder, limits: Limits, header: Sequence[str] | None):
         self.source, self.task, self.encoder, self.limits, self.header = source, task, encoder, limits, header
+        self.fields = fields(task, encoder)
         self.content = self._content()
-        self.key = key_of(
-            {
-                "examples": FORMAT,
-                "content": self.content,
-                "task": [type(task).__name__, asdict(task), task.options(encoder)],
-                "limits": asdict(limits),
-                "header": list(header) if header is not None else None,
-                **encoder.facts(),
-            }
-        )
+        facts = {
+            "examples": FORMAT,
+            "content": self.content,
+            "task": [type(task).__name__, asdict(task)],
+            "limits": asdict(limits),
+            "header": list(header) if header is not None else None,
+        }
+        self.key = key_of({**facts, **encoder.facts()})
+        self.counts = Counter[str]()  # rows, examples, tokens, targets, too_long, no_target
+        self.first: dict[str, str] = {}  # origin of the first row that is too_long or has no_target
+        self.notes = Notes()
+        self.longest = self.largest_token = 0
 
     def _content(self) -> str:
         """SHA-256 over the bytes of the files in reading order."""
         digest = hashlib.sha256()
         for path in files_of(os.fspath(self.source)):
-            try:
-                with path.open("rb") as file:
-                    digest.update(path.suffix.lower().encode() + hashlib.file_digest(file, "sha256").digest())
-            except OSError as error:
-                raise StorageError(
-                    f"{shown(path)}: cannot be read: {error.strerror}. Check its permissions."
-                ) from error
+            with readable(path), path.open("rb") as file:
+                digest.update(path.suffix.lower().encode() + hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
     def fill(self, append: Append) -> dict[str, Any]:
         """Encodes all rows into a new entry and returns its facts."""
-        tally, rows = _Tally(), records(self.source, self.task.columns, header=self.header)
+        rows = records(self.source, self.task.columns, header=self.header)
         while batch := list(islice(rows, BATCH_ROWS)):
-            if kept := list(self._kept(batch, tally)):
-                for name in self.task.fields(self.encoder):
+            if kept := list(self._kept(batch)):
+                for name in self.fields:
                     values = [example[name] for example in kept]
                     append(name, np.concatenate(values))
                     append(f"{name}.lengths", np.array([len(each) for each in values]))
-        self._check(tally)
+        notes = [note.format(count=count) for note, count in self.notes.items() if count] + self._judged()
         if self._content() != self.content:
             raise DataError(
                 f"{shown(self.source)}: the data changed while it was read. Start again when nothing writes to it."
@@ -212,69 +185,63 @@ class _Job:
             "source": shown(self.source),
             "content_hash": self.content,
             "task": type(self.task).__name__,
-            **{name: tally.counts[name] for name in ("rows", "examples", "tokens", "targets")},
-            "largest_token": tally.largest_token,
-            "notes": self._notes(tally),
+            **{name: self.counts[name] for name in ("rows", "examples", "tokens", "targets")},
+            "largest_token": self.largest_token,
+            "notes": notes,
         }
 
-    def _kept(self, rows: list[Record], tally: _Tally) -> Iterator[Encoded]:
-        limit, kind = self.limits.max_length, self.task.kind
-        tally.counts["rows"] += len(rows)
-        for row, example in zip(rows, self.task.encode(rows, self.encoder, tally.notes), strict=True):
-            length = max(len(example["input_ids"]), len(example["labels"]) if kind == "seq2seq" else 0)
+    def _kept(self, rows: list[Record]) -> Iterator[Encoded]:
+        limit, task = self.limits.max_length, self.task
+        self.counts["rows"] += len(rows)
+        for row, example in zip(rows, task.encode(rows, self.encoder, self.notes), strict=True):
+            length = max(len(example["input_ids"]), len(example["labels"]) if task.kind == "seq2seq" else 0)
             if limit is not None and length > limit:
-                tally.refuse("too_long", row.origin)
-                tally.longest = max(tally.longest, length)
+                self._refuse("too_long", row)
+                self.longest = max(self.longest, length)
                 if self.limits.too_long != "truncate":
                     continue
-                example = self._truncated(row, example, limit)
-            ids, targets = example["input_ids"], _targets(example, kind)
+                if isinstance(task, Classification | Seq2Seq):  # the tokenizer keeps its separators
+                    [example] = task.encode([row], self.encoder, Notes(), max_length=limit)
+                else:
+                    example = {name: values[:limit] for name, values in example.items()}
+            ids = example["input_ids"]
+            if task.kind == "causal-lm":
+                example["targets"][:1] = 0  # nothing predicts the first token
+            targets = int(example["targets"].sum()) if task.kind == "causal-lm" else len(example["labels"])
             if not targets or not len(ids):
-                tally.refuse("no_target", row.origin)
+                self._refuse("no_target", row)
                 continue
-            tally.counts.update(examples=1, tokens=len(ids), targets=targets)
-            tally.largest_token = max(tally.largest_token, int(ids.max()))
+            self.counts.update(examples=1, tokens=len(ids), targets=targets)
+            self.largest_token = max(self.largest_token, int(ids.max()))
             yield example
 
-    def _truncated(self, row: Record, example: Encoded, limit: int) -> Encoded:
-        if isinstance(self.task, Classification | Seq2Seq):  # the tokenizer keeps its separators
-            return self.task.encode([row], self.encoder, Counter(), max_length=limit)[0]
-        return {name: values[:limit] for name, values in example.items()}
+    def _refuse(self, fault: str, row: Record) -> None:
+        self.counts[fault] += 1
+        self.first.setdefault(fault, row.origin)
 
-    def _check(self, tally: _Tally) -> None:
-        limits, counts, source = self.limits, tally.counts, shown(self.source)
-        if counts["too_long"] and limits.too_long == "error":
-            raise DataError(
-                f"{source}: {counts['too_long']} of {counts['rows']} rows are longer than max_length {limits.max_length}; the "
-                f"longest has {tally.longest} tokens, the first is {tally.first['too_long']}. Set max_length higher, if the model "
-                "has positions for it, or too_long to 'truncate' or 'skip'."
-            )
-        if counts["no_target"] and limits.no_target == "error":
-            what = "no text" if self.task.kind == "classification" else "no target, all their labels are masked"
-            raise DataError(
-                f"{source}: {counts['no_target']} of {counts['rows']} rows have {what}; the first is {tally.first['no_target']}. "
-                "Correct them, or set no_target to 'skip'."
-            )
-        if not counts["examples"]:
-            raise DataError(f"{source}: no row is left of {counts['rows']}. Pass more data, or other limits.")
-
-    def _notes(self, tally: _Tally) -> list[str]:
-        notes, counts = [note.format(count=count) for note, count in tally.notes.items() if count], tally.counts
-        if counts["too_long"]:
-            done = "cut" if self.limits.too_long == "truncate" else "left out"
+    def _judged(self) -> list[str]:
+        """Notes on rows that were cut or left out. Raises DataError where the limits allow none, or if no row is left."""
+        limits, rows, source, notes = self.limits, self.counts["rows"], shown(self.source), list[str]()
+        if count := self.counts["too_long"]:
+            if limits.too_long == "error":
+                raise DataError(
+                    f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has {self.longest} "
+                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to 'truncate' or 'skip'."
+                )
+            done = "cut" if limits.too_long == "truncate" else "left out"
             notes.append(
-                f"{counts['too_long']} of {counts['rows']} rows were longer than max_length {self.limits.max_length} (the longest "
-                f"{tally.longest} tokens) and were {done}."
+                f"{count} of {rows} rows were longer than max_length {limits.max_length} (the longest {self.longest} tokens) "
+                f"and were {done}."
             )
-        if counts["no_target"]:
+        if count := self.counts["no_target"]:
             what = "text" if self.task.kind == "classification" else "target"
-            notes.append(f"{counts['no_target']} of {counts['rows']} rows had no {what} and were left out.")
+            if limits.no_target == "error":
+                masked = "" if what == "text" else ", all their labels are masked"
+                raise DataError(
+                    f"{source}: {count} of {rows} rows have no {what}{masked}; the first is {self.first['no_target']}. "
+                    "Correct them, or set no_target to 'skip'."
+                )
+            notes.append(f"{count} of {rows} rows had no {what} and were left out.")
+        if not self.counts["examples"]:
+            raise DataError(f"{source}: no row is left of {rows}. Pass more data, or other limits.")
         return notes
-
-
-def _targets(example: Encoded, kind: Kind) -> int:
-    """Number of positions with a loss; the first token of a causal-lm example has no prediction, so its target is cleared."""
-    if kind == "causal-lm":
-        example["targets"][:1] = 0
-        return int(example["targets"].sum())
-    return len(example["labels"])

@@ -1,6 +1,6 @@
 """Plans the batches of a whole epoch for all ranks, as a pure function of lengths, settings and epoch.
 
-    widths    at most `classes` of them, chosen from the lengths (see `widths`); an example's class is the smallest that holds it
+    widths    at most `classes` of them, chosen from the lengths (see `rows`); an example's class is the smallest that holds it
     order     examples shuffled, then sorted by class, the widest first
     cut       a step takes the next rows x world examples; rows = batch_size, or as many as `token_budget` holds at the width of
               the first. The next narrower class fills up a class that runs out, so only one step is ragged
@@ -17,6 +17,8 @@ step are not distributed as in the data: normalize the loss by targets (see `tar
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -24,10 +26,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from narrowgauge.data.order import Indices, permutation
-from narrowgauge.data.packing import pack
-from narrowgauge.data.padding import PaddingReport, Waste, fixed_waste, shuffled_waste
-from narrowgauge.data.widths import choose_widths, round_up, rows_multiple, width_of
+from narrowgauge.data.batches import Indices, permutation
+from narrowgauge.data.rows import PaddingReport, Waste, choose_widths, dynamic_waste, pack, round_up, width_of
 from narrowgauge.errors import ConfigError, DataError
 
 Item = int | tuple[int, ...]  # an example, or the examples of one packed row
@@ -75,17 +75,12 @@ class Batching:
         for name, known in (("ragged", ("smaller", "drop", "repeat")), ("too_long", ("error", "skip"))):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.")
-        self._check_rows()
-
-    def _check_rows(self) -> None:
-        if self.row_length is None:
-            return
-        if self.row_length % self.tokens_multiple:
+        if self.row_length is not None and self.row_length % self.tokens_multiple:
             raise ConfigError(
-                f"batching: row_length {self.row_length} is not a multiple of tokens_multiple {self.tokens_multiple}. "
-                f"Pass {round_up(self.row_length, self.tokens_multiple)}."
+                f"batching: row_length {self.row_length} is no multiple of tokens_multiple {self.tokens_multiple}. Pass "
+                f"{round_up(self.row_length, self.tokens_multiple)}."
             )
-        if self.token_budget is not None and self.token_budget < self.row_length:
+        if self.row_length is not None and self.token_budget is not None and self.token_budget < self.row_length:
             raise ConfigError(
                 f"batching: token_budget {self.token_budget} holds no row of row_length {self.row_length}. "
                 "Pass a larger budget or a shorter row."
@@ -96,35 +91,26 @@ class Batching:
         if self.batch_size is not None:
             return self.batch_size
         assert self.token_budget is not None
-        several = rows_multiple(width, self.tokens_multiple)
+        several = self.tokens_multiple // math.gcd(width, self.tokens_multiple)  # rows x several is a tokens_multiple
         return self.token_budget // (width * several) * several
 
-    def fits(self, width: int, rows: int) -> bool:
-        """True if a batch of so many rows, at the width it gets, stays within the budget."""
-        if self.batch_size is not None:
-            return rows <= self.batch_size
-        assert self.token_budget is not None
-        return rows * width_of(width, rows, (width,), self.tokens_multiple) <= self.token_budget
+    def shape(self, width: int, rows: int) -> tuple[int, int]:
+        """(positions, width) of a batch of so many rows that is to be at least this wide, as the collator makes it."""
+        width = width_of(width, rows, (width,), self.tokens_multiple)
+        return rows * width, width
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One epoch: steps[step][rank] lists the examples (packed: tuples of examples) of one batch.
+    """One epoch; `notes` say what a user should know of it."""
 
-    widths    for the collator
-    skipped   examples that are too long
-    dropped   examples of the incomplete step (ragged "drop")
-    repeated  number of examples drawn twice (ragged "repeat")
-    alone     a sentence on why packing put one example into each row, or ''
-    """
-
-    steps: list[list[list[Item]]]
-    widths: tuple[int, ...]
+    steps: list[list[list[Item]]]  # steps[step][rank]: the examples (packed: tuples of examples) of one batch
+    widths: tuple[int, ...]  # for the collator
     padding: PaddingReport
-    skipped: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    repeated: int = 0
-    alone: str = ""
+    skipped: list[int] = field(default_factory=list)  # examples that are too long
+    dropped: list[int] = field(default_factory=list)  # examples of the incomplete step (ragged "drop")
+    repeated: int = 0  # number of examples drawn twice (ragged "repeat")
+    alone: str = ""  # why packing put one example into each row
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -141,7 +127,11 @@ class Plan:
 
 
 def plan(
-    lengths: Sequence[int] | Indices, batching: Batching, epoch: int = 0, *, among: Sequence[int] | None = None
+    lengths: Sequence[int] | Indices,
+    batching: Batching,
+    epoch: int = 0,
+    *,
+    among: Sequence[int] | Indices | None = None,
 ) -> Plan:
     """The batches of one epoch; see the top of this file.
 
@@ -154,206 +144,161 @@ def plan(
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.min()) < 1:
         raise DataError(f"plan: example {int(np.argmin(sizes))} has no tokens. Leave it out of the data.")
-    chosen = np.arange(len(sizes)) if among is None else np.asarray(among, dtype=np.int64)
     fitting = _fitting(sizes, batching)
+    chosen = np.arange(len(sizes)) if among is None else np.asarray(among, dtype=np.int64)
     skipped = chosen[~fitting[chosen]].tolist()
     chosen = chosen[fitting[chosen]]
     chosen = chosen[permutation(len(chosen), b"examples:%d:%d" % (batching.seed, epoch))]
-    if batching.row_length is None:
-        rows = Rows(chosen.tolist(), sizes[chosen], _widths(sizes[fitting], batching))
-    else:
-        rows = _packed(sizes, chosen, fitting, batching, epoch)
-    order, width = _by_class(rows.tokens, rows.widths)
-    steps, left_out, again = _cut([rows.items[place] for place in order], width.tolist(), batching)
-    work = [[batch_positions(sizes, batch, rows.widths, batching) for batch in step] for step in steps]
+    rows, tokens, widths, alone = _rows(sizes, chosen, sizes[fitting], batching, epoch)
+    order, width = _by_class(tokens, widths)
+    parts, dropped = _cut(width, batching)
+    items, world = [rows[place] for place in order], batching.world
+    ranks = [[part[rank::world] for rank in range(world)] for part in parts]
+    steps = [[[items[place] for place in batch] for batch in step] for step in ranks]
     drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
-    report = _report(sizes, chosen, drawn, work, batching.multiple)
+    shapes = [[batching.shape(width[min(batch)], len(batch)) for batch in step] for step in ranks]
+    planned, shuffled = sizes[chosen], sizes[chosen][permutation(len(chosen), b"padding")]
+    batches = max(1, sum(map(len, shapes)))
     return Plan(
-        _ordered(steps, work, batching.seed, epoch),
-        rows.widths,
-        report,
+        [steps[place] for place in _shuffled([max(step) for step in shapes], batching.seed, epoch)],
+        widths,
+        PaddingReport(
+            fixed=dynamic_waste(planned, max(1, len(planned)), batching.multiple),
+            shuffled=dynamic_waste(shuffled, max(1, len(drawn) // batches), batching.multiple),
+            planned=Waste(int(sizes[drawn].sum()), sum(positions for step in shapes for positions, _ in step)),
+        ),
         skipped,
-        dropped=list(examples_of(left_out)),
-        repeated=len(drawn) - len(chosen) if again else 0,
-        alone=rows.alone,
+        dropped=list(examples_of([items[place] for place in dropped])),
+        repeated=max(0, len(drawn) - len(chosen)),
+        alone=alone,
     )
-
-
-Steps = list[list[list[Item]]]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The items of the batches (examples or packed rows), the tokens of each, and the widths to pad to."""
-
-    items: list[Item]
-    tokens: Indices
-    widths: tuple[int, ...]
-    alone: str = ""
 
 
 def _fitting(sizes: Indices, batching: Batching) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """[N] bool: True if the example fits into a batch alone. Raises DataError if one does not, unless too_long is "skip"."""
-    if batching.row_length is not None:
-        limit = batching.row_length
-    elif batching.token_budget is not None:
-        limit = _widest(batching)
-    else:
-        return np.ones(len(sizes), dtype=bool)
-    fitting = sizes <= limit
+    what, limit = "row_length", batching.row_length
+    if limit is None and batching.token_budget is not None:
+        what, multiple = "token_budget", batching.multiple
+        holding = range(batching.token_budget // multiple * multiple, 0, -multiple)
+        limit = next((width for width in holding if batching.rows(width)), 0)
+    fitting = np.ones(len(sizes), dtype=bool) if limit is None else sizes <= limit
     if batching.too_long == "error" and not fitting.all():
-        what = "row_length" if batching.row_length is not None else "token_budget"
         raise DataError(
             f"plan: {int((~fitting).sum())} of {len(sizes)} examples do not fit {what} {getattr(batching, what)}, which holds "
-            f"{limit} tokens; the longest has {int(sizes.max())} (example {int(np.argmax(sizes))}). Pass a larger one, truncate "
-            "the examples when they are encoded, or pass too_long='skip' to leave them out."
+            f"{limit} tokens; the longest has {int(sizes.max())} (example {int(np.argmax(sizes))}). Pass a larger one, truncate the "
+            "examples, or leave them out with too_long='skip'."
         )
     return fitting
 
 
-def _widest(batching: Batching) -> int:
-    """The largest width at which the budget holds the rows that `tokens_multiple` asks for."""
-    assert batching.token_budget is not None
-    width = batching.token_budget // batching.multiple * batching.multiple
-    while width and not batching.rows(width):
-        width -= batching.multiple
-    return width
-
-
-def _usable(width: int, batching: Batching) -> int:
-    """The next width at which the budget holds rows: an odd width can need more rows at once than a wider one."""
-    limit = batching.row_length
-    while (limit is None or width < limit) and not batching.rows(width):
-        width += batching.multiple
-    return width if limit is None else min(width, limit)
-
-
 def _widths(tokens: Indices, batching: Batching) -> tuple[int, ...]:
-    chosen = choose_widths(tokens, count=batching.classes, multiple=batching.multiple)
-    return tuple(sorted({_usable(width, batching) for width in chosen}))
+    """The widths for these lengths. Each holds a row within the budget: an odd width can need more rows at once than a wider one."""
+    limit, usable = batching.row_length or sys.maxsize, set()
+    for width in choose_widths(tokens, count=batching.classes, multiple=batching.multiple):
+        while width < limit and not batching.rows(width):
+            width += batching.multiple
+        usable.add(min(width, limit))
+    return tuple(sorted(usable))
 
 
-def _packed(sizes: Indices, chosen: Indices, fitting: np.ndarray[Any, Any], batching: Batching, epoch: int) -> Rows:
-    """Rows of several examples, or of one each if that pads less. Decided, like the widths, on all lengths."""
-    assert batching.row_length is not None
-    rows = pack(sizes[chosen], batching.row_length)
-    tokens = _tokens(sizes[chosen], rows)
-    every = sizes[fitting]
-    whole = tokens if len(chosen) == len(every) else _tokens(every, pack(every, batching.row_length))
+def _rows(
+    sizes: Indices, chosen: Indices, every: Indices, batching: Batching, epoch: int
+) -> tuple[Sequence[Item], Indices, tuple[int, ...], str]:
+    """(rows, tokens of each, widths to pad to, why packing put one example into each row).
+
+    Rows of one example each, or of several if that pads less: decided, like the widths, on the lengths of `every` example.
+    """
+    singles = _widths(every, batching)
+    if batching.row_length is None:
+        return chosen.tolist(), sizes[chosen], singles, ""
+    rows, tokens = _packed(sizes[chosen], batching.row_length)
+    whole = tokens if len(chosen) == len(every) else _packed(every, batching.row_length)[1]
     widths = _widths(whole, replace(batching, classes=max(1, batching.classes - 1)))
     if not widths or widths[-1] < batching.row_length:  # the examples left after a resumption may fill rows further
         widths = (*(widths if batching.classes > 1 else ()), batching.row_length)
-    alone = _widths(every, batching)
-    together, apart = _positions(whole, widths, batching), _positions(every, alone, batching)
+    together, apart = (_positions(*each, batching) for each in ((whole, widths), (every, singles)))
     if apart < together:
         packed, padded = (Waste(int(every.sum()), positions).percent for positions in (together, apart))
         reason = (
             f"Rows of {batching.row_length} tokens would be padded by {packed:.1f} % with several examples in a row and by "
             f"{padded:.1f} % with one: each example has its own. Longer rows hold more."
         )
-        return Rows([(index,) for index in chosen.tolist()], sizes[chosen], alone, reason)
+        return [(index,) for index in chosen.tolist()], sizes[chosen], singles, reason
     order = permutation(len(rows), b"rows:%d:%d" % (batching.seed, epoch))
-    return Rows([tuple(chosen[rows[place]].tolist()) for place in order], tokens[order], widths)
+    return [tuple(chosen[rows[place]].tolist()) for place in order], tokens[order], widths, ""
 
 
-def _tokens(sizes: Indices, rows: list[list[int]]) -> Indices:
-    """Tokens of each packed row."""
-    return np.fromiter((int(sizes[row].sum()) for row in rows), dtype=np.int64, count=len(rows))
+def _packed(sizes: Indices, row_length: int) -> tuple[list[list[int]], Indices]:
+    """(packed rows, tokens of each)."""
+    rows = pack(sizes, row_length)
+    return rows, np.fromiter((int(sizes[row].sum()) for row in rows), dtype=np.int64, count=len(rows))
 
 
 def _positions(tokens: Indices, widths: tuple[int, ...], batching: Batching) -> int:
     """Positions of rows with these tokens, batched for one rank without leaving any out."""
-    width: list[int] = _by_class(tokens, widths)[1].tolist()
-    steps, _, _ = _cut(list(range(len(width))), width, replace(batching, ragged="smaller", world=1))
-    total, start = 0, 0
-    for step in steps:  # in order, so the first row of each is its widest
-        rows = len(step[0])
-        total += rows * width_of(width[start], rows, widths, batching.tokens_multiple)
-        start += rows
-    return total
+    width = _by_class(tokens, widths)[1]
+    parts, _ = _cut(width, replace(batching, ragged="smaller", world=1))
+    return sum(batching.shape(width[part[0]], len(part))[0] for part in parts)
 
 
-def _by_class(tokens: Indices, widths: tuple[int, ...]) -> tuple[Indices, Indices]:
+def _by_class(tokens: Indices, widths: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """(indices of the rows from the widest class to the narrowest, width of each)."""
     classes = np.searchsorted(widths, tokens)
     order = np.argsort(-classes, kind="stable")
-    return order, np.asarray(widths, dtype=np.int64)[classes[order]] if len(tokens) else tokens
+    return order.tolist(), [widths[each] for each in classes[order].tolist()]
 
 
-def _cut(queue: list[Any], width: list[int], batching: Batching) -> tuple[Steps, list[Any], int]:
-    """(steps, dropped, repeated) of a queue with descending widths."""
-    world = batching.world
-    parts: list[list[Any]] = []
-    start = 0
-    while start < len(queue) and (take := batching.rows(width[start]) * world) <= len(queue) - start:
-        parts.append(queue[start : start + take])
+def _cut(width: list[int], batching: Batching) -> tuple[list[Sequence[int]], Sequence[int]]:
+    """(the places of each step, those dropped) of rows with these descending widths."""
+    world, start = batching.world, 0
+    parts: list[Sequence[int]] = []
+    while start < len(width) and (take := batching.rows(width[start]) * world) <= len(width) - start:
+        parts.append(range(start, start + take))
         start += take
-    dropped, repeated, tail = [], 0, queue[start:]
-    if tail and batching.ragged == "drop":
-        dropped = tail
-    elif tail and batching.ragged == "repeat":
-        repeated = batching.rows(width[start]) * world - len(tail)
-        again = queue[max(0, start - repeated) : start] or tail
-        parts.append(tail + [again[place % len(again)] for place in range(repeated)])
-    elif tail:
-        if len(tail) < world and parts:
-            tail = parts.pop() + tail
-        parts.extend(_smaller(tail, width[len(queue) - len(tail)], batching))
-    return [[part[rank::world] for rank in range(world)] for part in parts], dropped, repeated
+    tail = range(start, len(width))
+    if not tail or batching.ragged == "drop":
+        return parts, tail
+    if batching.ragged == "repeat":
+        missing = batching.rows(width[start]) * world - len(tail)
+        again = range(max(0, start - missing), start) or tail
+        return [*parts, [*tail, *(again[place % len(again)] for place in range(missing))]], ()
+    if len(tail) < world and parts:
+        tail = range(parts.pop()[0], len(width))
+    return [*parts, *_smaller(tail, width[tail[0]], batching)], ()
 
 
-def _smaller(tail: list[Any], width: int, batching: Batching) -> Iterator[list[Any]]:
+def _smaller(tail: range, width: int, batching: Batching) -> Iterator[range]:
     """Cuts the tail into few steps, each within the budget and with a row for every rank."""
-    world = batching.world
+    world, most = batching.world, batching.rows(width)
+
+    def fits(count: int) -> bool:
+        few, many = count // world, -(-count // world)  # rows of the last ranks and of the first
+        if many > most or 0 < len(tail) - count < world:
+            return False
+        budget = batching.token_budget or sys.maxsize
+        return all(batching.shape(width, rows)[0] <= budget for rows in {few, many})
+
     while tail:
-        for count in range(len(tail), world - 1, -1):
-            rest, few = len(tail) - count, count // world
-            if (
-                (rest == 0 or rest >= world)
-                and -(-count // world) <= batching.rows(width)
-                and all(batching.fits(width, rows) for rows in {few, -(-count // world)})
-            ):
-                break
-        else:
+        count = next((count for count in range(len(tail), world - 1, -1) if fits(count)), 0)
+        if not count:
             raise ConfigError(
-                f"batching: the last {len(tail)} examples do not go round {world} ranks in steps of at most "
-                f"{batching.rows(width)} rows each. Pass ragged='repeat' or ragged='drop', or larger batches."
+                f"batching: the last {len(tail)} examples do not go round {world} ranks in steps of at most {most} rows each. "
+                "Pass ragged='repeat' or ragged='drop', or larger batches."
             )
         yield tail[:count]
         tail = tail[count:]
 
 
-def batch_positions(sizes: Indices, batch: list[Item], widths: tuple[int, ...], batching: Batching) -> tuple[int, int]:
-    """(rows x width, width) of a batch as the collator makes it."""
-    if batching.row_length is None:
-        longest = int(sizes[batch].max())
-    else:
-        longest = max(int(sizes[list(item)].sum()) for item in batch if isinstance(item, tuple))
-    width = width_of(longest, len(batch), widths, batching.tokens_multiple)
-    return len(batch) * width, width
-
-
-Work = list[list[tuple[int, int]]]  # (positions, width) by step and rank
-
-
-def _ordered(steps: Steps, work: Work, seed: int, epoch: int) -> Steps:
-    """Shuffles the steps; the one with the most positions per rank goes first."""
-    order = permutation(len(steps), b"steps:%d:%d" % (seed, epoch)).tolist()
+def _shuffled(largest: list[tuple[int, int]], seed: int, epoch: int) -> list[int]:
+    """A random order of the steps, of which these are the largest shapes; the one with the most positions goes first."""
+    order: list[int] = permutation(len(largest), b"steps:%d:%d" % (seed, epoch)).tolist()
     if order:
-        worst = order.index(max(order, key=lambda place: max(work[place])))
+        worst = order.index(max(order, key=lambda place: largest[place]))
         order[0], order[worst] = order[worst], order[0]
-    return [steps[place] for place in order]
+    return order
 
 
-def _report(sizes: Indices, chosen: Indices, drawn: Indices, work: Work, multiple: int) -> PaddingReport:
-    """drawn: the examples of the epoch, with repetitions."""
-    planned = Waste(int(sizes[drawn].sum()), sum(positions for step in work for positions, _ in step))
-    rows = len(drawn) // max(1, sum(map(len, work)))
-    lengths = sizes[chosen]
-    return PaddingReport(fixed_waste(lengths, multiple), shuffled_waste(lengths, max(1, rows), multiple), planned)
-
-
-def examples_of(batch: list[Item]) -> Iterator[int]:
+def examples_of(batch: Sequence[Item]) -> Iterator[int]:
     """The examples of a batch, packed or not."""
     for item in batch:
         yield from item if isinstance(item, tuple) else (item,)
@@ -373,13 +318,12 @@ def sorted_batches(
     """
     Batching(batch_size=batch_size, token_budget=token_budget, multiple=multiple)  # for its checks
     sizes = np.asarray(lengths, dtype=np.int64)
-    queue = np.argsort(-sizes, kind="stable")
-    batches, start = [], 0
-    while start < len(queue):
-        width = round_up(max(1, int(sizes[queue[start]])), multiple)
-        rows = batch_size if batch_size is not None else max(1, (token_budget or 0) // width)
-        batches.append(queue[start : start + rows].tolist())
-        start += rows
+    queue, batches = np.argsort(-sizes, kind="stable"), []
+    while len(queue):
+        width = round_up(max(1, int(sizes[queue[0]])), multiple)
+        rows = batch_size or max(1, (token_budget or 0) // width)
+        batches.append(queue[:rows].tolist())
+        queue = queue[rows:]
     return batches
 
 

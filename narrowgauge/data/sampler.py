@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from narrowgauge.data.order import Indices
+from narrowgauge.data.batches import Indices
 from narrowgauge.data.plan import Batching, Item, Plan, examples_of, plan
 from narrowgauge.errors import CheckpointError, ConfigError
 
@@ -43,28 +43,28 @@ class LengthBatchSampler(Sampler[list[Any]]):
         self._start(0, [])
 
     def _start(self, epoch: int, done: list[Segment]) -> None:
-        """Plans the rest of this epoch after these segments; the last one continues if the settings are the same."""
-        self.epoch, self._drawn, self._exhausted = epoch, 0, False
-        self._first = done[-1][1] if done and done[-1][0] == self.batching else 0
-        self._before = done[:-1] if self._first else done
-        among: list[int] | None = None
-        for batching, steps in self._before:
-            left = np.zeros(len(self.lengths), dtype=bool)
-            left[slice(None) if among is None else among] = True
-            for step in self._planned(batching, among, steps).steps[:steps]:
-                left[[index for batch in step for index in examples_of(batch)]] = False
-            among = np.flatnonzero(left).tolist()
-        self.plan: Plan = self._planned(self.batching, among, self._first)
+        """Plans the rest of this epoch after these segments; the last one continues if the settings are the same.
 
-    def _planned(self, batching: Batching, among: list[int] | None, done: int) -> Plan:
-        """The plan of this epoch. Raises CheckpointError if it has fewer than `done` steps."""
-        found = plan(self.lengths, batching, self.epoch, among=among)
-        if done > len(found):
-            raise CheckpointError(
-                f"LengthBatchSampler: the state is at step {done} of an epoch of {len(found)} steps. Pass the state that was "
-                "saved with these data."
-            )
-        return found
+        Raises CheckpointError, before anything is changed, if a plan has fewer steps than were done with it.
+        """
+
+        def planned(batching: Batching, steps: int) -> Plan:
+            found = plan(self.lengths, batching, epoch, among=left)
+            if steps > len(found):
+                raise CheckpointError(
+                    f"LengthBatchSampler: the state is at step {steps} of an epoch of {len(found)} steps. Pass the state that was "
+                    "saved with these data."
+                )
+            return found
+
+        first = done.pop()[1] if done and done[-1][0] == self.batching else 0
+        left: Indices | None = None
+        for batching, steps in done:
+            finished = planned(batching, steps).steps[:steps]
+            drawn = [index for step in finished for batch in step for index in examples_of(batch)]
+            left = np.setdiff1d(np.arange(len(self.lengths)) if left is None else left, drawn)
+        self.plan = planned(self.batching, first)
+        self.epoch, self._before, self._first, self._drawn, self._exhausted = epoch, done, first, first, False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class LengthBatchSampler(Sampler[list[Any]]):
               drawn so far: correct only without workers, which draw ahead of the loop
         """
         before = sum(steps for _, steps in self._before)
-        done = before + max(self._first, self._drawn) if step is None else step
+        done = before + self._drawn if step is None else step
         if not before + self._first <= done <= len(self):
             raise ConfigError(
                 f"LengthBatchSampler: step {done} is not in {before + self._first} to {len(self)}, the rest of epoch {self.epoch}. Pass "

@@ -1,11 +1,13 @@
-"""Reads documents from a source: a file, a folder, a glob, a data set on the Hub, or `stdlib`.
+"""Reads documents from a source, and rows from tables.
 
     documents("stdlib")                     this interpreter's standard library: the default, no download
     documents("book.txt")                   one document, or several with form feeds (or `separator`) between them
     documents("posts.jsonl", column="body") also .ndjson, .csv, .tsv, .parquet
     documents("notes/")                     the text files below it, without hidden files and other suffixes
     documents("shards/**/*.parquet")        every file that matches
-    documents("hf:roneneldan/TinyStories:validation")
+    documents("hf:roneneldan/TinyStories:validation")       hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, read by `datasets`
+
+    records("train.jsonl", ["prompt", "completion"])        the rows of tables with the columns that a task needs
 
 The order is that of the sorted paths, the same on every machine. Blank documents are skipped; anything malformed raises DataError
 with the file, the line and the next step. `./stdlib` is a folder of that name.
@@ -14,20 +16,25 @@ with the file, the line and the next step. `./stdlib` is a folder of that name.
 from __future__ import annotations
 
 import os
+import re
+import sysconfig
+import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from narrowgauge.data.hub import PREFIX, hub_documents
-from narrowgauge.data.stdlib import NAME as STDLIB
-from narrowgauge.data.stdlib import stdlib_documents
-from narrowgauge.data.tables import TABLES, table_documents
-from narrowgauge.data.text import LIMIT_BYTES, Document, shown, text_documents, too_long
-from narrowgauge.errors import ConfigError, DataError, StorageError, closest
+from narrowgauge.data.tables import TABLES, Record, chosen_columns, table_rows
+from narrowgauge.data.text import LIMIT_BYTES, Document, readable, reason, shown, text_documents, too_long
+from narrowgauge.errors import ConfigError, DataError, closest
 
+STDLIB = "stdlib"
+# Tests hold numbers and broken files; the repeated tables of `encodings`, 1.4 MB, would flatter a validation loss.
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
+HUB = "hf:"
+HUB_ROWS = 256  # read at a time
 # fmt: off
 TEXT_SUFFIXES = {
     ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".css", ".sql", ".sh", ".toml",
@@ -53,26 +60,48 @@ def documents(
     Raises DataError for missing, empty or malformed data, ConfigError for an option that does not fit the source, StorageError
     for an unreadable file; at the call for a missing source, else when reading reaches the fault.
     """
+    name = os.fspath(source)
+    if not name:
+        raise ConfigError("source: an empty string names nothing. Pass a file, a folder, a glob or stdlib.")
     if separator == "":
         raise ConfigError("separator: an empty string separates nothing. Pass None for form feeds.")
     if limit_bytes < 1:
         raise ConfigError(f"limit_bytes: {limit_bytes} leaves room for no document. Pass a positive number.")
-    name = os.fspath(source)
-    if not name:
-        raise ConfigError("source: an empty string names nothing. Pass a file, a folder, a glob or stdlib.")
-    if name == STDLIB or name.startswith(PREFIX):
-        if separator is not None:
-            raise ConfigError(f"{name}: separator is for plain text files alone. Leave it out.")
-        if name != STDLIB:
-            return _usable(hub_documents(name, column=column), name, limit_bytes)
+    if separator is not None and (name == STDLIB or name.startswith(HUB)):
+        raise ConfigError(f"{name}: separator is for plain text files alone. Leave it out.")
+    if name.startswith(HUB):
+        return _usable(_hub_documents(name, *parse_hub_name(name), column), name, limit_bytes)
+    if name == STDLIB:
         _refuse_column(column, name)
         return _usable(stdlib_documents(), name, limit_bytes)
     read = partial(_file_documents, column=column, separator=separator, limit_bytes=limit_bytes)
-    try:
+    with readable(name, "looked at"):
         files = files_of(name)
-    except OSError as error:
-        raise StorageError(f"{shown(name)}: cannot be looked at: {error.strerror}. Check its permissions.") from error
     return _usable((document for path in files for document in read(path)), name, limit_bytes)
+
+
+def records(
+    source: str | os.PathLike[str],
+    columns: Sequence[str],
+    *,
+    header: Sequence[str] | None = None,
+    limit_bytes: int = LIMIT_BYTES,
+) -> Iterator[Record]:
+    """The rows of `source`, a table, a folder or a glob, with these columns. CSV has strings alone, other tables typed values.
+
+    header  column names of CSV and TSV files without a header row
+
+    Raises DataError when it reaches a missing column, a ragged row or a malformed line; ConfigError for an option that does not
+    fit the file.
+    """
+    if not columns or len(set(columns)) != len(columns):
+        raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.")
+    for path in files_of(os.fspath(source)):
+        if path.suffix.lower() not in TABLES:
+            raise DataError(
+                f"{shown(path)}: no table, so it has no columns. Pass files that end in {', '.join(sorted(TABLES))}."
+            )
+        yield from table_rows(path, columns, limit_bytes=limit_bytes, header=header)
 
 
 def _refuse_column(column: str | None, name: str) -> None:
@@ -107,30 +136,34 @@ def files_of(name: str) -> list[Path]:
     if has_magic(name):
         if found := [path for path in sorted({Path(match) for match in glob(name, recursive=True)}) if path.is_file()]:
             return found
-        raise DataError(
-            f"{name}: the pattern matches no file. Put it in quotation marks in a shell and check the folder."
-        )
+        raise DataError(f"{name}: the pattern matches no file. Quote it in a shell, and check the folder.")
     parent = path.parent
     beside = sorted(os.listdir(parent)) if parent.is_dir() else []
     near = closest(path.name, [*beside, STDLIB])
     hint = f" Closest: {near}." if near else "" if parent.is_dir() else f" The folder {shown(parent)} is missing too."
     raise DataError(
-        f"{shown(path)}: no such file or folder.{hint} Pass a file, a folder, a glob, {PREFIX}NAME or {STDLIB}."
+        f"{shown(path)}: no such file or folder.{hint} Pass a file, a folder, a glob, {HUB}NAME or {STDLIB}."
     )
 
 
-def _folder_files(folder: Path) -> list[Path]:
+def _below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:
+    """The files below a folder, by their parts; names that are left out are files and folders."""
+
     def refuse(error: OSError) -> NoReturn:
-        raise StorageError(
-            f"{shown(error.filename)}: cannot be listed: {error.strerror}. Check its permissions."
-        ) from error
+        raise error
 
     files: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files.extend(Path(parent, name) for name in names if not name.startswith("."))
+    with readable(folder, "listed"):
+        for parent, folders, names in os.walk(folder, onerror=refuse):
+            folders[:] = [name for name in folders if not is_left_out(name)]
+            files.extend(Path(parent, name) for name in names if not is_left_out(name))
+    return sorted(files, key=lambda path: path.relative_to(folder).parts)
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    files = _below(folder, lambda name: name.startswith("."))
     if found := [path for path in files if path.suffix.lower() in TEXT_SUFFIXES]:
-        return sorted(found, key=lambda path: path.relative_to(folder).parts)
+        return found
     if not files:
         raise DataError(f"{shown(folder)}: the folder holds no files. Pass one that does, or a file.")
     others = Counter(path.suffix for path in files)
@@ -143,13 +176,64 @@ def _folder_files(folder: Path) -> list[Path]:
 
 def _file_documents(path: Path, *, column: str | None, separator: str | None, limit_bytes: int) -> Iterator[Document]:
     suffix = path.suffix.lower()
-    if suffix in TABLES:
-        if separator is not None:
-            raise ConfigError(f"{shown(path)}: separator is for plain text files, this is a table. Leave it out.")
-        return table_documents(path, column=column, limit_bytes=limit_bytes)
     if suffix == ".json":
         raise DataError(
             f"{shown(path)}: one JSON value per file is not read. Make it JSONL: jq -c '.[]' x.json > x.jsonl."
         )
-    _refuse_column(column, shown(path))
-    return text_documents(path, separator=separator, limit_bytes=limit_bytes)
+    if suffix not in TABLES:
+        _refuse_column(column, shown(path))
+        yield from text_documents(path, separator=separator, limit_bytes=limit_bytes)
+        return
+    if separator is not None:
+        raise ConfigError(f"{shown(path)}: separator is for plain text files, this is a table. Leave it out.")
+    for row in table_rows(path, None if column is None else [column], limit_bytes=limit_bytes):
+        for name in row.values:
+            yield Document(row.text(name), row.origin)
+
+
+def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
+    """One document per source file of the standard library, about 11 MB, decoded as the file declares (PEP 263).
+
+    The content depends on the Python version: compare runs by their content hash. Origin: stdlib/ and the path inside it.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    remedy = "Pass a file, a folder or a glob instead of stdlib."
+    files = [path for path in _below(folder, LEFT_OUT.__contains__) if path.suffix == ".py"]
+    if not files:
+        raise DataError(f"{STDLIB}: no Python sources in {shown(folder)}, the standard library's folder. {remedy}")
+    for path in files:
+        origin = f"{STDLIB}/{path.relative_to(folder).as_posix()}"
+        try:
+            with tokenize.open(path) as file:
+                yield Document(file.read(), origin)
+        except (SyntaxError, UnicodeDecodeError, OSError) as error:
+            raise DataError(f"{origin}: cannot be read: {error}. {remedy}") from error
+
+
+def parse_hub_name(source: str) -> tuple[str, str | None, str]:
+    """(name, config, split) of 'hf:NAME[[:CONFIG]:SPLIT]'; the split is train if none is named. Raises ConfigError."""
+    name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix(HUB))  # not at the colon of hf:NAME:train[:10%]
+    if len(rest) > 2 or not all([name, *rest]):
+        raise ConfigError(f"{source}: not of the form hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.")
+    return name, (rest[0] if len(rest) == 2 else None), (rest[-1] if rest else "train")
+
+
+def _hub_documents(source: str, name: str, config: str | None, split: str, column: str | None) -> Iterator[Document]:
+    """One document per row of a data set of the Hub, or of a folder that `datasets` loads. Never runs a repository's code."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"{source}: this needs the package datasets. Run: pip install datasets.") from None
+    try:
+        found: Any = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # datasets raises its own, the Hub's, Arrow's and the network's exceptions
+        raise DataError(
+            f"{source}: datasets cannot load it: {type(error).__name__}: {reason(error)} "
+            "Check the name, the config, the split and the connection, or download the files and pass a glob."
+        ) from error
+    texts = [name for name, kind in found.features.items() if "string" in str(getattr(kind, "dtype", ""))]
+    [column] = chosen_columns(None if column is None else [column], list(found.features), texts, source)
+    values = (value for batch in found.select_columns([column]).iter(HUB_ROWS) for value in batch[column])
+    for row, value in enumerate(values, 1):
+        origin = f"{source} row {row}"
+        yield Document(Record({column: value}, origin).text(column), origin)

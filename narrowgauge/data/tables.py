@@ -10,95 +10,83 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from narrowgauge.data.text import Document, lines, reason, shown, too_long
+from narrowgauge.data.text import lines, reason, shown, too_long
 from narrowgauge.errors import ConfigError, DataError, closest
 
 CONVENTIONAL_COLUMN = "text"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TABLES = frozenset({".jsonl", ".ndjson", ".parquet", *DELIMITERS})
 SHOWN_COLUMNS = 20
 PARQUET_ROWS = 256  # rows decoded at a time
 ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string")  # names of Arrow's string types, also string_view
-Rows = Iterator[tuple[str, dict[str, Any]]]  # file:line (or file:row), and the values by column
-Choose = Callable[[Sequence[str], Sequence[str], str], list[str]]  # (columns, those of texts, where) -> columns to read
-
-
-def choose_column(column: str | None, columns: Sequence[str], candidates: Sequence[str], where: str) -> str:
-    """The column to read: the named one, else 'text', else the only one of the `candidates` that hold strings.
-
-    Raises DataError if the named column is missing, or if none is named and the choice is not clear.
-    """
-    listing = ", ".join(map(repr, columns[:SHOWN_COLUMNS])) + (", ..." if columns[SHOWN_COLUMNS:] else "")
-    if column is not None and column not in columns:
-        near = closest(column, columns)
-        hint = f" Closest: {near}." if near else ""
-        raise DataError(f"{where}: no column {column!r}.{hint} Columns: {listing or 'none'}.")
-    if column is not None:
-        return column
-    if CONVENTIONAL_COLUMN in columns:
-        return CONVENTIONAL_COLUMN
-    if not candidates:
-        raise DataError(f"{where}: no column holds text. Columns: {listing or 'none'}.")
-    if len(candidates) > 1:
-        raise DataError(f"{where}: which column holds the text? Name it with `column`, one of {listing}.")
-    return candidates[0]
-
-
 JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "an array", dict: "an object",
 }  # fmt: skip
+Columns = Sequence[str] | None  # those to read; None: the one that holds the text
 
 
-def checked_text(value: object, column: str, where: str) -> str:
-    """Returns `value`. Raises DataError unless it is a string that UTF-8 can encode."""
-    if not isinstance(value, str):
-        held = JSON_TYPES.get(type(value), type(value).__name__)
-        known = f" ({value!r})" if isinstance(value, int | float) else ""
-        raise DataError(f"{where}: column {column!r} holds {held}{known}, not a string. Correct the row or remove it.")
-    try:
-        if not value.isascii():
-            value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: column {column!r} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at "
-            f"character {error.start}, which is no valid text. Correct the row or remove it."
-        ) from None
-    return value
+class Record(NamedTuple):
+    """The values of one row by column, and its origin for error messages, file:line or file:row."""
 
+    values: dict[str, Any]
+    origin: str
 
-def table_documents(path: Path, *, column: str | None, limit_bytes: int) -> Iterator[Document]:
-    """One document per row of a table. The first row or the header determines the column if none is named."""
-
-    def choose(columns: Sequence[str], texts: Sequence[str], where: str) -> list[str]:
-        is_csv = path.suffix.lower() in DELIMITERS
-        if column is None and is_csv and len(columns) == 1 and any(mark in columns[0] for mark in ";\t|"):
+    def text(self, column: str) -> str:
+        """The string in this column. Raises DataError if the value is not a string that UTF-8 can encode."""
+        value = self.values[column]
+        if not isinstance(value, str):
+            held = JSON_TYPES.get(type(value), type(value).__name__)
+            known = f" ({value!r})" if isinstance(value, int | float) else ""
             raise DataError(
-                f"{where}: the header {columns[0]!r} is not separated by commas. Save the file with commas, or as TSV."
+                f"{self.origin}: column {column!r} holds {held}{known}, not a string. Correct the row or remove it."
             )
-        return [choose_column(column, columns, texts, where)]
+        try:
+            if not value.isascii():
+                value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{self.origin}: column {column!r} holds half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character "
+                f"{error.start}. Correct the row or remove it."
+            ) from None
+        return value
 
-    for where, row in table_rows(path, choose, limit_bytes=limit_bytes):
-        for name, value in row.items():
-            yield Document(checked_text(value, name, where), where)
+
+def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str], where: str) -> list[str]:
+    """The columns to read: those named, else 'text', else the only one of `texts`, which hold strings. Else DataError."""
+    listing = ", ".join(map(repr, found[:SHOWN_COLUMNS])) + (", ..." if found[SHOWN_COLUMNS:] else "")
+    for column in columns or ():
+        if column not in found:
+            near = closest(column, found)
+            hint = f" Closest: {near}." if near else ""
+            raise DataError(f"{where}: no column {column!r}.{hint} Columns: {listing or 'none'}.")
+    if columns is not None:
+        return list(columns)
+    if CONVENTIONAL_COLUMN in found:
+        return [CONVENTIONAL_COLUMN]
+    if not texts:
+        raise DataError(f"{where}: no column holds text. Columns: {listing or 'none'}.")
+    if len(texts) > 1:
+        raise DataError(f"{where}: which column holds the text? Name it with `column`, one of {listing}.")
+    return list(texts)
 
 
-def table_rows(path: Path, choose: Choose, *, limit_bytes: int, header: Sequence[str] | None = None) -> Rows:
-    """The rows of a file whose suffix is in TABLES, with the columns that `choose` returns.
-
-    Raises DataError with file and line for malformed rows, ConfigError for a `header` of a file that names its columns.
-    """
+def table_rows(
+    path: Path, columns: Columns, *, limit_bytes: int, header: Sequence[str] | None = None
+) -> Iterator[Record]:
+    """The rows of a file whose suffix is in TABLES. Raises DataError with file and line, ConfigError for a needless `header`."""
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
-        return _csv_rows(path, choose, limit_bytes, header)
+        return _csv_rows(path, columns, limit_bytes, header)
     if header is not None:
         raise ConfigError(f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.")
-    return READERS[suffix](path, choose, limit_bytes)
+    return _parquet_rows(path, columns) if suffix == ".parquet" else _jsonl_rows(path, columns, limit_bytes)
 
 
-def _jsonl_rows(path: Path, choose: Choose, limit_bytes: int) -> Rows:
+def _jsonl_rows(path: Path, columns: Columns, limit_bytes: int) -> Iterator[Record]:
     chosen: list[str] | None = None
     name = shown(path)
     for number, line in lines(path, limit_bytes=limit_bytes):
@@ -106,14 +94,10 @@ def _jsonl_rows(path: Path, choose: Choose, limit_bytes: int) -> Rows:
             continue
         where = f"{name}:{number}"
         row = _parse_object(line.rstrip("\r\n"), where)
-        if chosen is None:
-            chosen = choose(
-                list(row), [column for column, value in row.items() if isinstance(value, str | None)], where
-            )
-        for column in chosen:
-            if column not in row:
-                choose_column(column, list(row), (), where)  # raises
-        yield where, {column: row[column] for column in chosen}
+        if chosen is None or not row.keys() >= set(chosen):  # a row without one of them is refused
+            texts = [column for column, value in row.items() if isinstance(value, str | None)]
+            chosen = chosen_columns(chosen or columns, list(row), texts, where)
+        yield Record({column: row[column] for column in chosen}, where)
 
 
 def _parse_object(line: str, where: str) -> dict[str, Any]:
@@ -122,8 +106,7 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: malformed or truncated JSON in column {error.colno}: {error.msg}. "
-            "A JSONL file holds one whole JSON object per line; correct the line or remove it."
+            f"{where}: malformed or truncated JSON in column {error.colno}: {error.msg}. Write one whole object per line."
         ) from None
     except (ValueError, RecursionError) as error:
         fault = "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -150,36 +133,34 @@ def _check_names(names: Sequence[str], where: str) -> None:
         raise DataError(f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.")
 
 
-def _csv_rows(path: Path, choose: Choose, limit_bytes: int, header: Sequence[str] | None) -> Rows:
+def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[str] | None) -> Iterator[Record]:
     """Rows of a CSV or TSV file, all with as many fields as the first one, the header row, or as `header`."""
-    names, places = None if header is None else list(header), dict[str, int]()
-    may_be_header, file = names is not None, shown(path)
-    if names is not None:
-        places = {column: names.index(column) for column in choose(names, names, file)}
-    for line, row in _csv_lines(path, limit_bytes):
+    where = file = shown(path)
+    rows, may_be_header = _csv_lines(path, limit_bytes), header is not None
+    if header is not None:
+        names = list(header)
+    elif first := next(rows, None):
+        where, names = f"{file}:{first[0]}", first[1]
+        _check_names(names, where)
+        if columns is None and len(names) == 1 and any(mark in names[0] for mark in ";\t|"):
+            raise DataError(
+                f"{where}: the header {names[0]!r} is not separated by commas. Save it with commas, or as TSV."
+            )
+    else:
+        return
+    places = {column: names.index(column) for column in chosen_columns(columns, names, names, where)}
+    for line, row in rows:
         where = f"{file}:{line}"
-        if names is None:
-            names = row
-            _check_names(names, where)
-            places = {column: names.index(column) for column in choose(names, names, where)}
-            continue
         if len(row) != len(names):
-            raise DataError(
-                f"{where}: {len(row)} fields, but the header has {len(names)}. Correct the row or remove it."
-            )
+            raise DataError(f"{where}: {len(row)} fields, but the header has {len(names)}. Correct or remove the row.")
         if may_be_header and row == names:
-            raise DataError(
-                f"{where}: the first row repeats the names given for the columns: the file has a header row. Leave them out."
-            )
+            raise DataError(f"{where}: the first row repeats the names given for the columns. Leave them out.")
         may_be_header = False
-        yield where, {column: row[place] for column, place in places.items()}
+        yield Record({column: row[place] for column, place in places.items()}, where)
 
 
 def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
-    """(first line, fields) of each row that is not blank.
-
-    The csv module's field limit is global, so it is raised and restored around each row.
-    """
+    """(first line, fields) of each row that is not blank. csv's field limit is global: raised and restored around each row."""
     # TSV has no quoting (IANA text/tab-separated-values).
     tab: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     form = tab if DELIMITERS[path.suffix.lower()] == "\t" else {"strict": True}
@@ -194,8 +175,7 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
                 remedy = "A quotation mark may be open. Split the document over several rows."
                 raise too_long(where, limit_bytes, remedy) from None
             raise DataError(
-                f"{where}: malformed CSV: {error}. Put a field with a comma, quotation mark or line break in quotation marks, "
-                "and double each quotation mark inside it."
+                f'{where}: malformed CSV: {error}. Put a field with a comma, " or line break in quotation marks; double each " in it.'
             ) from None
         finally:
             csv.field_size_limit(before)
@@ -205,23 +185,23 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
             yield line, row
 
 
-def _parquet_rows(path: Path, choose: Choose, limit_bytes: int) -> Rows:
+def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
     """Rows count from 1; nested columns become lists and dicts. Needs pyarrow."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.") from None
-    name = shown(path)
+    name, first = shown(path), 1
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            schema, first = file.schema_arrow, 1
+            schema = file.schema_arrow
             _check_names(schema.names, name)
             texts = [field.name for field in schema if ARROW_TEXT.match(str(field.type))]
-            chosen = choose(schema.names, texts, name)
+            chosen = chosen_columns(columns, schema.names, texts, name)
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=chosen):
                 for row, values in enumerate(_batch_rows(batch, name, first), first):
-                    yield f"{name}:{row}", values
+                    yield Record(values, f"{name}:{row}")
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: column names
         raise DataError(
@@ -234,21 +214,12 @@ def _batch_rows(batch: Any, file: str, first: int) -> list[dict[str, Any]]:
     try:
         return list(batch.to_pylist())
     except UnicodeDecodeError:
-        names, rows = batch.schema.names, range(batch.num_rows)
-        return [
-            {name: _value(batch.column(name)[row], name, f"{file}:{first + row}") for name in names} for row in rows
-        ]
-
-
-def _value(scalar: Any, column: str, where: str) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: column {column!r} is invalid UTF-8 at byte {error.start} of the value. "
-            "Write the column as UTF-8, or store bytes as binary."
-        ) from None
-
-
-READERS = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".parquet": _parquet_rows}
-TABLES = frozenset({*READERS, *DELIMITERS})
+        for place, column in ((place, column) for place in range(batch.num_rows) for column in batch.schema.names):
+            try:
+                batch.column(column)[place].as_py()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{file}:{first + place}: column {column!r} is invalid UTF-8 at byte {error.start} of the value. "
+                    "Write the column as UTF-8, or store bytes as binary."
+                ) from None
+        raise

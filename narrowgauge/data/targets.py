@@ -1,4 +1,4 @@
-"""The loss of an optimizer step: the sum over valid targets, divided by their number in the step.
+"""Targets: which tokens have a loss, and the loss of an optimizer step, the sum over them divided by their number in the step.
 
     loss = sum over micro-batches and ranks of sum over valid targets of -log p(target)  /  number of valid targets
 
@@ -17,7 +17,7 @@ Labels follow transformers: a causal-lm label at position t is token t, compared
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,16 @@ from torch import Tensor
 from narrowgauge.data.batches import IGNORED, Batch
 from narrowgauge.data.tasks import Kind
 from narrowgauge.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+# Control characters as visible signs, because a terminal would obey them; a line end also stays as it is.
+SIGNS = (
+    {code: chr(0x2400 + code) for code in range(32)}
+    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+    | {0x7F: "␡", ord("\t"): "→\t", ord("\n"): "↵\n"}
+)
 
 
 def shifted_labels(labels: Tensor, kind: Kind) -> Tensor:
@@ -46,10 +56,7 @@ def count_targets(batches: Sequence[Batch], kind: Kind) -> int:
 
 
 def summed_loss(logits: Tensor, labels: Tensor, kind: Kind) -> Tensor:
-    """Sum of -log p(target) over the valid targets, a float32 scalar. logits [..., classes], labels [...] of the same kind.
-
-    Holds the logits once more in float32.
-    """
+    """Sum of -log p(target), a float32 scalar. logits [..., classes], once more in float32; labels [...] of the same kind."""
     return aligned_loss(logits, shifted_labels(labels, kind).to(logits.device))
 
 
@@ -81,3 +88,34 @@ def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
         return summed_loss(outputs["logits"], labels, kind) / total
 
     return loss
+
+
+def coloured_sample(
+    tokenizer: Any, input_ids: Sequence[int], labels: Sequence[int] | None, *, tokens: int = 200
+) -> Text:
+    """The first `tokens` tokens as a rich Text: green with a loss, dim without, special tokens reversed, borders between.
+
+    Double brackets around tokens with a loss show them in a log without colours. labels as in an `Examples` item; None means no
+    loss. A byte-level token that is half a character shows as U+FFFD. rich comes with narrowgauge[train].
+    """
+    from rich.text import Text
+
+    special = set(tokenizer.all_special_ids)
+    text, learning = Text(), False
+    shown = list(input_ids[:tokens])
+    for place, id in enumerate(shown):
+        learnt = labels is not None and int(labels[place]) != IGNORED
+        if learnt != learning:
+            text.append("⟦" if learnt else "⟧", "bold")
+        elif place:
+            text.append("|", "dim")
+        style = ("bold green" if learnt else "dim") + (" reverse" if int(id) in special else "")
+        text.append(tokenizer.decode([int(id)]).translate(SIGNS), style)
+        learning = learnt
+    if text.plain.endswith("\n"):
+        text.right_crop(1)  # the caller's print adds a line end
+    if learning:
+        text.append("⟧", "bold")
+    if len(shown) < len(input_ids):
+        text.append(f" ... {len(input_ids) - len(shown)} more", "dim")
+    return text

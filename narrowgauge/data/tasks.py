@@ -14,16 +14,16 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from narrowgauge.data.cache import Values, token_dtype
-from narrowgauge.data.chat import Span, answers, chat_template, check_messages
+from narrowgauge.data.chat import Span, answers, check_messages
 from narrowgauge.data.encoder import Encoder, Text
-from narrowgauge.data.records import Record
+from narrowgauge.data.tables import Record
 from narrowgauge.data.tokenizer import end_of_text
 from narrowgauge.errors import ConfigError, DataError, closest
 
@@ -45,49 +45,48 @@ UNFINISHED = (
 )
 
 
-class _CausalLM:
-    kind: ClassVar[Kind] = "causal-lm"
-
-    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-        return {"input_ids": token_dtype(encoder.vocabulary - 1), "targets": np.dtype("u1")}
+def fields(task: Task, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+    """The arrays of an encoded example, and how they are stored."""
+    ids = token_dtype(encoder.vocabulary - 1)
+    if task.kind == "causal-lm":
+        return {"input_ids": ids, "targets": np.dtype("u1")}
+    if task.kind == "classification":
+        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<i4")}
+    return {"input_ids": ids, "labels": ids}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion(_CausalLM):
+class Completion:
     """Columns with a prompt, which may be empty, and its completion."""
 
     prompt: str = "prompt"
     completion: str = "completion"
+    kind: ClassVar[Kind] = "causal-lm"
 
     @property
     def columns(self) -> list[str]:
         return [self.prompt, self.completion]
 
-    def options(self, encoder: Encoder) -> dict[str, Any]:
-        return {"end_of_text": end_of_text(encoder.tokenizer)}
-
-    def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> list[Encoded]:
+    def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> Iterator[Encoded]:
         prompts = [row.text(self.prompt) for row in rows]
         texts = [prompt + row.text(self.completion) for prompt, row in zip(prompts, rows, strict=True)]
+        learnt = _learnt(rows, texts, [[(len(prompt), sys.maxsize)] for prompt in prompts], encoder, special=True)
         end = end_of_text(encoder.tokenizer)
-        found = []
-        for row, prompt, (ids, places) in zip(rows, prompts, encoder.spans(texts, special=True), strict=True):
-            encoder.check_start(ids, row.origin)
-            targets, straddles = _learnt(places, [(len(prompt), sys.maxsize)])
+        for row, ids, targets, straddles in learnt:
             notes[STRADDLING] += straddles
             if not len(ids) or ids[-1] != end:
                 ids, targets = np.append(ids, end), np.append(targets, False)
             targets[-1] = bool(row.values[self.completion])
-            found.append({"input_ids": ids, "targets": targets})
-        return found
+            yield {"input_ids": ids, "targets": targets}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(_CausalLM):
+class Chat:
     """A column with a list of messages, each a role and a content."""
 
     messages: str = "messages"
     train_on: Literal["answers", "last"] = "answers"
+    kind: ClassVar[Kind] = "causal-lm"
 
     def __post_init__(self) -> None:
         if self.train_on not in ("answers", "last"):
@@ -97,39 +96,32 @@ class Chat(_CausalLM):
     def columns(self) -> list[str]:
         return [self.messages]
 
-    def options(self, encoder: Encoder) -> dict[str, Any]:
-        special = {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()}
-        return {"template": chat_template(encoder.tokenizer), "train_on": self.train_on, "special": special}
-
-    def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> list[Encoded]:
+    def encode(self, rows: Sequence[Record], encoder: Encoder, notes: Notes) -> Iterator[Encoded]:
         chats = [check_messages(row.values[self.messages], row.origin) for row in rows]
         rendered = [
             answers(encoder.tokenizer, chat, row.origin, self.train_on) for chat, row in zip(chats, rows, strict=True)
         ]
-        end = encoder.tokenizer.eos_token_id
-        found = []
+        texts, spans = [text for text, _ in rendered], [found for _, found in rendered]
+        end, token = encoder.tokenizer.eos_token_id, str(encoder.tokenizer.eos_token)
         # The template writes the special tokens; adding them again would double the beginning of text.
-        encoded = encoder.spans([text for text, _ in rendered], special=False)
-        for row, (_, spans), (ids, places) in zip(rows, rendered, encoded, strict=True):
-            encoder.check_start(ids, row.origin)
-            targets, straddles = _learnt(places, spans)
+        for _, ids, targets, straddles in _learnt(rows, texts, spans, encoder, special=False):
             notes[STRADDLING_CHAT] += straddles
             if end is not None and end not in ids[targets]:
-                notes[UNFINISHED.replace("{token}", str(encoder.tokenizer.eos_token))] += 1
-            found.append({"input_ids": ids, "targets": targets})
-        return found
+                notes[UNFINISHED.replace("{token}", token)] += 1
+            yield {"input_ids": ids, "targets": targets}
 
 
-def _learnt(places: Values, spans: Sequence[Span]) -> tuple[Values, bool]:
-    """([tokens] bool, True if the token begins in a span of characters; True if a token crosses the start of a span).
-
-    places  [tokens, 2] start and end character of each token
-    """
-    targets, straddles = np.zeros(len(places), bool), False
-    for first, last in spans:
-        targets |= (places[:, 0] >= first) & (places[:, 0] < last)
-        straddles |= bool(((places[:, 0] < first) & (places[:, 1] > first)).any())
-    return targets, straddles
+def _learnt(
+    rows: Sequence[Record], texts: Sequence[str], spans: Sequence[Sequence[Span]], encoder: Encoder, *, special: bool
+) -> Iterator[tuple[Record, Values, Values, bool]]:
+    """(row, ids, True for a token that begins in a span of characters, whether one crosses the start of a span) of each text."""
+    for row, wanted, (ids, places) in zip(rows, spans, encoder.spans(texts, special=special), strict=True):
+        encoder.check_start(ids, row.origin)
+        targets, straddles = np.zeros(len(ids), bool), False
+        for first, last in wanted:
+            targets |= (places[:, 0] >= first) & (places[:, 0] < last)
+            straddles |= bool(((places[:, 0] < first) & (places[:, 1] > first)).any())
+        yield row, ids, targets, straddles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,16 +150,9 @@ class Classification:
     def columns(self) -> list[str]:
         return [self.text, *([self.pair] if self.pair is not None else []), self.label]
 
-    def options(self, encoder: Encoder) -> dict[str, Any]:
-        return {"classes": self.classes}
-
-    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-        ids = token_dtype(encoder.vocabulary - 1)
-        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<i4")}
-
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
-    ) -> list[Encoded]:
+    ) -> Iterator[Encoded]:
         labels = [self.class_of(row) for row in rows]
         texts: list[Text] = [row.text(self.text) for row in rows]
         if self.pair is not None:
@@ -175,10 +160,9 @@ class Classification:
         encoded = encoder.ids(texts, max_length=max_length)
         for row, text, example, label in zip(rows, texts, encoded, labels, strict=True):
             encoder.check_start(example["input_ids"], row.origin)
-            example["labels"] = np.array([label])
             if not "".join(text).strip():  # an example without ids has no target
                 example["input_ids"] = example["input_ids"][:0]
-        return encoded
+            yield {**example, "labels": np.array([label])}
 
     def class_of(self, row: Record) -> int:
         """The id of the row's class. Raises DataError for an unknown label."""
@@ -195,8 +179,8 @@ class Classification:
         number = int(value) if isinstance(value, str) and NUMBER.fullmatch(value.strip()) else value
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
             raise DataError(
-                f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. "
-                "Correct the row, pass the number of classes that the data has, or name them."
+                f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. Correct the row, "
+                "pass the number of classes that the data has, or name them."
             )
         return number
 
@@ -213,24 +197,14 @@ class Seq2Seq:
     def columns(self) -> list[str]:
         return [self.source, self.target]
 
-    def options(self, encoder: Encoder) -> dict[str, Any]:
-        return {}
-
-    def fields(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
-        ids = token_dtype(encoder.vocabulary - 1)
-        return {"input_ids": ids, "labels": ids}
-
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
-    ) -> list[Encoded]:
+    ) -> Iterator[Encoded]:
         sources = encoder.ids([row.text(self.source) for row in rows], max_length=max_length)
         targets = encoder.ids([row.text(self.target) for row in rows], target=True, max_length=max_length)
-        for row, source in zip(rows, sources, strict=True):
+        for row, source, target in zip(rows, sources, targets, strict=True):
             encoder.check_start(source["input_ids"], row.origin)
-        return [
-            {"input_ids": source["input_ids"], "labels": target["input_ids"]}
-            for source, target in zip(sources, targets, strict=True)
-        ]
+            yield {"input_ids": source["input_ids"], "labels": target["input_ids"]}
 
 
 Task = Completion | Chat | Classification | Seq2Seq

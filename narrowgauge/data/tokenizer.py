@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from narrowgauge.data.cache import new_folder
-from narrowgauge.data.pieces import pieces
-from narrowgauge.data.text import reason, shown
+from narrowgauge.data.text import pieces, reason, shown
 from narrowgauge.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def train_bpe(
     if not _sealed(path):
         if path.exists():
             notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
-        _save(_train(sample, vocab_size), path)
+        _train(sample, vocab_size, path)
     tokenizer = load(path)
     if len(tokenizer) < vocab_size:
         notes.append(f"The text yields {len(tokenizer)} vocabulary entries, fewer than the {vocab_size} asked for.")
@@ -96,12 +95,14 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> tuple[list[str], str, in
     return [part for _, _, part in sorted(kept, key=lambda item: item[1])], everything.hexdigest(), total_bytes
 
 
-def _train(sample: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+def _train(sample: list[str], vocab_size: int, path: Path) -> None:
+    """Trains the tokenizer and saves it at `path`, as AutoTokenizer loads it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=MINIMUM_FREQUENCY,
@@ -109,29 +110,19 @@ def _train(sample: list[str], vocab_size: int) -> tokenizers.Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(sample, trainer)
-    return tokenizer
-
-
-def _save(backend: tokenizers.Tokenizer, path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
+    backend.train_from_iterator(sample, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
     with new_folder(path, _sealed) as draft:
-        _write(tokenizer, draft)
+        try:
+            tokenizer.save_pretrained(draft)
+        except OSError:
+            raise
+        except Exception as error:  # the Rust code raises a bare Exception when the disk is full
+            code = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
         (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
-
-
-def _write(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    except Exception as error:  # the Rust code raises a bare Exception when the disk is full
-        code = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
 
 
 def _sealed(path: Path) -> bool:
@@ -142,33 +133,28 @@ def _sealed(path: Path) -> bool:
 
 
 def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a local folder or of a model on the Hub. Never runs a model's code.
-
-    Raises DataError if it is missing, unreadable, not fast, or without a vocabulary.
-    """
+    """The tokenizer of a local folder or of a model on the Hub. Never runs a model's code. Raises DataError for any fault."""
     from transformers import AutoTokenizer
 
     name = os.fspath(path)
     if not os.path.isdir(name) and (
         isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1
     ):
-        raise DataError(
-            f"{shown(name)}: no such folder. Pass a folder with tokenizer.json, or a model's name on the Hub."
-        )
+        raise DataError(f"{shown(name)}: no such folder. Pass a folder with tokenizer.json, or a name on the Hub.")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the libraries raise bare Exception for a malformed file
         raise DataError(
             f"{shown(name)}: {'' if os.path.isdir(name) else 'no folder here, and on the Hub '}no usable tokenizer: "
-            f"{type(error).__name__}: {reason(error)} "
-            "Pass a folder with tokenizer.json, or a model's name on the Hub."
+            f"{type(error).__name__}: {reason(error)} Pass a folder with tokenizer.json, or a model's name on the Hub."
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"{shown(name)}: {type(tokenizer).__name__} is a slow tokenizer, without tokenizer.json. "
             "Pass a model with a fast tokenizer, or train one on the data."
         )
-    if not _knows_text(tokenizer):
+    special = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
+    if not any(entry.strip("▁Ġ \t\n") for entry in set(tokenizer.get_vocab()) - special):  # marks of spaces are no text
         raise DataError(
             f"{shown(name)}: no tokenizer is there. transformers makes a {type(tokenizer).__name__} without a vocabulary of the model's "
             "configuration, in which all text is unknown. Name the model's tokenizer with --tokenizer, or copy its files into the folder."
@@ -176,18 +162,8 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
-def _knows_text(tokenizer: Any) -> bool:
-    """True if the vocabulary has entries other than special tokens and space marks."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    own = set(tokenizer.get_vocab()) - added - set(tokenizer.all_special_tokens)
-    return any(entry.strip("▁Ġ \t\n") for entry in own)
-
-
 def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = True) -> tokenizers.Tokenizer:
-    """A copy of the Rust tokenizer, without the truncation, padding and dropout that tokenizer.json may set.
-
-    trim_offsets  False keeps the leading space in the span of a token
-    """
+    """A copy of the Rust tokenizer without truncation, padding, dropout; trim_offsets=False leaves leading spaces in spans."""
     from tokenizers import Tokenizer
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -17,17 +17,6 @@ from narrowgauge.memory.measure import SavedBytes, saved_bytes
 from narrowgauge.memory.offloading import Offload, offload
 
 __all__ = [
-    "CheckpointReport",
-    "Compression",
-    "FreezeReport",
-    "Offload",
-    "SavedBytes",
-    "checkpoint",
-    "chunked_cross_entropy",
-    "compress_activations",
-    "find_blocks",
-    "freeze",
-    "offload",
-    "saved_bytes",
-    "train_only",
-]
+    "CheckpointReport", "Compression", "FreezeReport", "Offload", "SavedBytes", "checkpoint", "chunked_cross_entropy",
+    "compress_activations", "find_blocks", "freeze", "offload", "saved_bytes", "train_only",
+]  # fmt: skip

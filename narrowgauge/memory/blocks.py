@@ -11,8 +11,8 @@ saves outside, so that with both the hooks get the inputs of the recomputed bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,30 +21,15 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.structure import matches, outermost
 
 
-class Recompute(Protocol):
-    """Runs a block's forward so that backward repeats it."""
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-class Saving(Protocol):
-    """Decides how the tensors are kept that a block saves for backward."""
-
-    name: str
-
-    def around(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AbstractContextManager[object]: ...
-
-
 class BlockForward:
     """The replacement for the forward of one block; it calls the original while gradients are off."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.before: Callable[..., Any] | None = block.__dict__.get("forward")  # another library's replacement
-        self.recompute: Recompute | None = None
-        self.saving: Saving | None = None
+        # Called with (block, forward, args, kwargs): runs the forward so that backward repeats it.
+        self.recompute: Callable[..., Any] | None = None
+        self.saving: Any = None  # a `saved_tensors.SavedActivations`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -52,12 +37,30 @@ class BlockForward:
         with self.saving.around(self.block, args, kwargs) if self.saving else nullcontext():
             if self.recompute is None:
                 return self._forward(*args, **kwargs)
-            return self.recompute.run(self._forward, args, kwargs)
+            return self.recompute(self.block, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
+
+
+def forward_of(block: nn.Module) -> BlockForward | None:
+    """The replacement of the block's forward, if there is one."""
+    forward = block.__dict__.get("forward")
+    return forward if isinstance(forward, BlockForward) else None
+
+
+def set_technique(block: nn.Module, kind: str, technique: Any) -> None:
+    """Sets `recompute` or `saving`; replaces the block's forward if needed, and restores it when no technique is left."""
+    forward = forward_of(block)
+    if forward is None:
+        forward = block.forward = BlockForward(block)
+    setattr(forward, kind, technique)
+    if forward.recompute is None and forward.saving is None:
+        del block.__dict__["forward"]
+        if forward.before is not None:
+            block.forward = forward.before
 
 
 def find_blocks(
@@ -109,34 +112,3 @@ def _named(model: nn.Module, patterns: list[str], verb: str) -> dict[str, nn.Mod
     if nested:
         raise ConfigError(f"{verb}: block {nested[0]!r} lies inside another one that was named. Name one of the two.")
     return found
-
-
-def set_recompute(block: nn.Module, recompute: Recompute | None) -> None:
-    _set(block, "recompute", recompute)
-
-
-def set_saving(block: nn.Module, saving: Saving | None) -> None:
-    _set(block, "saving", saving)
-
-
-def _set(block: nn.Module, name: str, technique: Recompute | Saving | None) -> None:
-    """Replaces the block's forward if needed, and restores it when no technique is left."""
-    forward = block.__dict__.get("forward")
-    if not isinstance(forward, BlockForward):
-        forward = block.forward = BlockForward(block)
-    setattr(forward, name, technique)
-    if forward.recompute is None and forward.saving is None:
-        del block.__dict__["forward"]
-        if forward.before is not None:
-            block.forward = forward.before
-
-
-def refuse_other_saving(blocks: dict[str, nn.Module], kind: type) -> None:
-    """ConfigError if a block's saved tensors are already kept in another way: only one kind of hook can have them."""
-    for name, block in blocks.items():
-        forward = block.__dict__.get("forward")
-        if isinstance(forward, BlockForward) and forward.saving is not None and not isinstance(forward.saving, kind):
-            raise ConfigError(
-                f"{name}: its saved activations are under {forward.saving.name} already. Take that off first, "
-                f"{forward.saving.name}(model, None), or give each a part of the model with blocks=."
-            )

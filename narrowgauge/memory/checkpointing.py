@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import inspect
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory.blocks import find_blocks, set_recompute
+from narrowgauge.memory.blocks import find_blocks, set_technique
 from narrowgauge.memory.measure import note, saved_bytes
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -52,18 +54,13 @@ KEPT_OPERATIONS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
-    """What `checkpoint` did; `print` it.
-
-    recomputed, kept   names of the blocks whose forward is repeated, and of the others
-    kept_bytes         with a budget: bytes kept for backward now, measured; else None
-    notes              what else changed
-    """
+    """What `checkpoint` did; `print` it."""
 
     policy: str
-    recomputed: tuple[str, ...]
-    kept: tuple[str, ...]
-    kept_bytes: int | None
-    notes: tuple[str, ...]
+    recomputed: tuple[str, ...]  # names of the blocks whose forward is repeated
+    kept: tuple[str, ...]  # names of the others
+    kept_bytes: int | None  # with a budget: bytes kept for backward now, measured
+    notes: tuple[str, ...]  # what else changed
 
     def __str__(self) -> str:
         blocks = len(self.recomputed) + len(self.kept)
@@ -72,39 +69,35 @@ class CheckpointReport:
         return "\n".join([head + size, *self.notes])
 
 
-@dataclass(frozen=True)
-class Recomputation:
-    """The recomputation of one block: whole, or without the operations whose outputs are kept."""
-
-    selective: bool
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _needs_backward(forward, args, kwargs):
-            return forward(*args, **kwargs)
-        for name in CACHES:
-            if kwargs.get(name) is not None:
-                raise ConfigError(
-                    f"checkpoint: a block was given {name}; computing it again would append its keys and values a second "
-                    "time. Call the model with use_cache=False, or take checkpointing off with checkpoint(model, None)."
-                )
-        contexts: dict[str, Any] = {"context_fn": _selective_contexts} if self.selective else {}
-        return torch_checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
-
-
-class WithoutCache:
-    """Forward pre-hook of the model: while gradients are on, no KV cache is filled."""
-
-    def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not torch.is_grad_enabled():
-            return None
-        if kwargs.get("use_cache"):
+def _recomputed(
+    selective: bool, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a block's forward so that backward repeats it: whole, or without the operations whose outputs are kept."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not any(tensor.requires_grad for tensor in (*tensors, *block.parameters())):
+        return forward(*args, **kwargs)
+    for name in CACHES:
+        if kwargs.get(name) is not None:
             raise ConfigError(
-                "checkpoint: use_cache=True, but recomputation would fill the KV cache twice. Pass use_cache=False, "
-                "or take checkpointing off with checkpoint(model, None)."
+                f"checkpoint: a block was given {name}; computing it again would append its keys and values a second "
+                "time. Call the model with use_cache=False, or take checkpointing off with checkpoint(model, None)."
             )
-        return args, {**kwargs, "use_cache": False}
+    contexts: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+    return torch_checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
+
+
+def _without_cache(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the model: while gradients are on, no KV cache is filled."""
+    if not torch.is_grad_enabled():
+        return None
+    if kwargs.get("use_cache"):
+        raise ConfigError(
+            "checkpoint: use_cache=True, but recomputation would fill the KV cache twice. Pass use_cache=False, "
+            "or take checkpointing off with checkpoint(model, None)."
+        )
+    return args, {**kwargs, "use_cache": False}
 
 
 def checkpoint(
@@ -132,81 +125,81 @@ def checkpoint(
             f"checkpoint: no policy {policy!r}. Choose 'none', 'full', 'every-2', 'selective', or 'budget:512MiB'."
         )
     found = find_blocks(model, blocks, "checkpoint")
-    _refuse_transformers_own(found)
-    for block in found.values():
-        set_recompute(block, None)
-    _set_cache(model, allowed=True)
+    for name, block in found.items():
+        if getattr(block, "gradient_checkpointing", False):
+            raise ConfigError(
+                f"checkpoint: {name} checkpoints already, by transformers' own switch, and would be computed three times. "
+                "Call model.gradient_checkpointing_disable() first."
+            )
     names = list(found)
-    candidates = names[:-1] if keep_last and len(names) > 1 else names
+    _recompute(model, found, [])
     kept_bytes = None
     if parsed[2]:
-        chosen, kept_bytes = _within(model, found, float(parsed[2]) * UNITS[parsed[3] or ""], batch, loss)
+        budget_bytes = float(parsed[2]) * UNITS[parsed[3] or ""]
+        chosen, kept_bytes = _within(model, found, budget_bytes, batch, loss)
     else:
+        candidates = names[:-1] if keep_last and len(names) > 1 else names
         chosen = [] if policy == "none" else candidates[:: int(parsed[1] or 1)]
-        for name in chosen:
-            set_recompute(found[name], Recomputation(policy == "selective"))
-    notes = (*_without_backward(model, found, chosen), *_set_cache(model, allowed=not chosen))
+    cache_is_off = _recompute(model, found, chosen, selective=policy == "selective")
+    notes = [_without_backward(model, chosen)]
+    if cache_is_off:
+        notes.append("KV cache: off while gradients are on, since computing a block again would fill it twice")
     return CheckpointReport(
         policy=policy,
         recomputed=tuple(chosen),
         kept=tuple(name for name in names if name not in chosen),
         kept_bytes=kept_bytes,
-        notes=notes,
+        notes=tuple(note for note in notes if note),
     )
+
+
+def _recompute(model: nn.Module, found: dict[str, nn.Module], chosen: list[str], selective: bool = False) -> bool:
+    """Sets the chosen blocks alone to be computed again, and the hook that keeps the KV cache off; -> whether there is one."""
+    for name, block in found.items():
+        set_technique(block, "recompute", partial(_recomputed, selective) if name in chosen else None)
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _without_cache:
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    if chosen and has_cache:
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    return bool(chosen) and has_cache
 
 
 def _within(
     model: nn.Module, found: dict[str, nn.Module], budget_bytes: float, batch: Any, loss: Callable[[Any], Tensor] | None
 ) -> tuple[list[str], int]:
-    """Recomputes as few blocks as bring the bytes below the budget, the first ones; they keep theirs the longest."""
+    """(the first blocks, as few as bring the bytes below the budget, those bytes); the first keep theirs the longest."""
     if batch is None:
         raise ConfigError(
             "checkpoint: a budget is held by measuring, so it needs a sample batch. Pass batch=, shaped like the largest one."
         )
-    _set_cache(model, allowed=False)
+
+    def kept(count: int) -> int:
+        _recompute(model, found, names[:count])
+        return saved_bytes(model, batch, loss).total
+
     names = list(found)
-    whole = saved_bytes(model, batch, loss)
-    for block in found.values():
-        set_recompute(block, Recomputation(selective=False))
-    least = saved_bytes(model, batch, loss)
-    if least.total > budget_bytes:
-        for block in found.values():
-            set_recompute(block, None)
-        _set_cache(model, allowed=True)
+    least = kept(len(names))
+    if least > budget_bytes:
+        _recompute(model, found, [])
         raise ConfigError(
-            f"checkpoint: with every block computed again {least.total:,} bytes are kept, above the budget of "
-            f"{int(budget_bytes):,}. Raise the budget to {-(-least.total // 2**20)}MiB, or make the batch smaller."
+            f"checkpoint: with every block computed again {least:,} bytes are kept, above the budget of "
+            f"{int(budget_bytes):,}. Raise the budget to {-(-least // 2**20)}MiB, or make the batch smaller."
         )
-    estimate, count = whole.total, 0
-    while estimate > budget_bytes and count < len(names):
-        estimate -= whole.below(names[count]) - least.below(names[count])
-        count += 1
-    while True:  # what blocks share is counted for the first of them, so the estimate is checked
-        for place, name in enumerate(names):
-            set_recompute(found[name], Recomputation(selective=False) if place < count else None)
-        kept = saved_bytes(model, batch, loss).total
-        if kept <= budget_bytes or count == len(names):
-            return names[:count], kept
-        count += 1
+    count = bisect_left(range(len(names)), True, key=lambda count: kept(count) <= budget_bytes)
+    return names[:count], kept(count)
 
 
-def _needs_backward(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
-        return True
-    owner = forward.__self__.block  # type: ignore[attr-defined]
-    return any(parameter.requires_grad for parameter in owner.parameters())
-
-
-def _without_backward(model: nn.Module, found: dict[str, nn.Module], chosen: list[str]) -> tuple[str, ...]:
+def _without_backward(model: nn.Module, chosen: list[str]) -> str:
     """A sentence on the chosen blocks below everything that trains, in the model's order; they run plainly."""
     seen = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
     lowest = next((place for place, (_, trains) in enumerate(seen) if trains), len(seen))
     below = [name for name in chosen if not any(each.startswith(f"{name}.") for each, _ in seen[lowest:])]
     if not below:
-        return ()
-    return (
-        f"{len(below)} of them, {below[0]} to {below[-1]}, lie below all that trains and need no backward: not computed again",
-    )
+        return ""
+    return f"{len(below)} of them, {below[0]} to {below[-1]}, lie below all that trains and need no backward: not computed again"
 
 
 def _selective_contexts() -> Any:
@@ -243,24 +236,3 @@ def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
         if argument.name == "dropout_p":
             return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
     return False
-
-
-def _refuse_transformers_own(found: dict[str, nn.Module]) -> None:
-    for name, block in found.items():
-        if getattr(block, "gradient_checkpointing", False):
-            raise ConfigError(
-                f"checkpoint: {name} checkpoints already, by transformers' own switch, and would be computed three times. "
-                "Call model.gradient_checkpointing_disable() first."
-            )
-
-
-def _set_cache(model: nn.Module, *, allowed: bool) -> tuple[str, ...]:
-    """Registers the hook that keeps the KV cache off, or removes it; returns notes for the report."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, WithoutCache):
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
-    if allowed or "use_cache" not in inspect.signature(model.forward).parameters:
-        return ()
-    model.register_forward_pre_hook(WithoutCache(), with_kwargs=True)
-    return ("KV cache: off while gradients are on, since computing a block again would fill it twice",)

@@ -12,7 +12,7 @@ Backward stops at the lowest trainable layer: below it there is no grad_input ei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,18 +27,13 @@ Patterns = str | Iterable[str]
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeReport:
-    """How many parameters train, and what those that do not would have taken; `print` it.
-
-    gradient_bytes_saved    gradients of frozen parameters, in their dtype
-    optimizer_bytes_saved   optimizer state of frozen parameters, by the `optimizer_bytes` that `freeze` was given
-    tied                    names of each parameter that was named and has several: they are frozen, or train, together
-    """
+    """How many parameters train, and what those that do not would have taken; `print` it."""
 
     parameters: int
     trainable: int
-    gradient_bytes_saved: int
-    optimizer_bytes_saved: int
-    tied: tuple[tuple[str, ...], ...]
+    gradient_bytes_saved: int  # gradients of frozen parameters, in their dtype
+    optimizer_bytes_saved: int  # optimizer state of frozen parameters, by the `optimizer_bytes` that `freeze` was given
+    tied: tuple[tuple[str, ...], ...]  # names of each named parameter that has several: frozen, or trained, together
 
     def __str__(self) -> str:
         gradients, states = self.gradient_bytes_saved / 2**20, self.optimizer_bytes_saved / 2**20
@@ -70,10 +65,7 @@ def freeze(
 def train_only(
     model: nn.Module, patterns: Patterns, *, optimizer_bytes: OptimizerBytes = ADAMW_STATE_BYTES
 ) -> FreezeReport:
-    """Lets exactly the parameters train that `patterns` name, in place; see `freeze`.
-
-    Parameters of integer types cannot train: naming only such is an error too.
-    """
+    """Lets exactly the parameters train that `patterns` name, in place; see `freeze`. Integer types cannot train."""
     named = _named(model, patterns, "train_only")
     trains = {parameter for parameter in named if parameter.is_floating_point()}
     if not trains:
@@ -86,34 +78,25 @@ def train_only(
 def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]:
     """The parameters that are named. A number of a range that matches nothing is an error as well."""
     texts = [patterns] if isinstance(patterns, str) else patterns
-    singles = [
-        one for text in texts for pattern in text.split(",") if pattern.strip() for one in expanded(pattern.strip())
-    ]
-    if not singles:
+    wanted = [pattern.strip() for text in texts for pattern in text.split(",") if pattern.strip()]
+    if not wanted:
         raise ConfigError(f'{verb}: no pattern was given. Name parameters or modules, as in "embed*,layers.0-3".')
-    parameters = list(model.named_parameters(remove_duplicate=False))
+    below: dict[str, set[nn.Parameter]] = {}  # each parameter by its own name and those of the modules above it
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parts = name.split(".")
+        for depth in range(len(parts), 0, -1):
+            below.setdefault(".".join(parts[:depth]), set()).add(parameter)
     found: set[nn.Parameter] = set()
-    for single in singles:
-        meant = {parameter for name, parameter in parameters if any(matches(each, single) for each in _prefixes(name))}
+    for pattern in (one for each in wanted for one in expanded(each)):
+        meant = [parameters for name, parameters in below.items() if matches(name, pattern)]
         if not meant:
-            raise ConfigError(_no_match(verb, single, [name for name, _ in parameters]))
-        found |= meant
+            ends = [".".join(name.split(".")[-1 - pattern.count(".") :]) for name in below]
+            near = closest(pattern.replace("*", "").strip("."), [*ends, *below])
+            first = f"The first parameter is {next(iter(below))!r}." if below else "The model has no parameters."
+            hint = f"Closest: {near}." if near else first
+            raise ConfigError(f"{verb}: pattern {pattern!r} matched no parameter or module. {hint}")
+        found = found.union(*meant)
     return found
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """The name and those of the modules above it."""
-    parts = name.split(".")
-    return (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-
-
-def _no_match(verb: str, pattern: str, names: list[str]) -> str:
-    candidates = dict.fromkeys(prefix for name in names for prefix in _prefixes(name))
-    ends = [".".join(each.split(".")[-1 - pattern.count(".") :]) for each in candidates]
-    near = closest(pattern.replace("*", "").strip("."), list(dict.fromkeys([*ends, *candidates])))
-    first = f"The first parameter is {names[0]!r}." if names else "The model has no parameters."
-    hint = f"Closest: {near}." if near else first
-    return f"{verb}: pattern {pattern!r} matched no parameter or module. {hint}"
 
 
 def _apply(
@@ -128,7 +111,6 @@ def _apply(
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter] = (*names.get(parameter, ()), name)
-    for parameter in parameters:
         parameter.requires_grad_(parameter in trains)
     return FreezeReport(
         parameters=sum(parameter.numel() for parameter in parameters),

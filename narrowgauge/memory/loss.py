@@ -80,8 +80,8 @@ def chunked_cross_entropy(
     backward passes as keep the graph. Raises ShapeError and, for a target outside 0 ... V - 1, DataError (which synchronises with
     a GPU). While compiling, targets are not checked and ignored tokens are computed, since both depend on data.
     """
-    _check(hidden, weight, targets, bias)
     _check_options(softcap, z_loss, chunk)
+    _check(hidden, weight, targets, bias)
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     valid = labels != ignore_index
     count = valid.sum()
@@ -130,7 +130,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], options.rows):
             rows = slice(start, start + options.rows)
             lhs = options.operand(hidden[rows])
-            logits = _logits(lhs, rhs, bias, options, wide)
+            product = lhs @ rhs.T if bias is None else torch.addmm(options.operand(bias), lhs, rhs.T)
+            logits = product.to(options.computes_in).to(wide)
             chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], options, any(needs))
             loss += chunk_loss
             if grad is None:
@@ -162,12 +163,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = (grad_bias * grad_loss).to(ctx.dtypes[1])
         return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _logits(lhs: Tensor, rhs: Tensor, bias: Tensor | None, options: _LossOptions, wide: torch.dtype) -> Tensor:
-    """[rows, V], rounded to the type of the computation, then in float32."""
-    product = lhs @ rhs.T if bias is None else torch.addmm(options.operand(bias), lhs, rhs.T)
-    return product.to(options.computes_in).to(wide)
 
 
 def _loss_and_gradient(
@@ -216,8 +211,7 @@ def _check_options(softcap: float | None, z_loss: float, chunk: int | None) -> N
         chunk is not None and (not isinstance(chunk, int) or chunk < 1)
     ):
         raise ConfigError(
-            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive, finite and whole (chunk), or "
-            "None. Leave them out."
+            f"chunked_cross_entropy: softcap = {softcap} and chunk = {chunk} must be positive, chunk whole. Or leave them out."
         )
     if not 0 <= z_loss < math.inf:
         raise ConfigError(f"chunked_cross_entropy: z_loss = {z_loss}; it must be at least 0. 0 leaves it out.")
@@ -252,8 +246,7 @@ def _check_targets(labels: Tensor, vocabulary: int) -> None:
         return
     low, high = torch.stack(labels.aminmax()).tolist()
     if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
         raise DataError(
-            f"chunked_cross_entropy: target {wrong} is outside the {vocabulary} classes (0 ... {vocabulary - 1}). "
-            "Use the tokenizer that the model was made for, or ignore_index for tokens that do not count."
+            f"chunked_cross_entropy: target {low if low < 0 else high} is outside the {vocabulary} classes (0 ... "
+            f"{vocabulary - 1}). Use the tokenizer that the model was made for, or ignore_index for tokens that do not count."
         )

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
@@ -87,30 +87,37 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
         if isinstance(tensor, Tensor)
     }
-    meter = Meter(known)
+    meter, names = Meter(known), {module: name for name, module in model.named_modules()}
+
+    def enter(module: nn.Module, arguments: Any) -> None:
+        meter.modules.append(names.get(module, meter.modules[-1]))
+
+    def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+        meter.modules.pop()
 
     def pack(tensor: Tensor) -> Tensor:
         meter.note(tensor)
         return tensor
 
-    with _undisturbed(model), _following(model, meter), torch.enable_grad():
-        token = _ACTIVE.set(meter)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                if isinstance(batch, Mapping):
-                    output = model(**batch)
-                elif isinstance(batch, tuple):
-                    output = model(*batch)
-                else:
-                    output = model(batch)
-                result = output if loss is None else loss(output)
-        finally:
-            _ACTIVE.reset(token)
+    with ExitStack() as stack:
+        stack.enter_context(_undisturbed(model))
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        stack.callback(_ACTIVE.reset, _ACTIVE.set(meter))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, tuple):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        result = output if loss is None else loss(output)
         # A model output of transformers is a mapping, but no node of pytree.
         leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise ConfigError(
-                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze a parameter."
+                f"saved_bytes: nothing in the output of {type(model).__name__} requires a gradient. Unfreeze some."
             )
         if loss is not None:
             del output
@@ -129,22 +136,3 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-
-
-@contextmanager
-def _following(model: nn.Module, meter: Meter) -> Iterator[None]:
-    """Keeps the meter's stack of module names."""
-
-    def enter(module: nn.Module, arguments: Any, name: str) -> None:
-        meter.modules.append(name)
-
-    def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-        meter.modules.pop()
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            before = module.register_forward_pre_hook(partial(enter, name=name))
-            after = module.register_forward_hook(leave, always_call=True)
-            stack.callback(before.remove)
-            stack.callback(after.remove)
-        yield

@@ -12,28 +12,26 @@ block computes. Not yet run on a GPU by this project.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory.blocks import find_blocks, refuse_other_saving, set_saving
-from narrowgauge.memory.measure import note
-from narrowgauge.memory.saved_tensors import around_saves
+from narrowgauge.memory.blocks import set_technique
+from narrowgauge.memory.saved_tensors import Restore, SavedActivations, blocks_for
 
 SMALLEST_BYTES = 2**20  # below it the launch of two copies costs more than the memory is worth
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 @dataclass
-class Offload:
+class Offload(SavedActivations):
     """The technique on a model's blocks; `moved_bytes` counts what went to the host since `reset`."""
 
     name = "offload"
+    rounds = False
 
     smallest_bytes: int
     moved_bytes: int = 0
@@ -41,28 +39,13 @@ class Offload:
     def reset(self) -> None:
         self.moved_bytes = 0
 
-    @contextmanager
-    def around(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        moved: dict[Any, tuple[OnHost, StorageWeakRef]] = {}  # the reference keeps the address from being given away
+    def takes(self, tensor: Tensor) -> bool:
+        """Large tensors that are all of their memory: of a part the rest would stay behind."""
+        return self.smallest_bytes <= tensor.nbytes == tensor.untyped_storage().nbytes()
 
-        def pack(tensor: Tensor) -> Tensor | OnHost:
-            storage = tensor.untyped_storage()
-            is_whole = tensor.nbytes == storage.nbytes()  # of a part the rest would stay behind
-            if tensor.nbytes < self.smallest_bytes or not is_whole or storage._cdata in working.exact_storages:
-                note(tensor)
-                return tensor
-            key = (storage._cdata, tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-            if key not in moved:
-                moved[key] = (to_host(tensor), StorageWeakRef(storage))
-                self.moved_bytes += tensor.nbytes
-            return moved[key][0]
-
-        with around_saves(block, args, kwargs, self.name, _unpack) as (working, hooks):
-            try:
-                with hooks(pack):
-                    yield
-            finally:
-                moved.clear()  # autograd keeps `pack` with every saved tensor
+    def store(self, tensor: Tensor) -> Restore:
+        self.moved_bytes += tensor.nbytes
+        return to_host(tensor)
 
 
 def offload(
@@ -80,8 +63,7 @@ def offload(
     With `checkpoint` on the same block it is the inputs of the recomputed block that move. Raises ConfigError unless all blocks
     are on a CUDA device, and where activations are compressed.
     """
-    found = find_blocks(model, blocks, "offload")
-    refuse_other_saving(found, Offload)
+    found = blocks_for(Offload, model, blocks)
     for name, parameter in model.named_parameters() if enabled else ():
         if parameter.device.type != "cuda":
             raise ConfigError(
@@ -89,37 +71,23 @@ def offload(
                 "On the CPU use checkpoint or compress_activations."
             )
     technique = Offload(smallest_bytes) if enabled else None
-    for block in found.values():
-        set_saving(block, technique)
+    for block in found:
+        set_technique(block, "saving", technique)
     return technique
 
 
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
-@dataclass(eq=False)
-class OnHost:
-    """A tensor in pinned memory, and the event after which it is whole."""
-
-    copy: Tensor
-    device: torch.device
-    arrived: torch.cuda.Event
-
-    def back(self) -> Tensor:
-        torch.cuda.current_stream(self.device).wait_event(self.arrived)
-        return self.copy.to(self.device, non_blocking=True)
-
-
-def to_host(tensor: Tensor) -> OnHost:
-    """Queues the copy; the tensor's memory is not given away before it is done."""
-    stream = _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+def to_host(tensor: Tensor) -> Restore:
+    """Queues the copy to pinned memory; the tensor's memory is not given away before it is done. -> what copies it back."""
+    device, stream = tensor.device, _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
     tensor.record_stream(stream)
-    return OnHost(copy, tensor.device, stream.record_event())
+    arrived = stream.record_event()
 
+    def back() -> Tensor:
+        torch.cuda.current_stream(device).wait_event(arrived)
+        return copy.to(device, non_blocking=True)
 
-def _unpack(kept: Tensor | OnHost) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.back()
+    return back

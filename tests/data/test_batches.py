@@ -110,7 +110,7 @@ def test_the_generator_is_splitmix64(monkeypatch):
         def digest():
             return (1234567).to_bytes(8, "little")
 
-    monkeypatch.setattr("narrowgauge.data.order.hashlib.sha256", lambda _: Digest)
+    monkeypatch.setattr("narrowgauge.data.batches.hashlib.sha256", lambda _: Digest)
     outputs = splitmix64(1234567, 1000)
     assert epoch_order.__wrapped__(1000, 0, 0).tolist() == sorted(range(1000), key=outputs.__getitem__)
 
@@ -180,7 +180,7 @@ def test_a_stream_shorter_than_a_sequence_and_its_label_is_refused(tokens):
     [
         (lambda: CausalBatches(counting(9), 0, 1, 0), "sequence_length: 0"),
         (lambda: CausalBatches(counting(9), 1, 0, 0), "batch_size: 0"),
-        (lambda: CausalBatches(counting(9), 1, 6, 0).batch(0, 0, 4), "batch_size 6 cannot be split into 4"),
+        (lambda: CausalBatches(counting(9), 1, 6, 0).batch(0, 0, 4), "batch_size 6 is no multiple of 4"),
         (lambda: CausalBatches(counting(9), 1, 6, 0).batch(0, 2, 2), "no micro-batch 2 of 2"),
         (lambda: CausalBatches(counting(9), 1, 6, 0).batch(-1), "at step -1"),
         (lambda: next(CausalBatches(counting(9), 1, 6, 0).evaluation(0)), "max_tokens: 0"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.data import check_vocabulary, corpus, documents, prepare
-from narrowgauge.data.split import validates
+from narrowgauge.data.corpus import validates
 from narrowgauge.errors import ConfigError, DataError, StorageError
 
 
@@ -101,7 +101,7 @@ def test_fraction_zero_holds_nothing_out(source, folder, tokenizer, tmp_path):
 
 def test_a_second_call_reads_the_cache(folder, tokenizer, tmp_path, monkeypatch):
     first = prepare(folder, tokenizer, cache=tmp_path / "cache")
-    monkeypatch.setattr(corpus, "_tokenize", None)  # tokenizing again would fail
+    monkeypatch.setattr(corpus._Job, "fill", None)  # tokenizing again would fail
     second = prepare(folder, tokenizer, cache=tmp_path / "cache")
     assert second.summary == first.summary
     assert np.array_equal(second.train.tokens, first.train.tokens)
@@ -233,7 +233,7 @@ def test_data_that_changes_while_it_is_read_is_an_error(folder, tokenizer, tmp_p
         return iter(found[len(calls) - 1 :])  # a document less each time
 
     monkeypatch.setattr(corpus, "documents", changing)
-    with pytest.raises(DataError, match="changed while it was being read"):
+    with pytest.raises(DataError, match="changed while it was read"):
         prepare(folder, tokenizer, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
@@ -261,6 +261,7 @@ def test_a_cache_that_cannot_be_written_is_a_storage_error(folder, tokenizer, tm
         prepare(folder, tokenizer, cache=tmp_path / "file")
 
 
-def test_an_impossible_fraction_is_refused_before_reading(tokenizer, tmp_path):
+@pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, math.nan, math.inf])
+def test_an_impossible_fraction_is_refused_before_reading(tokenizer, tmp_path, fraction):
     with pytest.raises(ConfigError, match="validation_fraction"):
-        prepare(tmp_path / "absent", tokenizer, cache=tmp_path, validation_fraction=1.0)
+        prepare(tmp_path / "absent", tokenizer, cache=tmp_path, validation_fraction=fraction)

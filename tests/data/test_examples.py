@@ -15,8 +15,8 @@ from narrowgauge.data import examples as module
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Limits, prepare_examples
-from narrowgauge.data.records import records
-from narrowgauge.data.sample import coloured_sample
+from narrowgauge.data.sources import records
+from narrowgauge.data.targets import coloured_sample
 from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
 from narrowgauge.errors import ConfigError, DataError
 

@@ -3,7 +3,7 @@
 import pytest
 
 from narrowgauge.data import documents
-from narrowgauge.data.hub import parse
+from narrowgauge.data.sources import parse_hub_name
 from narrowgauge.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -18,7 +18,7 @@ datasets = pytest.importorskip("datasets")
     ],
 )
 def test_name_config_and_split(source, parts):
-    assert parse(source) == parts
+    assert parse_hub_name(source) == parts
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:a:", "hf::train", "hf:a:b:c:d"])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data.packing import block_mask, cumulative_lengths, pack, positions
+from narrowgauge.data.rows import block_mask, cumulative_lengths, pack, positions
 from narrowgauge.errors import DataError
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from narrowgauge.data.collate import Collator
-from narrowgauge.data.packing_check import check_packing
+from narrowgauge.data.collate import Collator, check_packing
 from narrowgauge.errors import ConfigError
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}

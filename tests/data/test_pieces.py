@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data.pieces import pieces
+from narrowgauge.data.text import pieces
 
 
 @given(st.text("ab\n"), st.integers(1, 12))

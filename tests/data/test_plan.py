@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data.padding import Waste, fixed_waste, shuffled_waste
-from narrowgauge.data.plan import Batching, batch_positions, examples_of, plan, restore_order, sorted_batches
-from narrowgauge.data.widths import choose_widths, width_of
+from narrowgauge.data.plan import Batching, examples_of, plan, restore_order, sorted_batches
+from narrowgauge.data.rows import Waste, choose_widths, dynamic_waste, width_of
 from narrowgauge.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=150)
@@ -23,6 +22,13 @@ def batching_of(form: str, **options) -> Batching:
         "packed": {"token_budget": 512, "row_length": 128},
     }
     return Batching(**size[form], **options)
+
+
+def shape(lengths, batch, widths) -> tuple[int, int]:
+    """(positions, width) of a batch, packed or not, as the collator makes it."""
+    longest = max(sum(int(lengths[index]) for index in examples_of([item])) for item in batch)
+    width = width_of(longest, len(batch), widths, 16)
+    return len(batch) * width, width
 
 
 def drawn(found) -> list[int]:
@@ -67,7 +73,7 @@ def test_no_batch_passes_the_budget_and_all_fill_whole_tiles(lengths, world, mul
         return
     for step in found.steps:
         for batch in step:
-            positions, _ = batch_positions(np.array(lengths), batch, found.widths, batching)
+            positions, _ = shape(lengths, batch, found.widths)
             assert positions <= budget
             assert positions % 16 == 0
     assert sorted([*drawn(found), *found.skipped]) == list(range(len(lengths)))
@@ -96,11 +102,7 @@ def test_shapes_are_few_and_padding_small():
     lengths = np.clip(np.random.default_rng(0).lognormal(3, 0.8, 2000).astype(int), 2, 400)
     batching = Batching(token_budget=2048)
     found = plan(lengths, batching)
-    shapes = {
-        (len(batch), batch_positions(lengths, batch, found.widths, batching)[1])
-        for step in found.steps
-        for batch in step
-    }
+    shapes = {(len(batch), shape(lengths, batch, found.widths)[1]) for step in found.steps for batch in step}
     assert len(found.widths) <= 10
     assert len(shapes) <= 12
     assert found.padding.planned.tokens == lengths.sum()
@@ -112,7 +114,7 @@ def test_the_ranks_of_a_step_have_the_same_width():
     lengths = np.random.default_rng(0).integers(3, 200, 3000)
     batching = Batching(token_budget=1024, world=4)
     found = plan(lengths, batching)
-    shapes = [{batch_positions(lengths, batch, found.widths, batching) for batch in step} for step in found.steps]
+    shapes = [{shape(lengths, batch, found.widths) for batch in step} for step in found.steps]
     assert sum(len(each) > 1 for each in shapes) <= len(found.widths)
 
 
@@ -120,7 +122,7 @@ def test_the_worst_step_is_the_first_and_the_rest_is_shuffled():
     lengths = np.random.default_rng(0).integers(3, 200, 3000)
     batching = Batching(token_budget=1024)
     found = plan(lengths, batching)
-    positions = [batch_positions(lengths, step[0], found.widths, batching) for step in found.steps]
+    positions = [shape(lengths, step[0], found.widths) for step in found.steps]
     assert positions[0] == max(positions)
     widths = np.array([width for _, width in positions[1:]])
     drift = np.corrcoef(np.arange(len(widths)), widths)[0, 1]
@@ -282,9 +284,9 @@ def test_sorted_batches_hold_a_budget_and_leave_none_out():
 
 def test_waste_is_counted():
     lengths = np.array([3, 5, 10, 1])
-    assert fixed_waste(lengths, 8) == Waste(19, 64)
-    assert shuffled_waste(lengths, 4, 1) == Waste(19, 40)
-    assert shuffled_waste(lengths, 1, 8) == Waste(19, 40)
+    assert dynamic_waste(lengths, 4, 8) == Waste(19, 64)
+    assert dynamic_waste(lengths, 3, 1) == Waste(19, 31)
+    assert dynamic_waste(lengths, 1, 8) == Waste(19, 40)
     assert str(Waste(19, 40)) == "21 of 40 positions (52.5 %)"
     assert Waste(0, 0).percent == 0
     report = plan(lengths, Batching(batch_size=2)).padding

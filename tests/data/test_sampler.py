@@ -135,8 +135,10 @@ def test_a_state_of_other_data_or_none_is_refused():
             sampler.load_state_dict(broken)
     late = {**sampler.state_dict(), "step": 10_000}
     late["segments"] = [[late["segments"][0][0], 10_000]]
+    late["epoch"] = 7
     with pytest.raises(CheckpointError, match="step 10000 of an epoch"):
         sampler.load_state_dict(late)
+    assert sampler.state_dict() == state  # what was refused changed nothing
     with pytest.raises(ConfigError, match="rank 2 of a world of 2"):
         LengthBatchSampler(LENGTHS, Batching(batch_size=1, world=2), rank=2)
     with pytest.raises(ConfigError, match="step 10000 is not in"):

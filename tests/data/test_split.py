@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data.split import TRAIN, VALIDATION, Split, check_fraction, tail_cut, validates
-from narrowgauge.errors import ConfigError
+from narrowgauge.data.corpus import TRAIN, VALIDATION, Split, tail_cut, validates
 
 
 def digest(text: str) -> bytes:
@@ -68,9 +67,3 @@ def test_parts_by_document_and_by_tail():
 def test_blank_parts_are_left_out():
     split = Split(fraction=0.5, seed=0, by_document=False)
     assert list(split.parts("ab\n\n\n\n", b"")) == [(TRAIN, "ab\n")]
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, math.nan, math.inf])
-def test_an_impossible_fraction_is_refused(fraction):
-    with pytest.raises(ConfigError, match="validation_fraction"):
-        check_fraction(fraction)

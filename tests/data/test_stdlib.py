@@ -3,7 +3,7 @@
 import pytest
 
 from narrowgauge.data import documents
-from narrowgauge.data.stdlib import stdlib_documents
+from narrowgauge.data.sources import stdlib_documents
 from narrowgauge.errors import ConfigError, DataError
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory import checkpoint, compress_activations, find_blocks, offload, offloading, saved_bytes
-from narrowgauge.memory.blocks import set_saving
+from narrowgauge.memory.blocks import set_technique
 from narrowgauge.recipe import Cast, Window
 from tests.compare import assert_same, assert_sqnr
 from tests.memory.models import batch, llama, step
@@ -201,7 +200,7 @@ def test_offload_moves_each_activation_once_and_no_parameter(monkeypatch):
 
     def to_host(tensor):
         moved.append(tensor)  # which also keeps its address
-        return SimpleNamespace(back=tensor.clone)
+        return tensor.clone
 
     monkeypatch.setattr(offloading, "to_host", to_host)
     model, technique = llama(), offloading.Offload(smallest_bytes=1024)
@@ -209,7 +208,7 @@ def test_offload_moves_each_activation_once_and_no_parameter(monkeypatch):
     model(**inputs).logits.square().sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     for block in find_blocks(model, None, "offload").values():
-        set_saving(block, technique)
+        set_technique(block, "saving", technique)
     model.zero_grad()
     model(**inputs).logits.square().sum().backward()
     assert_same([parameter.grad for parameter in model.parameters()], expected)
