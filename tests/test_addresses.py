@@ -78,7 +78,7 @@ def registries() -> list[Registry]:
 OPS = {
     "mm", "quantize", "quantize_pair", "quantize_precast", "rotate", "rotate_and_encode",
     "codes", "codes, two to a byte", "unclipped", "rotary", "optim",
-    "norm_cast", "norm_backward", "act_cast", "act_backward_cast",
+    "norm_act", "norm_act_backward",
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ With delayed scaling the window of the first reader is the window of all: they s
 
 from __future__ import annotations
 
-from narrowgauge.fuse.fusion import Fusion, fuse, fusions, unfuse
+from narrowgauge.fuse.forward import Fusion
+from narrowgauge.fuse.fusion import fuse, fusions, unfuse
 
 __all__ = ["Fusion", "fuse", "fusions", "unfuse"]

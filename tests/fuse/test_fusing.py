@@ -212,6 +212,17 @@ def test_a_norm_that_adds_one_to_its_weight_is_not_taken_for_one_that_does_not()
     assert reasons["model.layers.0.input_layernorm"] == "a GemmaRMSNorm computes something else"
 
 
+def test_a_function_that_several_blocks_share_keeps_its_own_code():
+    """Their readers are different layers, with windows of their own."""
+    model = built("gpt2", fused=False)
+    act = model.transformer.h[0].mlp.act
+    model.transformer.h[1].mlp.act = act
+    reasons = {each.name: each.reason for each in fuse(model)}
+    assert reasons["transformer.h.0.mlp.act"] == "several modules share it, each with a reader of its own"
+    assert "forward" not in act.__dict__
+    assert_same(model(input_ids=IDS).logits, ng.convert(model, "fp8-current")(input_ids=IDS).logits)
+
+
 def test_a_dropout_inside_an_mlp_is_seen_in_evaluation_too():
     """Fused as it computes then, it would train without its dropout; and the modes of its modules stay as they were."""
 
@@ -239,9 +250,9 @@ def test_queries_and_keys_are_turned_as_the_attention_would(precision):
         model = built("llama", fused=fused)
         taken = []
         for block in model.model.layers if fused else ():
-            embedding = block.self_attn.forward.embedding
-            embedding.backend = "reference"
-            embedding.own = lambda *call, taken=taken: taken.append(call)
+            forward = block.self_attn.forward
+            forward.backend = "reference"
+            forward.function = lambda *call, taken=taken: taken.append(call)
         found.append(trained(model, precision=precision))
         assert not taken
     for a, b in zip(*found, strict=True):
@@ -294,7 +305,7 @@ def test_copies_and_pickles_work_on_their_own():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         mlp = other.model.layers[0].mlp
         assert mlp.__dict__["forward"].module is mlp
-        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].fused.readers)
+        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].readers)
         for a, b in zip(trained(copy.deepcopy(model), 1), trained(other, 1), strict=True):
             assert_same(a, b)
 

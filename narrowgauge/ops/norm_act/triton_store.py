@@ -99,13 +99,13 @@ def piece_of_program(rows, columns, H: tl.constexpr):
 
 
 @triton.jit
-def _rounded(values, y, mask):
+def rounded(values, y, mask):
     """As y keeps them, zero outside, in its type: 16 bits take half the registers until they are cast."""
     return tl.where(mask, values, 0.0).to(y.dtype.element_ty)
 
 
 @triton.jit
-def _known_scale(out, H: tl.constexpr):
+def known_scale(out, H: tl.constexpr):
     """[1, 1] of earlier steps; 1 where the scale is found later or not at all."""
     C: tl.constexpr = H.C
     scale = tl.full((1, 1), 1.0, tl.float32)
@@ -115,7 +115,7 @@ def _known_scale(out, H: tl.constexpr):
 
 
 @triton.jit
-def _store(values, scale, out, at, H: tl.constexpr):
+def store_values(values, scale, out, at, H: tl.constexpr):
     """Stores the values of the `Piece` at, rounded already, and their codes by `scale`, or by their own (BY_BLOCK)."""
     C: tl.constexpr = H.C
     ROWS: tl.constexpr = H.rows
@@ -135,43 +135,15 @@ def _store(values, scale, out, at, H: tl.constexpr):
 
 
 @triton.jit
-def _store_maximum(greatest, out, H: tl.constexpr):
+def store_maximum(greatest, out, H: tl.constexpr):
     """The largest of greatest [ROWS, COLUMNS] int32, which programs share places for."""
     tl.atomic_max(out.maxima + tl.program_id(0) % H.parts, tl.max(tl.max(greatest, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
 def store_piece(values, out, at, H: tl.constexpr):
-    """Values float32 [ROWS, COLUMNS] of the `Piece` at, rounded, with their cast."""
-    values = _rounded(values, out.y, at.mask)
+    """Values float32 [ROWS, COLUMNS] of the `Piece` at, rounded, with their cast; not by row."""
+    values = rounded(values, out.y, at.mask)
     if out.maxima is not None:
-        _store_maximum(magnitude_bits(values), out, H)
-    _store(values, _known_scale(out, H), out, at, H)
-
-
-@triton.jit
-def store_rows(VALUE: tl.constexpr, inputs, out, rows, columns, H: tl.constexpr):
-    """VALUE(inputs, piece), float32, of all pieces of the rows that are this program's, rounded, with their cast."""
-    ROWS: tl.constexpr = H.rows
-    COLUMNS: tl.constexpr = H.columns
-    C: tl.constexpr = H.C
-    down = tl.program_id(0).to(tl.int64)
-    scale = _known_scale(out, H)
-    if H.scaling == BY_ROW:
-        largest = tl.zeros((ROWS, COLUMNS), tl.int32)
-        for first in range(0, columns, COLUMNS):
-            at = piece_at(rows, columns, down, first, H)
-            largest = tl.maximum(largest, magnitude_bits(_rounded(VALUE(inputs, at), out.y, at.mask)))
-        row = down * ROWS + tl.arange(0, ROWS)
-        of_rows = scale_of(tl.max(largest, axis=1), C)
-        tl.store(out.scales + row, of_rows, mask=row < rows)
-        scale = of_rows[:, None]
-    greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for first in range(0, tl.cast(columns, tl.int64), COLUMNS):
-        at = piece_at(rows, columns, down, first, H)
-        values = _rounded(VALUE(inputs, at), out.y, at.mask)
-        if out.maxima is not None:
-            greatest = tl.maximum(greatest, magnitude_bits(values))
-        _store(values, scale, out, at, H)
-    if out.maxima is not None:
-        _store_maximum(greatest, out, H)
+        store_maximum(magnitude_bits(values), out, H)
+    store_values(values, known_scale(out, H), out, at, H)

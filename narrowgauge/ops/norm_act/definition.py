@@ -1,0 +1,103 @@
+"""The definition in plain torch. All in float32 and rounded once, but for n of rms-norm and what torch's activations round.
+
+With h the gradient of y:
+
+rms-norm     dx = r (w h - n mean(w h n)),                  dw = sum h n
+layer-norm   dx = r (w h - mean(w h) - n mean(w h n)),      dw = sum h n,   db = sum h
+swiglu       dg = h u p (1 + g (1 - p)),  du = h g p,       p = 1 / (1 + e^-g)
+gelu         dx = h (P(x) + x e^(-x^2 / 2) / sqrt(2 pi))
+gelu-tanh    dx = h (p + x p (1 - p) t'),  p = 1 / (1 + e^-t),  t = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Requests, Statistics
+from narrowgauge.ops.quantize import quantize
+from narrowgauge.ops.quantize.pair import quantize_pair
+
+ROOT = math.sqrt(2 / math.pi)
+CUBE = 0.044715
+
+
+def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:
+    """See `ops.norm_act`."""
+    return _cast(value(kind, tensors), request), statistics(kind, tensors)
+
+
+def backward(
+    kind: Kind, tensors: Sequence[Tensor], found: Statistics, gy: Tensor, requests: Requests
+) -> tuple[list[CastResult], list[Tensor]]:
+    """See `ops.norm_act`."""
+    wide, h = [each.to(torch.float32) for each in tensors], gy.to(torch.float32)
+    gradients = _norm_gradients(kind, wide, found, h) if kind.is_norm else _activation_gradients(kind, wide, h)
+    rounded = [gradient.to(each.dtype) for gradient, each in zip(gradients, tensors, strict=True)]
+    count = len(requests)
+    return [_cast(*each) for each in zip(rounded[:count], requests, strict=True)], rounded[count:]
+
+
+def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
+    """y [rows, columns] without a cast, in the dtype that torch's promotion gives it; layer-norm's in that of x."""
+    x = tensors[0]
+    if kind.name == "swiglu":
+        return torch.nn.functional.silu(x) * tensors[1]
+    if not kind.is_norm:
+        return torch.nn.functional.gelu(x, approximate="tanh" if kind.name == "gelu-tanh" else "none")
+    normal = _normal(kind, x.to(torch.float32), statistics(kind, tensors))
+    if kind.name == "rms-norm":
+        return tensors[1] * normal.to(x.dtype)
+    return (normal * tensors[1].to(torch.float32) + tensors[2].to(torch.float32)).to(x.dtype)
+
+
+def statistics(kind: Kind, tensors: Sequence[Tensor]) -> Statistics:
+    """See `ops.norm_act`."""
+    if not kind.is_norm:
+        return ()
+    wide = tensors[0].to(torch.float32)
+    if kind.name == "rms-norm":
+        return (torch.rsqrt(wide.square().mean(-1) + kind.eps),)
+    mean = wide.mean(-1)
+    return mean, torch.rsqrt((wide - mean[:, None]).square().mean(-1) + kind.eps)
+
+
+def _normal(kind: Kind, x: Tensor, found: Statistics) -> Tensor:
+    """n, float32."""
+    return (x if kind.name == "rms-norm" else x - found[0][:, None]) * found[-1][:, None]
+
+
+def _norm_gradients(kind: Kind, tensors: Sequence[Tensor], found: Statistics, h: Tensor) -> tuple[Tensor, ...]:
+    """Of x and w, or of x, w and b; all float32."""
+    normal, wh = _normal(kind, tensors[0], found), tensors[1] * h
+    inner = wh - normal * (wh * normal).mean(-1, keepdim=True)
+    if kind.name == "layer-norm":
+        inner = inner - wh.mean(-1, keepdim=True)
+    return (inner * found[-1][:, None], (h * normal).sum(0), h.sum(0))[: len(tensors)]
+
+
+def _activation_gradients(kind: Kind, tensors: Sequence[Tensor], h: Tensor) -> tuple[Tensor, ...]:
+    """Of x, or of g and u; all float32."""
+    x = tensors[0]
+    if kind.name == "swiglu":
+        p, u = torch.sigmoid(x), tensors[1]
+        return h * u * p * (1 + x * (1 - p)), h * x * p
+    if kind.name == "gelu":
+        normal = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        return (h * (normal + x * torch.exp(-0.5 * x.square()) * math.sqrt(0.5 / math.pi)),)
+    p = torch.sigmoid(2 * ROOT * (x + CUBE * x**3))
+    return (h * (p + x * p * (1 - p) * 2 * ROOT * (1 + 3 * CUBE * x.square())),)
+
+
+def _cast(y: Tensor, request: CastRequest | None) -> CastResult:
+    """y with what `quantize` gives of it."""
+    if request is None:
+        return CastResult(y)
+    if request.live is None:
+        plain, amax = quantize(y, request.cast), None
+    else:
+        plain, _, amax = quantize_pair(y, request.cast, amax_state=request.live, records=request.records, cols=False)
+    return CastResult(y, plain, quantize(y.T, request.cast, amax=amax) if request.transposed else None, amax)
