@@ -31,8 +31,7 @@ from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation, Saved, transposed
 from narrowgauge.nn.plan import OperandRequest
-from narrowgauge.ops.hadamard import rotated_length, unrotate
-from narrowgauge.ops.hadamard.codes import Codes, decode, encode, unclipped, unpack_bits
+from narrowgauge.ops.hadamard import Codes, decode, encode, rotated_length, unclipped, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax
@@ -47,7 +46,7 @@ class Coded:
 
     codes     [outer, K] int8; None where nobody asks
     scale     [1, 1] float32
-    bits      uint8 [outer, ceil(K / 8)], what was not clipped (see `ops.hadamard.codes`); None where nobody asks
+    bits      uint8 [outer, ceil(K / 8)], what was not clipped (see `ops.hadamard`); None where nobody asks
     residual  [n, K] codes - x H / scale of the n `rows`, zero where clipped; of all rows if `rows` is None
     packed    the codes two to a byte, as they are kept
     """

@@ -21,8 +21,17 @@ from narrowgauge.ops.cpp import build
 from narrowgauge.ops.cpp import cast as cast_kernel
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.cpp.cast import rounds
-from narrowgauge.ops.hadamard import draw_signs, rotate, rotated_length, unrotate
-from narrowgauge.ops.hadamard.codes import decode, encode, pack_bits, unclipped, unpack_bits
+from narrowgauge.ops.hadamard import (
+    decode,
+    draw_signs,
+    encode,
+    rotate,
+    rotated_length,
+    unclipped,
+    unpack_bits,
+    unrotate,
+)
+from narrowgauge.ops.hadamard.definition import pack_bits
 from narrowgauge.ops.mm import mm
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.random import Key
@@ -239,7 +248,7 @@ def test_without_a_compiler_the_reference_computes_and_says_why(monkeypatch):
     x, step = torch.randn(3, 5), torch.ones(1, 1)
     assert_same(encode(x, step, INT4).codes, INT4.encode(x))
     assert_same(Key(1, 2).uniform((9,)), random.reference(1, 2, (9,)))
-    with pytest.raises(BackendError, match="codes: native-cpp refused: cpp: no C"):
+    with pytest.raises(BackendError, match="hadamard: native-cpp refused: cpp: no C"):
         encode(x, step, INT4, backend="native-cpp")
     monkeypatch.setattr(cast_kernel, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
     assert_same(quantize(x, Cast(format=E4M3), expand=torch.float32).data, E4M3.round(x / (x.abs().max() / 448)))
