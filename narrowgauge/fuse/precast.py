@@ -22,7 +22,7 @@ from narrowgauge.fuse.forward import FusedForward, Fusion
 from narrowgauge.nn.caches import CacheStats
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
-from narrowgauge.nn.plan import LinearContext, OperandPlan, OperandRequest
+from narrowgauge.nn.plan import LinearContext, OperandRequest
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, CastResult, Kind, NormActSpec
 from narrowgauge.ops.registry import Kernel, device_facts
 from narrowgauge.recipe import LearnedStep, Window
@@ -175,7 +175,7 @@ class _Function(torch.autograd.Function):
         fused: FusedModule = ctx.fused
         tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         requests = fused.gradient_requests(tensors)
-        kernel = BACKWARD.choose(NormActSpec.of(fused.kind, tensors, requests), fused.backend).kernel
+        kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
         made, of_parameters = kernel.run(fused.kind, tensors, statistics, gy.contiguous(), requests)
         for layer, each in zip(fused.sources, made, strict=False):
             if each.plain is not None:
@@ -196,13 +196,10 @@ def refuse_reader(layer: QLinear) -> str | None:
         return "somebody observes it"
     if layer.shared_inputs is None:
         return "shares no inputs"
-    rotated = layer.recipe.output.rotate is not None or _rotates_what_it_keeps(layer)
-    return f"recipe {layer.recipe.name} rotates its input" if rotated else None
-
-
-def _rotates_what_it_keeps(layer: QLinear) -> bool:
-    assert layer.recipe is not None
-    return layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
+    rotates_what_it_keeps = layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
+    if layer.recipe.output.rotate is not None or rotates_what_it_keeps:
+        return f"recipe {layer.recipe.name} rotates its input"
+    return None
 
 
 def _request(reader: QLinear, context: LinearContext) -> OperandRequest:
@@ -237,12 +234,9 @@ def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
     if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or layer.observer is not None:
         return None
     gy = layer.plan(layer.weight.device).gy
-    if layer.shared_inputs is None or gy.rows is None or not _wants_one_cast(gy) or not layer.weight.requires_grad:
+    if layer.shared_inputs is None or not layer.weight.requires_grad:
+        return None
+    if not gy.pairs or gy.rows is None or gy.rows.rounding != "nearest":
         return None
     state = layer.amax_state("gy") if isinstance(gy.rows.calibrate, Window) else None
     return CastRequest(gy.rows, state, layer.training, transposed=True)
-
-
-def _wants_one_cast(gy: OperandPlan) -> bool:
-    """Whether both products read codes of the same cast of gy and of gy.T, which draws no random numbers."""
-    return gy.pairs and gy.rows is not None and gy.rows.rounding == "nearest"

@@ -57,24 +57,12 @@ def gated(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
     """Of an MLP: whether what its third Linear reads is silu of the first one's output times the second one's."""
     generator = torch.Generator().manual_seed(0)
     g, u = (4 * torch.randn(3, 5, generator=generator) for _ in range(2))
-    kept = {name: mlp._modules[name] for name in (gate, up, down)}
-    try:
-        mlp._modules.update({gate: _Gives(g), up: _Gives(u), down: nn.Identity()})
-        same = _is(mlp, Kind("swiglu"), (g, u), torch.zeros(3, 5))
-    finally:
-        mlp._modules.update(kept)
+    instead = {gate: lambda x: g, up: lambda x: u, down: lambda x: x}
+    mlp.__dict__.update(instead)  # where attributes are looked for before the modules
+    same = _is(mlp, Kind("swiglu"), (g, u), torch.zeros(3, 5))
+    for name in instead:
+        del mlp.__dict__[name]
     return Kind("swiglu") if same else f"a {type(mlp).__name__} does not multiply silu({gate}) by {up}"
-
-
-class _Gives(nn.Module):
-    """A Linear that is known to give this."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-    def forward(self, x: Any) -> Tensor:
-        return self.tensor
 
 
 def refuse_rotary(function: Callable[..., Any]) -> str | None:

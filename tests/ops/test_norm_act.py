@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E4M3, E5M2, INT4
-from narrowgauge.fuse import fuse, precast
+from narrowgauge.fuse import fuse
 from narrowgauge.ops import triton
+from narrowgauge.ops.mm import plan
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, KINDS, CastRequest, Kind, NormActSpec, definition, value
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
@@ -148,14 +151,9 @@ def step(model: nn.Module, recipe: str, steps: int = 2, device: str = "cpu") -> 
 
 def forced(model: nn.Module, monkeypatch) -> nn.Module:
     """With the function of the kernels, computed by their definition, where a CPU would take the module's own code."""
-    real = precast.refuse_cast
-
-    def refuse(request):
-        reason = real(request)
-        return None if reason and "emulated" in reason else reason
-
-    monkeypatch.setattr(precast, "refuse_cast", refuse)
-    monkeypatch.setattr(precast, "_wants_one_cast", lambda gy: gy.rows == gy.cols and gy.rows.rounding == "nearest")
+    monkeypatch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    for layer in (model.gate_proj, model.up_proj, model.down_proj):
+        layer.recipe = layer.recipe  # its plan anew
     fuse(model)
     model.__dict__["forward"].backend = "reference"
     return model

@@ -24,13 +24,10 @@ from narrowgauge.ops.checked import checked
 from narrowgauge.ops.hadamard import Codes, encode, hadamard_matrix, rotate, rotated_length, unpack_bits
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.selfcheck import Check, Comparison
-from narrowgauge.ops.triton import cast_constants
-from narrowgauge.ops.triton import refuse as refuse_device
-from narrowgauge.ops.triton.arguments import Matrix
-from narrowgauge.ops.triton.launch import launch
+from narrowgauge.ops.triton import cast_constants, refuse_tensors
+from narrowgauge.ops.triton.launch import Matrix, launch
 from narrowgauge.recipe import Cast, Hadamard
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALLEST_ORDER = 16  # what tensor cores contract: a NaN would reach the blocks that share a product with its own
 LARGEST_ORDER = 64  # a matrix of 128 leaves too few registers for float32 cut in three
 # 128 columns are runs of 256 bytes in 16 bits; 32 rows of them are 32 elements for each of 128 threads. Not measured yet on a GPU.
@@ -50,15 +47,13 @@ class Spec:
 
 def refuse(spec: Spec) -> Refusal | None:
     """Why the Triton kernel does not do it, or None."""
-    if (refusal := refuse_device(spec.device.type, spec.device.capability)) is not None:
+    if (refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape)) is not None:
         return refusal
     if not (isinstance(spec.format, IntFormat) and spec.format.bits == 4):
         return Refusal("format", f"encodes 4-bit integers, not {spec.format}")
     if not SMALLEST_ORDER <= spec.order <= LARGEST_ORDER:
         return Refusal("shape", f"rotates blocks of {SMALLEST_ORDER} to {LARGEST_ORDER}, not {spec.order}")
-    if spec.dtype not in DTYPES:
-        return Refusal("dtype", f"reads float32, bfloat16 and float16, not {spec.dtype}")
-    return Refusal("shape", "there is nothing to round") if 0 in spec.shape else None
+    return None
 
 
 def in_triton(

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Requests, Statistics
-from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.quantize.pair import quantize_pair
 
 ROOT = math.sqrt(2 / math.pi)
@@ -96,8 +95,5 @@ def _cast(y: Tensor, request: CastRequest | None) -> CastResult:
     """y with what `quantize` gives of it."""
     if request is None:
         return CastResult(y)
-    if request.live is None:
-        plain, amax = quantize(y, request.cast), None
-    else:
-        plain, _, amax = quantize_pair(y, request.cast, amax_state=request.live, records=request.records, cols=False)
-    return CastResult(y, plain, quantize(y.T, request.cast, amax=amax) if request.transposed else None, amax)
+    cols, live = request.transposed, request.live
+    return CastResult(y, *quantize_pair(y, request.cast, amax_state=live, records=request.records, cols=cols))

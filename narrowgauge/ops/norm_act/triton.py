@@ -18,7 +18,7 @@ from narrowgauge.ops.norm_act.spec import NormActSpec
 from narrowgauge.ops.quantize import triton as quantizing
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal
-from narrowgauge.ops.triton import refuse as refuse_device
+from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
 
@@ -41,13 +41,8 @@ def backward(*given: Any) -> Any:
 
 def refuse(spec: NormActSpec) -> Refusal | None:
     """Why these kernels do not compute that, or None."""
-    if (refusal := refuse_device(spec.device.type, spec.device.capability)) is not None:
+    if (refusal := refuse_tensors(spec.device, spec.dtypes, spec.is_empty)) is not None:
         return refusal
-    if spec.is_empty:
-        return Refusal("shape", "there is nothing to compute")
-    for dtype in spec.dtypes:
-        if dtype not in quantizing.DTYPES:
-            return Refusal("dtype", f"reads float32, bfloat16 and float16, not {dtype}")
     if spec.kind.is_norm and spec.columns > LONGEST_ROW:
         return Refusal("shape", f"norms rows of at most {LONGEST_ROW} elements, not {spec.columns}")
     for cast, transposed in spec.casts:

@@ -1,4 +1,4 @@
-"""Kernels of `ops.norm_act`. What happens to a piece of a result once it is computed: triton_store.py.
+"""Kernels of `ops.norm_act`. A program takes ROWS rows and COLUMNS columns at a time, a `Piece`.
 
 forward         a norm, and an activation with a scale per row: a program takes ROWS whole rows, with a pass for the mean (layer-norm),
                 one for the mean square (norms), one for the maxima (a scale per row), and one for the values and their cast; the later
@@ -6,26 +6,111 @@ forward         a norm, and an activation with a scale per row: a program takes 
 act_backward    a program takes one piece; of swiglu two results come from one read of g, u and h
 norm_backward   rows in registers, sums for weight and bias over all rows that a program takes, which the caller adds up in a
                 fixed order: PARTS each
+
+A piece of a result is rounded, stored, and cast as H says, a `triton_launch.Casting`; the codes of y.T are transposed through shared
+memory. out: a `triton_launch.Result`.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from narrowgauge.ops.norm_act.triton_store import (
-    BY_ROW,
-    known_scale,
-    piece_at,
-    piece_of_program,
-    rounded,
-    store_maximum,
-    store_piece,
-    store_values,
-)
+from narrowgauge.ops.quantize.triton_block import cast_block, store_block
+from narrowgauge.ops.quantize.triton_tensor import IN_USE
+from narrowgauge.ops.quantize.triton_transpose import place_of_program, store_both
 from narrowgauge.ops.triton.elements import magnitude_bits
 from narrowgauge.ops.triton.scales import scale_of
 
-# FUNCTION, in the order of `spec.KINDS`.
-RMS_NORM, LAYER_NORM, SWIGLU, GELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+class Piece(NamedTuple):
+    """Where a program is in y [rows, columns].
+
+    down, across   number of the piece, from above and from the left
+    start, place   int64 of its first element; int32 [ROWS, COLUMNS] from there: 64 bits for every element would fill the registers
+    row, column    int64 [ROWS], [COLUMNS]
+    inside, mask   [COLUMNS], [ROWS, COLUMNS]
+    """
+
+    rows: Any
+    columns: Any
+    down: Any
+    across: Any
+    start: Any
+    place: Any
+    row: Any
+    column: Any
+    inside: Any
+    mask: Any
+
+
+@triton.jit
+def _piece_at(rows, columns, down, first, H: tl.constexpr):
+    """The piece in line `down` whose first column is `first`."""
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    row = down * ROWS + tl.arange(0, ROWS)
+    column = first + tl.arange(0, COLUMNS).to(tl.int64)
+    place = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
+    inside = column < columns
+    mask = (row < rows)[:, None] & inside[None, :]
+    start = down * ROWS * columns + first
+    return Piece(rows, columns, down, first // COLUMNS, start, place, row, column, inside, mask)
+
+
+@triton.jit
+def _piece_of_program(rows, columns, H: tl.constexpr):
+    """The one that is this program's, where each has one."""
+    COLUMNS: tl.constexpr = H.columns
+    down, across = place_of_program(columns, COLUMNS)
+    return _piece_at(rows, columns, down, across * COLUMNS, H)
+
+
+@triton.jit
+def _rounded(values, y, mask):
+    """As y keeps them, zero outside, in its type: 16 bits take half the registers until they are cast."""
+    return tl.where(mask, values, 0.0).to(y.dtype.element_ty)
+
+
+@triton.jit
+def _known_scale(out, H: tl.constexpr):
+    """[1, 1] of earlier steps; 1 where the scale is found later or not at all."""
+    C: tl.constexpr = H.C
+    scale = tl.full((1, 1), 1.0, tl.float32)
+    if H.scaling == "delayed":
+        scale = scale_of(tl.load(out.live + IN_USE + tl.zeros((1, 1), tl.int32)).to(tl.int32, bitcast=True), C)
+    return scale
+
+
+@triton.jit
+def _store_values(values, scale, out, at, H: tl.constexpr):
+    """Stores the values of the `Piece` at, rounded already, and their codes by `scale`, or by those of its blocks."""
+    C: tl.constexpr = H.C
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    tl.store(out.y + at.start + at.place, values, mask=at.mask)
+    if H.scaling == "delayed" or H.scaling == "row":
+        store_both(values, scale, at, out.codes, out.transposed, at.row, at.column, C, ROWS, COLUMNS)
+    if H.scaling == "block":
+        BLOCK: tl.constexpr = H.block
+        found, scales = cast_block(values, None, None, at.row[:, None], at.column[None, :], at.columns, C, 1, BLOCK)
+        across = tl.cast(at.across, tl.int32)  # in 64 bits it takes registers, and pieces are few across
+        store_block(found, scales, out, at.down, across, at.rows, at.columns, C, 1, BLOCK)
+
+
+@triton.jit
+def _store_maximum(greatest, out, H: tl.constexpr):
+    """The largest of greatest [ROWS, COLUMNS] int32, which programs share places for."""
+    tl.atomic_max(out.maxima + tl.program_id(0) % H.parts, tl.max(tl.max(greatest, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _store_piece(values, out, at, H: tl.constexpr):
+    """Values float32 [ROWS, COLUMNS] of the `Piece` at, rounded, with their cast; not by row."""
+    values = _rounded(values, out.y, at.mask)
+    if out.maxima is not None:
+        _store_maximum(magnitude_bits(values), out, H)
+    _store_values(values, _known_scale(out, H), out, at, H)
 
 
 @triton.jit
@@ -50,17 +135,17 @@ def _value(inputs, mean, rate, at, FUNCTION: tl.constexpr):
     """y float32 [ROWS, COLUMNS] of the `Piece` at; mean, rate [ROWS]."""
     raw = tl.load(inputs[0] + at.start + at.place, mask=at.mask, other=0.0)
     x = raw.to(tl.float32)
-    if FUNCTION == RMS_NORM:
+    if FUNCTION == "rms-norm":
         weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
         y = (x * rate[:, None]).to(raw.dtype).to(tl.float32) * weight[None, :]
-    elif FUNCTION == LAYER_NORM:
+    elif FUNCTION == "layer-norm":
         weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
         bias = tl.load(inputs[2] + at.column, mask=at.inside, other=0.0).to(tl.float32)
         y = (x - mean[:, None]) * rate[:, None] * weight[None, :] + bias[None, :]
-    elif FUNCTION == SWIGLU:
+    elif FUNCTION == "swiglu":
         up = tl.load(inputs[1] + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
         y = (x * _sigmoid(x)).to(raw.dtype).to(tl.float32) * up
-    elif FUNCTION == GELU:
+    elif FUNCTION == "gelu":
         y = x * _normal(x)
     else:
         y = x * _tanh_gate(x)
@@ -74,7 +159,7 @@ def _row_mean(x, center, rows, columns, H: tl.constexpr, SQUARES: tl.constexpr):
     COLUMNS: tl.constexpr = H.columns
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, columns, COLUMNS):
-        at = piece_at(rows, columns, tl.program_id(0).to(tl.int64), first, H)
+        at = _piece_at(rows, columns, tl.program_id(0).to(tl.int64), first, H)
         values = tl.load(x + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
         if SQUARES:
             away = tl.where(at.mask, values - center[:, None], 0.0)
@@ -90,12 +175,12 @@ def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, 
     COLUMNS: tl.constexpr = H.columns
     C: tl.constexpr = H.C
     down = tl.program_id(0).to(tl.int64)
-    scale = known_scale(out, H)
-    if H.scaling == BY_ROW:
+    scale = _known_scale(out, H)
+    if H.scaling == "row":
         largest = tl.zeros((ROWS, COLUMNS), tl.int32)
         for first in range(0, columns, COLUMNS):
-            at = piece_at(rows, columns, down, first, H)
-            values = rounded(_value(inputs, mean, rate, at, FUNCTION), out.y, at.mask)
+            at = _piece_at(rows, columns, down, first, H)
+            values = _rounded(_value(inputs, mean, rate, at, FUNCTION), out.y, at.mask)
             largest = tl.maximum(largest, magnitude_bits(values))
         row = down * ROWS + tl.arange(0, ROWS)
         of_rows = scale_of(tl.max(largest, axis=1), C)
@@ -103,13 +188,13 @@ def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, 
         scale = of_rows[:, None]
     greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
     for first in range(0, tl.cast(columns, tl.int64), COLUMNS):
-        at = piece_at(rows, columns, down, first, H)
-        values = rounded(_value(inputs, mean, rate, at, FUNCTION), out.y, at.mask)
+        at = _piece_at(rows, columns, down, first, H)
+        values = _rounded(_value(inputs, mean, rate, at, FUNCTION), out.y, at.mask)
         if out.maxima is not None:
             greatest = tl.maximum(greatest, magnitude_bits(values))
-        store_values(values, scale, out, at, H)
+        _store_values(values, scale, out, at, H)
     if out.maxima is not None:
-        store_maximum(greatest, out, H)
+        _store_maximum(greatest, out, H)
 
 
 @triton.jit
@@ -121,38 +206,38 @@ def forward(inputs, statistics, out, eps, rows, columns, FUNCTION: tl.constexpr,
     rate = mean
     if IS_NORM:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        if FUNCTION == LAYER_NORM:
+        if FUNCTION == "layer-norm":
             mean = _row_mean(inputs[0], mean, rows, columns, H, False)
             tl.store(statistics[0] + row, mean, mask=row < rows)
         squares = _row_mean(inputs[0], mean, rows, columns, H, True)
         rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(squares + eps))
         tl.store(statistics[1] + row, rate, mask=row < rows)
-    if IS_NORM or H.scaling == BY_ROW:
+    if IS_NORM or H.scaling == "row":
         _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION, H)
     else:
-        at = piece_of_program(rows, columns, H)
-        store_piece(_value(inputs, mean, rate, at, FUNCTION), out, at, H)
+        at = _piece_of_program(rows, columns, H)
+        _store_piece(_value(inputs, mean, rate, at, FUNCTION), out, at, H)
 
 
 @triton.jit
 def act_backward(inputs, gy, outputs, rows, columns, FUNCTION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """The gradient of x -> outputs[0], cast as FIRST says; of swiglu, whose gate is x, that of u -> outputs[1], as SECOND says."""
-    at = piece_of_program(rows, columns, FIRST)
+    at = _piece_of_program(rows, columns, FIRST)
     here = at.start + at.place
     x = tl.load(inputs[0] + here, mask=at.mask, other=0.0).to(tl.float32)
     h = tl.load(gy + here, mask=at.mask, other=0.0).to(tl.float32)
-    if FUNCTION == SWIGLU:
+    if FUNCTION == "swiglu":
         share = _sigmoid(x)
         u = tl.load(inputs[1] + here, mask=at.mask, other=0.0).to(tl.float32)
-        store_piece(h * u * (share * (1.0 + x * (1.0 - share))), outputs[0], at, FIRST)
-        store_piece(h * (x * share), outputs[1], at, SECOND)
-    elif FUNCTION == GELU:
+        _store_piece(h * u * (share * (1.0 + x * (1.0 - share))), outputs[0], at, FIRST)
+        _store_piece(h * (x * share), outputs[1], at, SECOND)
+    elif FUNCTION == "gelu":
         slope = tl.exp(-0.5 * x * x) * 0.3989422804014327
-        store_piece(h * (_normal(x) + x * slope), outputs[0], at, FIRST)
+        _store_piece(h * (_normal(x) + x * slope), outputs[0], at, FIRST)
     else:
         share = _tanh_gate(x)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        store_piece(h * (share + x * (share * (1.0 - share) * slope)), outputs[0], at, FIRST)
+        _store_piece(h * (share + x * (share * (1.0 - share) * slope)), outputs[0], at, FIRST)
 
 
 @triton.jit

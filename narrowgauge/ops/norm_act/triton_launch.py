@@ -10,21 +10,20 @@ Sizes of the pieces, none of them measured yet on a GPU:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.ops.norm_act import triton_kernel
-from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, CastResult, Kind, Requests, Statistics
-from narrowgauge.ops.norm_act.triton_store import BY_BLOCK, BY_ROW, DELAYED, NOTHING, Casting, Result
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Requests, Statistics
 from narrowgauge.ops.quantize import triton_launch as quantizing
 from narrowgauge.ops.quantize import triton_transpose
 from narrowgauge.ops.quantize.triton_launch import Output
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.triton.arguments import Matrix
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
-from narrowgauge.ops.triton.launch import launch
+from narrowgauge.ops.triton.launch import Matrix, launch
 from narrowgauge.scaling import WHOLE
 
 PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
@@ -33,14 +32,43 @@ TALL, WIDE = (32, 128), (4, 1024)  # a piece, with y.T and without
 WARPS = 8
 
 
+@dataclass(frozen=True)
+class Casting:
+    """One constant of a kernel: how a result is cast, and in pieces of what size.
+
+    scaling  how the scale is found: "delayed", one of earlier steps, and `settle_both` follows; of each "row" by a pass over it ahead of
+             the one that casts; of each "block" of so many columns, of y alone, since blocks of y.T too were tried and spilled.
+             "": no cast; the largest magnitude only, where a place for maxima is given
+    parts    places for maxima
+    """
+
+    C: CastConstants | None
+    scaling: str
+    block: int
+    rows: int
+    columns: int
+    parts: int
+
+
+class Result(NamedTuple):
+    """What is written: y [rows, columns], codes of y and of y.T, scales, maxima [parts] int32, zero before; and a window's live [3]."""
+
+    y: Any
+    codes: Any
+    transposed: Any
+    scales: Any
+    maxima: Any
+    live: Any
+
+
 class _Target:
     """One result: y, the cast that is wanted of it, and what a kernel writes.
 
-    scaling  how the scale is found, see `triton_store`; NOTHING with a request: by the largest magnitude of y, in a second launch
+    scaling  as in `Casting`; "" with a request: by the largest magnitude of y, in a second launch
     """
 
     def __init__(self, y: Tensor, request: CastRequest | None) -> None:
-        self.y, self.request, self.scaling = y, request, NOTHING.value
+        self.y, self.request, self.scaling = y, request, ""
         self.C: CastConstants | None = None
         self.plain: Output | None = None
         self.transposed: Output | None = None
@@ -53,7 +81,7 @@ class _Target:
             self.maxima = torch.zeros(PARTS, dtype=torch.int32, device=y.device)
             if request.live is None:
                 return
-        self.scaling = {(WHOLE, WHOLE): DELAYED, (1, WHOLE): BY_ROW}.get(cast.tile, BY_BLOCK).value
+        self.scaling = {(WHOLE, WHOLE): "delayed", (1, WHOLE): "row"}.get(cast.tile, "block")
         self.plain = Output((rows, columns), cast, y.device)
         self.transposed = Output((columns, rows), cast, y.device) if request.transposed else None
 
@@ -65,7 +93,7 @@ class _Target:
         return Result(self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live)
 
     def casting(self, piece: tuple[int, int]) -> Casting:
-        block = self.request.cast.tile[1] if self.request is not None and self.scaling == BY_BLOCK.value else 1
+        block = self.request.cast.tile[1] if self.request is not None and self.scaling == "block" else 1
         return Casting(self.C, self.scaling, block, *piece, PARTS)
 
     def finished(self) -> CastResult:
@@ -101,11 +129,11 @@ def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) 
     count = len(tensors) - 1 if kind.is_norm else 0
     statistics = tuple(torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(count))
     piece = WIDE if target.transposed is None else TALL
-    whole_rows = kind.is_norm or target.scaling == BY_ROW.value
+    whole_rows = kind.is_norm or target.scaling == "row"
     across = 1 if whole_rows else -(-x.shape[1] // piece[1])
     launch(
         triton_kernel.forward, -(-len(x) // piece[0]) * across, tuple(inputs), _two(statistics), target.result,
-        kind.eps if kind.is_norm else None, *x.shape, FUNCTION=KINDS.index(kind.name), H=target.casting(piece), warps=WARPS,
+        kind.eps if kind.is_norm else None, *x.shape, FUNCTION=kind.name, H=target.casting(piece), warps=WARPS,
     )  # fmt: skip
     return target.finished(), statistics
 
@@ -123,7 +151,7 @@ def backward(
     rows, columns = gy.shape
     launch(
         triton_kernel.act_backward, -(-rows // piece[0]) * -(-columns // piece[1]), inputs, gy,
-        tuple(each.result for each in targets), rows, columns, FUNCTION=KINDS.index(kind.name), FIRST=castings[0],
+        tuple(each.result for each in targets), rows, columns, FUNCTION=kind.name, FIRST=castings[0],
         SECOND=castings[-1], warps=WARPS,
     )  # fmt: skip
     return [target.finished() for target in targets], []

@@ -25,7 +25,8 @@ class CastConstants:
     decoded             whether the decoded values are stored, in a float type, instead of codes
     stochastic          rounding up with the probability of the fraction; else to nearest, ties to even
     hardware            with the GPU's own conversions, where Triton compiles to them
-    interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
+    interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9): it divides
+                        outright, and multiplies in float32
     power, carry        whether scales are powers of two; what is added to the bits of amax before its exponent is taken
     log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale, of two levels of the smallest of a tensor
     headroom            what the scale is multiplied by before x is divided by it
@@ -60,11 +61,6 @@ class CastConstants:
         """Whether x is multiplied by the reciprocal of its scale: exact for powers of two, the rule for two levels."""
         return self.two_level or (self.power and self.headroom == 1)
 
-    @property
-    def corrects(self) -> bool:
-        """Whether it is divided by fused multiplications and a remainder."""
-        return not self.interpreted
-
 
 def refuse(cast: Cast) -> Refusal | None:
     """Why the device functions do not know this cast, or None."""
@@ -85,7 +81,6 @@ def refuse(cast: Cast) -> Refusal | None:
 def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False) -> CastConstants:
     """For a GPU of this compute capability; (0, 0): for the interpreter."""
     format = cast.format
-    is_float = isinstance(format, FloatFormat)
     return CastConstants(
         exponent=format.exponent if isinstance(format, FloatFormat) else 0,
         mantissa=format.mantissa if isinstance(format, FloatFormat) else 0,
@@ -95,7 +90,7 @@ def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False)
         has_nan=isinstance(format, FloatFormat) and format.has_nan,
         decoded=decoded,
         stochastic=cast.rounding == "stochastic",
-        hardware=is_float and format.bits == 8 and has_conversions(capability),
+        hardware=isinstance(format, FloatFormat) and format.bits == 8 and has_conversions(capability),
         interpreted=capability < LEAST_CAPABILITY,
         power=cast.scale.power_of_two,
         carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),
