@@ -39,13 +39,9 @@ class Fusion:
 
 @dataclass(eq=False)
 class FusedForward:
-    """Called in the place of the `forward` of `module`, whose own code runs under torch.compile and where no kernel computes.
-
-    backend  the kernel to take ("triton", "reference"); None: the first that does not refuse, but the module's code, not the reference
-    """
+    """Called in the place of the `forward` of `module`, whose own code runs under torch.compile and where no kernel computes."""
 
     module: nn.Module
-    backend: str | None = field(default=None, kw_only=True)
     _kernels: dict[Hashable, Kernel[Any] | None] = field(default_factory=dict, init=False, repr=False)
 
     def own(self, *given: Any, **options: Any) -> Any:
@@ -54,19 +50,18 @@ class FusedForward:
         return forward(self.module, *given, **options)
 
     def kernel(self, registry: Registry[Spec], spec: Spec) -> Kernel[Spec] | None:
-        """The kernel that computes; None: the module's own code does."""
-        key = registry.op, spec, self.backend
+        """The kernel that computes; None: the module's own code does, which the definition would only repeat."""
+        key = registry.op, spec
         if key not in self._kernels:
-            found = registry.choose(spec, self.backend).kernel
-            self._kernels[key] = None if self.backend is None and found.by_torch else found
+            found = registry.choose(spec).kernel
+            self._kernels[key] = None if found.by_torch else found
         return self._kernels[key]
 
     def backend_words(self, registry: Registry[Spec], spec: Spec) -> str:
         """Which kernel computes, and why no other."""
-        if (kernel := self.kernel(registry, spec)) is not None:
-            return kernel.name
-        refusals = registry.choose(spec, self.backend).refusals
-        return f"own code ({'; '.join(f'{name}: {reason}' for name, reason in refusals)})"
+        found = registry.choose(spec)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
+        return f"own code ({reasons})" if found.kernel.by_torch else found.kernel.name
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
         """What became of the function called `name`, which the `readers` read."""

@@ -22,9 +22,9 @@ from narrowgauge.fuse.forward import FusedForward, Fusion
 from narrowgauge.nn.caches import CacheStats
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
-from narrowgauge.nn.plan import LinearContext, OperandRequest
-from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, CastResult, Kind, NormActSpec
-from narrowgauge.ops.registry import Kernel, device_facts
+from narrowgauge.nn.plan import OperandRequest
+from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import LearnedStep, Window
 
 
@@ -62,46 +62,40 @@ class FusedModule(FusedForward):
         x, reader = tensors[0], self.reader()
         if reader is None or x.numel() == 0:
             return otherwise()
-        request = _request(reader, reader.context(x))
-        wanted, kernel = _wanted_cast(request), None
-        if wanted is not None:
+        request, kernel = _request(reader, x), None
+        wanted = _wanted_cast(request)
+        if isinstance(wanted, CastRequest):
             kernel = self.kernel(FORWARD, NormActSpec.of(self.kind, tensors, (wanted,)))
         if kernel is None:
             y = otherwise()
-            self._hand_over(y, reader, _request(reader, reader.context(y)), None)
-            return y
-        flat = tuple(each.reshape(-1, x.shape[-1]) if each.ndim > 1 else each for each in tensors)
-        made: list[CastResult] = []
-        y = _Function.apply(self, wanted, kernel, made, *flat).reshape(x.shape)
-        self._hand_over(y, reader, request, made[0])
+            self._hand_over(y, reader, _request(reader, y))
+        else:
+            flat = tuple(each.reshape(-1, x.shape[-1]) if each.ndim > 1 else each for each in tensors)
+            casts = Casts()
+            y = _Function.apply(self, wanted, kernel, casts, *flat).reshape(x.shape)
+            self._hand_over(y, reader, request, casts)
         return y
 
-    def _hand_over(self, y: Tensor, reader: QLinear, request: OperandRequest, made: CastResult | None) -> None:
-        """Puts the cast of y where its readers look, and the window's state with those who have one of their own."""
+    @torch.no_grad()
+    def _hand_over(self, y: Tensor, reader: QLinear, request: OperandRequest, casts: Casts | None = None) -> None:
+        """Puts the casts of y, made now if there are none, where its readers look; and what the first one's window saw into theirs."""
         inputs = None if reader.shared_inputs is None else reader.shared_inputs.of(y)
         if inputs is None or y.shape[-1] != reader.in_features:
             return
-        if made is None or made.plain is None:
-            with torch.no_grad():
-                operand = Operand(y.detach().reshape(-1, y.shape[-1]), request)
-                operand.read()
-                operand.rows(Rotation())
-                operand.saved()
-                casts = operand.casts
-        else:
-            casts = Casts(made.plain, made.transposed, made.amax)
+        if casts is None:
+            operand = Operand(y.detach().reshape(-1, y.shape[-1]), request)
+            operand.read()
+            operand.rows(Rotation())
+            operand.saved()
+            casts = operand.casts
         inputs.put(request, casts, self.stats)
-        if request.state is not None and request.context.records:
-            self._follow(reader, request.state)
-
-    @torch.no_grad()
-    def _follow(self, reader: QLinear, state: Tensor) -> None:
-        """The windows of the other readers: they saw the tensor that the first one's saw."""
+        if request.state is None or not request.context.records:
+            return
         others = [each for each in self.readers if each is not reader and isinstance(each, QLinear)]
         alike = [each for each in others if each.recipe == reader.recipe and refuse_reader(each) is None]
-        own = [each for layer in alike if (each := layer.amax_state("x")) is not None]
-        if own:
-            torch._foreach_copy_(own, [state] * len(own))
+        windows = [each for layer in alike if (each := layer.amax_state("x")) is not None]
+        if windows:
+            torch._foreach_copy_(windows, [request.state] * len(windows))
 
     def gradient_requests(self, tensors: Sequence[Tensor]) -> list[CastRequest | None]:
         """The casts that the sources want of the gradients, each that a kernel makes beside those before it."""
@@ -120,10 +114,9 @@ class FusedModule(FusedForward):
             reason = next((each for each in reasons if each), "no reader was converted")
             return Fusion(name=name, readers=readers, reason=reason)
         weight = reader.weight
-        request = _request(reader, reader.context(weight))
-        wanted = _wanted_cast(request)
-        if wanted is None:
-            backend = f"own code ({refuse_cast(request)})"
+        wanted = _wanted_cast(_request(reader, weight))
+        if isinstance(wanted, str):
+            backend = f"own code ({wanted})"
         else:
             device = device_facts(weight.device.type, weight.device.index)
             casts = ((wanted.cast, wanted.transposed),)
@@ -154,16 +147,11 @@ class FusedMlp(FusedModule):
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        fused: FusedModule,
-        wanted: CastRequest,
-        kernel: Kernel[NormActSpec],
-        out: list[CastResult],
-        *tensors: Tensor,
+        ctx: Any, fused: FusedModule, wanted: CastRequest, kernel: Any, casts: Casts, *tensors: Tensor
     ) -> Tensor:
-        """out: takes what comes out besides y."""
+        """casts: takes what comes out besides y."""
         made, statistics = kernel.run(fused.kind, tensors, wanted)
-        out.append(made)
+        casts.rows, casts.cols, casts.amax = made.plain, made.transposed, made.amax
         ctx.save_for_backward(*tensors, *statistics)
         ctx.count, ctx.fused = len(tensors), fused
         value: Tensor = made.value
@@ -202,31 +190,23 @@ def refuse_reader(layer: QLinear) -> str | None:
     return None
 
 
-def _request(reader: QLinear, context: LinearContext) -> OperandRequest:
-    """What the reader will ask its sources for."""
-    trains = reader.weight.requires_grad
+def _request(reader: QLinear, x: Tensor) -> OperandRequest:
+    """What the reader of such an x will ask its sources for."""
+    context, trains = reader.context(x), reader.weight.requires_grad
     return OperandRequest(context.plan.x, context, (True, trains), reader.amax_state("x"))
 
 
-def _wanted_cast(request: OperandRequest) -> CastRequest | None:
-    """The cast that a kernel is asked for; None: it is left to `Operand`."""
-    cast = request.plan.rows
-    if cast is None or refuse_cast(request) is not None:
-        return None
-    live = request.state if isinstance(cast.calibrate, Window) else None
-    return CastRequest(cast, live, request.context.records, Operand.keeps_codes(request))
-
-
-def refuse_cast(request: OperandRequest) -> str | None:
-    """Why a kernel does not make the cast of x that is asked for, whatever the device; None if one may."""
-    plan = request.plan
-    if plan.rows is None or isinstance(plan.rows.calibrate, LearnedStep):
+def _wanted_cast(request: OperandRequest) -> CastRequest | str:
+    """The cast of x that a kernel may make, or why none makes the one that is asked for, whatever the device."""
+    cast, transposed = request.plan.rows, Operand.keeps_codes(request)
+    if cast is None or isinstance(cast.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
-    if plan.rows_expand is not None:
+    if request.plan.rows_expand is not None:
         return "products are emulated, which reads decoded values"
-    if Operand.keeps_codes(request) and not plan.transposes:
+    if transposed and not request.plan.transposes:
         return "another cast of x.T is kept"
-    return None
+    live = request.state if isinstance(cast.calibrate, Window) else None
+    return CastRequest(cast, live, request.context.records, transposed)
 
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
