@@ -151,7 +151,9 @@ def test_ops_compute_wrappers_by_torch_and_refuse_a_kernel_by_name(hide):
         "rotate": lambda wrap, **how: rotation.rotate(wrap(x), hadamard, **how),
         "codes": lambda wrap, **how: rotation.encode(wrap(x), torch.ones(1, 1), INT4, **how).codes,
         "decode": lambda wrap: rotation.decode(wrap(torch.ones(16, 16, dtype=torch.uint8)), INT4, 32),
-        "unclipped": lambda wrap: rotation.unclipped(wrap(x), inside if wrap is Wrapper else wrap(inside)),
+        "unclipped": lambda wrap: rotation.unrotate(
+            wrap(x), None, 32, bits=inside if wrap is Wrapper else wrap(inside)
+        ),
     }
     for op, call in calls.items():
         if hide is fake:

@@ -48,16 +48,18 @@ class Place:
 
 def places(model: nn.Module) -> Iterator[Place]:
     """The places that the model's names suggest, in its order."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         prefix = f"{name}." if name else ""
         yield from _norms_of_decoder(prefix, modules)
         for function, reader, source in ONE_READER:
             if all(prefix + each in modules for each in (function, reader, source or reader)):
                 yield Place(prefix + function, "module", (prefix + reader,), (prefix + source,) if source else ())
-        readers = [f"{_next(prefix)}attention.self.{each}" for each in ("query", "key", "value")]
-        if f"{prefix}output.LayerNorm" in modules and readers[0] in modules:
-            yield Place(f"{prefix}output.LayerNorm", "module", tuple(readers))
+        stack, _, number = name.rpartition(".")
+        following = f"{stack}.{int(number) + 1}.attention.self" if number.isdecimal() else ""
+        if f"{prefix}output.LayerNorm" in modules and f"{following}.query" in modules:
+            readers = tuple(f"{following}.{each}" for each in ("query", "key", "value"))
+            yield Place(f"{prefix}output.LayerNorm", "module", readers)
         if function_of(module) is not None:
             yield Place(name, "rotary", ())
         for gate, up, down in GATED:
@@ -80,9 +82,3 @@ def _norms_of_decoder(prefix: str, modules: dict[str, nn.Module]) -> Iterator[Pl
     if second is not None and mlp in modules:
         readers = [f"{mlp}.{name}" for name in MLP_INPUTS]
         yield Place(prefix + second, "module", tuple(each for each in readers if each in modules))
-
-
-def _next(prefix: str) -> str:
-    """ "encoder.layer.3." -> "encoder.layer.4."; what has no number has no next one."""
-    stack, _, number = prefix.removesuffix(".").rpartition(".")
-    return f"{stack}.{int(number) + 1}." if number.isdecimal() else "?"

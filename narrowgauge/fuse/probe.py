@@ -18,7 +18,6 @@ from narrowgauge.addresses import holds_numbers
 from narrowgauge.fuse.rotary import NAME
 from narrowgauge.ops import rotary
 from narrowgauge.ops.norm_act import Kind, value
-from narrowgauge.ops.norm_act.spec import Name
 
 NEAR = 1e-5
 
@@ -31,11 +30,8 @@ def kind_of(module: nn.Module) -> Kind | str:
     if any(True for _ in module.parameters()) or any(True for _ in module.children()):
         return f"a {type(module).__name__} is neither a norm nor an activation"
     x = torch.linspace(-6, 6, 97)[None]
-    names: tuple[Name, ...] = ("gelu", "gelu-tanh")
-    for name in names:
-        if _is(module, Kind(name), (x,), x):
-            return Kind(name)
-    return f"a {type(module).__name__} is no GELU"
+    kinds = (Kind("gelu"), Kind("gelu-tanh"))
+    return next((kind for kind in kinds if _is(module, kind, (x,), x)), f"a {type(module).__name__} is no GELU")
 
 
 def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:

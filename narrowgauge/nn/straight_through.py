@@ -31,7 +31,7 @@ from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation, Saved, transposed
 from narrowgauge.nn.plan import OperandRequest
-from narrowgauge.ops.hadamard import Codes, decode, encode, rotated_length, unclipped, unpack_bits, unrotate
+from narrowgauge.ops.hadamard import Codes, decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax
@@ -74,8 +74,6 @@ class Coded:
     def gradient(self, d: Tensor, rotation: Rotation, inner: int) -> Tensor:
         """d, the gradient of the decoded operand, where it was not clipped, turned back: [outer, inner] float32."""
         assert self.bits is not None
-        if rotation.hadamard is None:
-            return unclipped(d, self.bits)
         return unrotate(d, rotation.hadamard, inner, rotation.signs, self.bits)
 
     def step_gradient(self, d: Tensor) -> Tensor | None:
@@ -194,7 +192,7 @@ class CodedInput(CodedOperand):
         operand = cls(original, request)  # type: ignore[arg-type]
         operand.rotation, operand.inner = Rotation(plan.rows_rotate, signs), shape[1]
         if plan.rows is not None and scale is not None:
-            width = shape[1] if plan.rows_rotate is None else rotated_length(shape[1], plan.rows_rotate)
+            width = rotated_length(shape[1], plan.rows_rotate)
             codes = None if packed is None else decode(packed, plan.rows.format, width)  # None: a frozen weight
             operand.coded = Coded(plan.rows, codes, scale, bits, residual, rows)
         return operand

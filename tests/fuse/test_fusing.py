@@ -218,9 +218,24 @@ def test_a_function_that_several_blocks_share_keeps_its_own_code():
     act = model.transformer.h[0].mlp.act
     model.transformer.h[1].mlp.act = act
     reasons = {each.name: each.reason for each in fuse(model)}
-    assert reasons["transformer.h.0.mlp.act"] == "several modules share it, each with a reader of its own"
+    assert reasons["transformer.h.0.mlp.act"] == "several modules share transformer.h.0.mlp.act"
     assert "forward" not in act.__dict__
-    assert_same(model(input_ids=IDS).logits, ng.convert(model, "fp8-current")(input_ids=IDS).logits)
+
+
+def test_layers_that_share_a_linear_have_the_numbers_of_those_that_are_not_fused():
+    """Its window sees what all of them read."""
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = llama()
+        first, second = (block.self_attn for block in model.model.layers)
+        second.k_proj = first.k_proj
+        results.append(trained(ng.convert(model, "fp8-delayed", fuse=fused)))
+    assert {each.reason for each in fusions(model) if each.name.endswith("input_layernorm")} == {
+        f"several modules share model.layers.{number}.self_attn.k_proj" for number in (0, 1)
+    }
+    for a, b in zip(*results, strict=True):
+        assert_same(a, b)
 
 
 def test_a_dropout_inside_an_mlp_is_seen_in_evaluation_too():

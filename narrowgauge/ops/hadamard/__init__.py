@@ -1,12 +1,11 @@
 """The passes around a 4-bit product: a block-diagonal Hadamard rotation, and codes for a scale that is known; and back.
 
     rotate(x)     = x diag(signs) H        H = BlockDiag(H_b, ..., H_b)
-    unrotate(y)   = y H diag(signs)        H is symmetric and its own inverse
+    unrotate(y)   = y H diag(signs)        H is symmetric and its own inverse; y where its bits are set, else 0, if bits are given
     encode(y)       codes = round(clip(y / scale, -max, max)), ties to even     int8, one to a byte: what an integer GEMM reads
                     packed                                                      two to a byte, the first in the low nibble
                     bits = |y / scale| <= max                                   what was not clipped, eight to a byte, the first lowest
     decode(packed)  the codes
-    unclipped(d)  = d where its bit is set, else 0
 
 H_b is Sylvester's matrix of order b = 2**k over sqrt(b):  H_b[i, j] = (-1) ** popcount(i & j) / sqrt(b).
 
@@ -42,8 +41,7 @@ from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
 from narrowgauge.recipe import Hadamard
 
 __all__ = [
-    "KERNELS", "Codes", "decode", "draw_signs", "encode", "hadamard_matrix", "rotate", "rotated_length", "unclipped", "unpack_bits",
-    "unrotate",
+    "KERNELS", "Codes", "decode", "draw_signs", "encode", "hadamard_matrix", "rotate", "rotated_length", "unpack_bits", "unrotate",
 ]  # fmt: skip
 
 
@@ -57,9 +55,9 @@ KERNELS.register(Kernel("native-cpp", lambda device: int4.refuse(device.type), _
 KERNELS.register(Kernel("reference", lambda device: None, _by_name(definition), by_torch=True))
 
 
-def rotated_length(inner: int, hadamard: Hadamard) -> int:
+def rotated_length(inner: int, hadamard: Hadamard | None) -> int:
     """Length of the contracted axis after `rotate`: `inner` in whole blocks."""
-    return -(-inner // hadamard.block) * hadamard.block
+    return inner if hadamard is None else -(-inner // hadamard.block) * hadamard.block
 
 
 def draw_signs(hadamard: Hadamard, inner: int, device: torch.device) -> Tensor | None:
@@ -82,7 +80,7 @@ def rotate(x: Tensor, hadamard: Hadamard, signs: Tensor | None = None, *, backen
 @torch.no_grad()
 def unrotate(
     y: Tensor,
-    hadamard: Hadamard,
+    hadamard: Hadamard | None,
     inner: int,
     signs: Tensor | None = None,
     bits: Tensor | None = None,
@@ -91,16 +89,16 @@ def unrotate(
 ) -> Tensor:
     """The inverse of `rotate` for an x of `inner` columns: y [outer, whole blocks] -> [outer, inner] float32.
 
-    bits  uint8 [outer, ceil(whole blocks / 8)]: only elements of y whose bit is set enter; None: all
+    hadamard  None: nothing was rotated, and bits alone count
+    bits      uint8 [outer, ceil(whole blocks / 8)]: only elements of y whose bit is set enter; None: all
     """
     length = rotated_length(inner, hadamard)
     _check(y, signs, length)
+    block = 1 if hadamard is None else hadamard.block
     if y.shape[1] != length:
-        raise ShapeError(
-            f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {hadamard.block} are {length} columns."
-        )
+        raise ShapeError(f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {block} are {length} columns.")
     kernel = KERNELS.choose(device_of(y, signs, bits), backend).kernel
-    return kernel.run("unrotate", y, hadamard.block, inner, signs, bits)
+    return kernel.run("unrotate", y, block, inner, signs, bits)
 
 
 def _check(x: Tensor, signs: Tensor | None, length: int) -> None:
@@ -126,9 +124,3 @@ def encode(
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
     """packed -> int8 codes [outer, length]."""
     return KERNELS.choose(device_of(packed)).kernel.run("decode", packed, format, length)
-
-
-@torch.no_grad()
-def unclipped(d: Tensor, bits: Tensor) -> Tensor:
-    """d [outer, n] float32 where its bit is set, else zero."""
-    return KERNELS.choose(device_of(d, bits)).kernel.run("unclipped", d, bits)

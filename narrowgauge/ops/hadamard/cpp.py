@@ -27,7 +27,3 @@ def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -
 
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
     return int4.decode(packed, length) if format.codes_per_byte == 2 else format.unpack(packed, length)
-
-
-def unclipped(d: Tensor, bits: Tensor) -> Tensor:
-    return unrotate(d, 1, d.shape[1], None, bits)

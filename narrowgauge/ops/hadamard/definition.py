@@ -63,8 +63,9 @@ def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
 
 def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
     """See `ops.hadamard`."""
-    y = y.to(torch.float32)
-    full = _times_hadamard(y if bits is None else unclipped(y, bits), block)
+    full = y.to(torch.float32)
+    full = full if bits is None else torch.where(unpack_bits(bits, y.shape[1]), full, 0.0)
+    full = full if block == 1 else _times_hadamard(full, block)
     return (full if signs is None else full * signs)[:, :inner]
 
 
@@ -88,11 +89,6 @@ def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
     """See `ops.hadamard`."""
     return format.unpack(packed, length)
-
-
-def unclipped(d: Tensor, bits: Tensor) -> Tensor:
-    """See `ops.hadamard`."""
-    return torch.where(unpack_bits(bits, d.shape[1]), d, 0.0)
 
 
 def pack_bits(bits: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ def _compare(run: Callable[..., Codes], kind: Kind, device: torch.device) -> Ite
     hadamard = Hadamard(block=order, signs="random")
     whole, generator = rotated_length(SAMPLE[1], hadamard), torch.Generator().manual_seed(SEED)
     signs = torch.randint(0, 2, (whole,), generator=generator, dtype=torch.float32) * 2 - 1
+    matrix = hadamard_matrix(order, torch.device("cpu")).sign().to(torch.float64) * order**-0.5
     numbers = torch.randn(SAMPLE, generator=generator)
     for with_nan in (False, True):
         x = numbers.clone()
@@ -138,7 +139,8 @@ def _compare(run: Callable[..., Codes], kind: Kind, device: torch.device) -> Ite
         scale = torch.full((1, 1), SCALE)
         got = run(x.to(device), hadamard, signs.to(device), scale.to(device), format, True, True)
         assert got.packed is not None and got.bits is not None
-        ratio = _rotated(x, signs, order) / float(scale)
+        filled = torch.nn.functional.pad(x.to(torch.float64), (0, whole - x.shape[1])) * signs
+        ratio = (filled.reshape(-1, order) @ matrix).reshape(len(x), whole) / float(scale)
         bound = torch.where(ratio.isnan(), 0.0, 0.5 + SLACK)
         yield Comparison("codes", got.codes, ratio.nan_to_num(nan=0.0).clamp(-format.max, format.max), bound)
         certain = ~((ratio.abs() - format.max).abs() <= SLACK)  # of NaN too, which counts as clipped
@@ -147,20 +149,12 @@ def _compare(run: Callable[..., Codes], kind: Kind, device: torch.device) -> Ite
         yield Comparison("packed codes", got.packed, format.pack(got.codes.to("cpu")))
 
 
-def _rotated(x: Tensor, signs: Tensor, order: int) -> Tensor:
-    """x diag(signs) H in float64, [rows, whole blocks]."""
-    matrix = hadamard_matrix(order, torch.device("cpu")).sign().to(torch.float64) * order**-0.5
-    filled = torch.nn.functional.pad(x.to(torch.float64), (0, len(signs) - x.shape[1])) * signs
-    return (filled.reshape(-1, order) @ matrix).reshape(len(x), -1)
-
-
-def _examples() -> Iterator[Spec]:
-    for order in (16, 32, 64):
-        for dtype in (torch.float32, torch.bfloat16):
-            yield Spec(Device("cpu"), dtype, SAMPLE, order, INT4)
-
-
-CHECK: Check[Spec] = Check(lambda spec: (spec.order, spec.format, spec.dtype), _compare, _examples)
+_EXAMPLES = [
+    Spec(Device("cpu"), dtype, SAMPLE, order, INT4)
+    for order in (16, 32, 64)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+CHECK: Check[Spec] = Check(lambda spec: (spec.order, spec.format, spec.dtype), _compare, lambda: _EXAMPLES)
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
 KERNELS.register(checked("rotate_and_encode", Kernel("triton", refuse, in_triton), lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))

@@ -21,16 +21,6 @@ from narrowgauge.ops.triton.scales import divided, divisor
 
 
 @triton.jit
-def _signs_of_h(ORDER: tl.constexpr):
-    """(-1) ** popcount(i & j), float32 [ORDER, ORDER]."""
-    parity = tl.arange(0, ORDER)[:, None] & tl.arange(0, ORDER)[None, :]
-    parity = parity ^ (parity >> 4)
-    parity = parity ^ (parity >> 2)
-    parity = parity ^ (parity >> 1)
-    return 1.0 - 2.0 * (parity & 1).to(tl.float32)
-
-
-@triton.jit
 def _product(values, signs, total, C: tl.constexpr):
     """total + values @ signs: values in 16 bits, signs of +1 and -1, total float32."""
     if C.interpreted:
@@ -42,8 +32,12 @@ def _product(values, signs, total, C: tl.constexpr):
 
 @triton.jit
 def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr):
-    """values [n, ORDER] times H, float32."""
-    signs = _signs_of_h(ORDER)
+    """values [n, ORDER] times H, float32. signs: (-1) ** popcount(i & j)."""
+    parity = tl.arange(0, ORDER)[:, None] & tl.arange(0, ORDER)[None, :]
+    parity = parity ^ (parity >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = parity ^ (parity >> 1)
+    signs = 1.0 - 2.0 * (parity & 1).to(tl.float32)
     total = tl.zeros(values.shape, tl.float32)
     if PIECES == 1:
         total = _product(values, signs, total, C)

@@ -9,7 +9,7 @@
 Contract of FORWARD, (kind, tensors, request), and BACKWARD, (kind, tensors, statistics, gy, requests)
 
     tensors     (x, w) · (x, w, b) · (g, u) · (x,); x, g, u [rows, columns], w, b [columns]; float32, bfloat16 or float16
-    statistics  (r,) of rms-norm, (mean, r) of layer-norm, [rows] float32; () of activations
+    statistics  (mean, r), [rows] float32, of layer-norm; (None, r) of rms-norm; (None, None) of activations
     request     the cast that is wanted of y, or None; `requests` those of the gradients of x, or of g and u
     ->          forward: y with its casts, and the statistics
                 backward: the gradients of x, or of g and u, with their casts; then those of w and b

@@ -34,7 +34,7 @@ def backward(
 ) -> tuple[list[CastResult], list[Tensor]]:
     """See `ops.norm_act`."""
     wide, h = [each.to(torch.float32) for each in tensors], gy.to(torch.float32)
-    gradients = _norm_gradients(kind, wide, found, h) if kind.is_norm else _activation_gradients(kind, wide, h)
+    gradients = _norm_gradients(wide, found, h) if kind.is_norm else _activation_gradients(kind, wide, h)
     rounded = [gradient.to(each.dtype) for gradient, each in zip(gradients, tensors, strict=True)]
     count = len(requests)
     return [_cast(*each) for each in zip(rounded[:count], requests, strict=True)], rounded[count:]
@@ -47,7 +47,9 @@ def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
         return torch.nn.functional.silu(x) * tensors[1]
     if not kind.is_norm:
         return torch.nn.functional.gelu(x, approximate="tanh" if kind.name == "gelu-tanh" else "none")
-    normal = _normal(kind, x.to(torch.float32), statistics(kind, tensors))
+    mean, rate = statistics(kind, tensors)
+    assert rate is not None
+    normal = _centered(x.to(torch.float32), mean) * rate[:, None]
     if kind.name == "rms-norm":
         return tensors[1] * normal.to(x.dtype)
     return (normal * tensors[1].to(torch.float32) + tensors[2].to(torch.float32)).to(x.dtype)
@@ -56,26 +58,25 @@ def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
 def statistics(kind: Kind, tensors: Sequence[Tensor]) -> Statistics:
     """See `ops.norm_act`."""
     if not kind.is_norm:
-        return ()
-    wide = tensors[0].to(torch.float32)
-    if kind.name == "rms-norm":
-        return (torch.rsqrt(wide.square().mean(-1) + kind.eps),)
-    mean = wide.mean(-1)
-    return mean, torch.rsqrt((wide - mean[:, None]).square().mean(-1) + kind.eps)
+        return None, None
+    x = tensors[0].to(torch.float32)
+    mean = x.mean(-1) if kind.name == "layer-norm" else None
+    return mean, torch.rsqrt(_centered(x, mean).square().mean(-1) + kind.eps)
 
 
-def _normal(kind: Kind, x: Tensor, found: Statistics) -> Tensor:
-    """n, float32."""
-    return (x if kind.name == "rms-norm" else x - found[0][:, None]) * found[-1][:, None]
+def _centered(x: Tensor, mean: Tensor | None) -> Tensor:
+    return x if mean is None else x - mean[:, None]
 
 
-def _norm_gradients(kind: Kind, tensors: Sequence[Tensor], found: Statistics, h: Tensor) -> tuple[Tensor, ...]:
+def _norm_gradients(tensors: Sequence[Tensor], found: Statistics, h: Tensor) -> tuple[Tensor, ...]:
     """Of x and w, or of x, w and b; all float32."""
-    normal, wh = _normal(kind, tensors[0], found), tensors[1] * h
+    (x, w, *_), (mean, rate) = tensors, found
+    assert rate is not None
+    normal, wh = _centered(x, mean) * rate[:, None], w * h
     inner = wh - normal * (wh * normal).mean(-1, keepdim=True)
-    if kind.name == "layer-norm":
+    if mean is not None:
         inner = inner - wh.mean(-1, keepdim=True)
-    return (inner * found[-1][:, None], (h * normal).sum(0), h.sum(0))[: len(tensors)]
+    return (inner * rate[:, None], (h * normal).sum(0), h.sum(0))[: len(tensors)]
 
 
 def _activation_gradients(kind: Kind, tensors: Sequence[Tensor], h: Tensor) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from narrowgauge.recipe import Cast
 
 Name = Literal["rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh"]
 KINDS: tuple[Name, ...] = get_args(Name)
-Statistics = tuple[Tensor, ...]
+Statistics = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)

@@ -24,24 +24,18 @@ from narrowgauge.ops.triton.scales import scale_of
 
 
 class Piece(NamedTuple):
-    """Where a program is in y [rows, columns].
-
-    down, across   number of the piece, from above and from the left
-    start, place   int64 of its first element; int32 [ROWS, COLUMNS] from there: 64 bits for every element would fill the registers
-    row, column    int64 [ROWS], [COLUMNS]
-    inside, mask   [COLUMNS], [ROWS, COLUMNS]
-    """
+    """Where a program is in y [rows, columns]."""
 
     rows: Any
     columns: Any
-    down: Any
-    across: Any
-    start: Any
-    place: Any
-    row: Any
-    column: Any
-    inside: Any
-    mask: Any
+    down: Any  # number of the piece from above
+    across: Any  # and from the left
+    start: Any  # int64 of its first element
+    place: Any  # int32 [ROWS, COLUMNS] from there: 64 bits for every element would fill the registers
+    row: Any  # int64 [ROWS]
+    column: Any  # int64 [COLUMNS]
+    inside: Any  # [COLUMNS]
+    mask: Any  # [ROWS, COLUMNS]
 
 
 @triton.jit

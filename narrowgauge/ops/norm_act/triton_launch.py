@@ -36,18 +36,16 @@ WARPS = 8
 class Casting:
     """One constant of a kernel: how a result is cast, and in pieces of what size.
 
-    scaling  how the scale is found: "delayed", one of earlier steps, and `settle_both` follows; of each "row" by a pass over it ahead of
-             the one that casts; of each "block" of so many columns, of y alone, since blocks of y.T too were tried and spilled.
-             "": no cast; the largest magnitude only, where a place for maxima is given
-    parts    places for maxima
+    Its scale is "delayed", one of earlier steps, and `settle_both` follows; of each "row", by a pass over it ahead of the one that casts;
+    or of each "block" of y alone, since blocks of y.T too were tried and spilled. "": only its largest magnitude is found, if that.
     """
 
     C: CastConstants | None
     scaling: str
-    block: int
+    block: int  # columns
     rows: int
     columns: int
-    parts: int
+    parts: int  # places for maxima
 
 
 class Result(NamedTuple):
@@ -126,16 +124,16 @@ def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) 
     promotes = kind.name in ("rms-norm", "swiglu")
     dtype = torch.promote_types(x.dtype, inputs[1].dtype) if promotes else x.dtype
     target = _Target(torch.empty_like(x, dtype=dtype), request)
-    count = len(tensors) - 1 if kind.is_norm else 0
-    statistics = tuple(torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(count))
+    wanted = kind.name == "layer-norm", kind.is_norm
+    mean, rate = (torch.empty(len(x), dtype=torch.float32, device=x.device) if each else None for each in wanted)
     piece = WIDE if target.transposed is None else TALL
     whole_rows = kind.is_norm or target.scaling == "row"
     across = 1 if whole_rows else -(-x.shape[1] // piece[1])
     launch(
-        triton_kernel.forward, -(-len(x) // piece[0]) * across, tuple(inputs), _two(statistics), target.result,
+        triton_kernel.forward, -(-len(x) // piece[0]) * across, tuple(inputs), (mean, rate), target.result,
         kind.eps if kind.is_norm else None, *x.shape, FUNCTION=kind.name, H=target.casting(piece), warps=WARPS,
     )  # fmt: skip
-    return target.finished(), statistics
+    return target.finished(), (mean, rate)
 
 
 def backward(
@@ -168,12 +166,7 @@ def _norm_backward(
     width = max(1 << (columns - 1).bit_length(), 128)
     warps = 4 if width < 2048 else 8 if width < 8192 else 16
     launch(
-        triton_kernel.norm_backward, parts, inputs, _two(statistics), gy, dx, sums, rows, columns, PARTS=parts, WIDTH=width,
+        triton_kernel.norm_backward, parts, inputs, statistics, gy, dx, sums, rows, columns, PARTS=parts, WIDTH=width,
         warps=warps,
     )  # fmt: skip
     return [CastResult(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, inputs[1:], strict=True)]
-
-
-def _two(statistics: Statistics) -> tuple[Any, ...]:
-    """(mean, r), None what a function has not."""
-    return (None, None, *statistics)[-2:]

@@ -17,39 +17,27 @@ TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
 @dataclass(frozen=True)
 class CastConstants:
-    """One constant of a kernel. Frozen and of plain values: it is part of the name under which a binary is kept.
+    """One constant of a kernel. Frozen and of plain values: it is part of the name under which a binary is kept."""
 
-    exponent, mantissa, bias  of a float format; exponent 0: integers
-    bits, largest       of a code; the largest magnitude
-    has_nan             whether a NaN has a code
-    decoded             whether the decoded values are stored, in a float type, instead of codes
-    stochastic          rounding up with the probability of the fraction; else to nearest, ties to even
-    hardware            with the GPU's own conversions, where Triton compiles to them
-    interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9): it divides
-                        outright, and multiplies in float32
-    power, carry        whether scales are powers of two; what is added to the bits of amax before its exponent is taken
-    log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale, of two levels of the smallest of a tensor
-    headroom            what the scale is multiplied by before x is divided by it
-    two_level, ceils    whether scales are e4m3 numbers beside a float32 of the tensor; whether they are rounded up
-    """
-
-    exponent: int
+    exponent: int  # of a float format, as mantissa and bias; 0: integers
     mantissa: int
     bias: int
-    bits: int
-    largest: float
-    has_nan: bool
-    decoded: bool
-    stochastic: bool
-    hardware: bool
-    interpreted: bool
-    power: bool
-    carry: int
-    log2: int
-    lowest_exponent: int
-    headroom: float
-    two_level: bool = False
-    ceils: bool = False
+    bits: int  # of a code
+    largest: float  # magnitude
+    has_nan: bool  # whether a NaN has a code
+    decoded: bool  # whether the decoded values are stored, in a float type, instead of codes
+    stochastic: bool  # rounding up with the probability of the fraction; else to nearest, ties to even
+    hardware: bool  # with the GPU's own conversions, where Triton compiles to them
+    interpreted: (
+        bool  # for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
+    )
+    power: bool  # whether scales are powers of two
+    carry: int  # what is added to the bits of amax before its exponent is taken
+    log2: int  # floor(log2 largest)
+    lowest_exponent: int  # log2 of the smallest scale, of two levels of the smallest of a tensor
+    headroom: float  # what the scale is multiplied by before x is divided by it
+    two_level: bool  # whether scales are e4m3 numbers beside a float32 of the tensor
+    ceils: bool  # whether these are rounded up
 
     @property
     def packed(self) -> bool:

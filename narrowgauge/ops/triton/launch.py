@@ -29,18 +29,12 @@ class Matrix(NamedTuple):
 
 
 class Orientation(NamedTuple):
-    """What is written of a matrix, or of its transpose, in that one's row-major order; None where it is not wanted.
+    """What is written of a matrix, or of its transpose, in that one's row-major order; None where it is not wanted."""
 
-    codes    uint8, or decoded values
-    scales   float32
-    maxima   int32, bits of the largest magnitudes by which it is cast, where they are known before
-    key      int64 [2] of the noise
-    """
-
-    codes: Any = None
-    scales: Any = None
-    maxima: Any = None
-    key: Any = None
+    codes: Any = None  # uint8, or decoded values
+    scales: Any = None  # float32
+    maxima: Any = None  # int32, bits of the largest magnitudes by which it is cast, where they are known before
+    key: Any = None  # int64 [2] of the noise
 
 
 class AmaxState(NamedTuple):
