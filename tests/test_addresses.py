@@ -17,10 +17,10 @@ import narrowgauge as ng
 from narrowgauge import addresses, recipes
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import INT4
-from narrowgauge.ops import hadamard as rotate
+from narrowgauge.ops import hadamard as rotation
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import int4 as cpp
-from narrowgauge.ops.hadamard import codes
+from narrowgauge.ops.hadamard import definition
 from narrowgauge.ops.registry import Device, Registry, device_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.optim.cpp import binding
@@ -76,9 +76,8 @@ def registries() -> list[Registry]:
 
 
 OPS = {
-    "mm", "quantize", "quantize_pair", "quantize_precast", "rotate", "rotate_and_encode",
-    "codes", "codes, two to a byte", "unclipped", "rotary", "optim",
-    "norm_cast", "norm_backward", "act_cast", "act_backward_cast",
+    "mm", "quantize", "quantize_pair", "quantize_precast", "hadamard", "rotate_and_encode", "rotary", "optim",
+    "norm_act", "norm_act_backward",
 }  # fmt: skip
 
 
@@ -146,13 +145,15 @@ def test_what_a_wrapper_is():
 @pytest.mark.parametrize("hide", [Wrapper, fake], ids=["wrapper", "fake"])
 def test_ops_compute_wrappers_by_torch_and_refuse_a_kernel_by_name(hide):
     x, hadamard, cast = torch.randn(16, 32), Hadamard(block=16), Cast(format=INT4, tile=(1, -1))
-    inside = codes.pack_bits(torch.rand(16, 32) > 0.5)
+    inside = definition.pack_bits(torch.rand(16, 32) > 0.5)
     calls = {
         "quantize": lambda wrap, **how: ng.quantize(wrap(x), cast, **how).data,
-        "rotate": lambda wrap, **how: rotate.rotate(wrap(x), hadamard, **how),
-        "codes": lambda wrap, **how: codes.encode(wrap(x), torch.ones(1, 1), INT4, **how).codes,
-        "decode": lambda wrap: codes.decode(wrap(torch.ones(16, 16, dtype=torch.uint8)), INT4, 32),
-        "unclipped": lambda wrap: codes.unclipped(wrap(x), inside if wrap is Wrapper else wrap(inside)),
+        "rotate": lambda wrap, **how: rotation.rotate(wrap(x), hadamard, **how),
+        "codes": lambda wrap, **how: rotation.encode(wrap(x), torch.ones(1, 1), INT4, **how).codes,
+        "decode": lambda wrap: rotation.decode(wrap(torch.ones(16, 16, dtype=torch.uint8)), INT4, 32),
+        "unclipped": lambda wrap: rotation.unrotate(
+            wrap(x), None, 32, bits=inside if wrap is Wrapper else wrap(inside)
+        ),
     }
     for op, call in calls.items():
         if hide is fake:

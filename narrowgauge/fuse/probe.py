@@ -1,21 +1,23 @@
-"""What a module computes, found out by trying: one of the kinds of `ops.norm_act`, or in words why not.
+"""What a module or a function computes, found out by trying: one of the kinds of `ops.norm_act`, `ops.rotary`, or in words why not.
 
 It is called on random numbers, in float32 and without gradients, and its result compared with the definition (relative to its size,
-to 1e-5; small inputs among them, so that the constant under the root of a norm shows). Of an MLP the Linears are taken out meanwhile
-and replaced by tensors that are known, so its width costs nothing. It is tried as it trains, so that a dropout of its own shows.
-Generators and modes stay as they were.
+to 1e-5; small inputs among them, so that the constant under the root of a norm shows; a rotary embedding's to the bit). Of an MLP
+the Linears are taken out meanwhile and replaced by tensors that are known, so its width costs nothing. It is tried as it trains, so
+that a dropout of its own shows. Generators and modes stay as they were.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
+from narrowgauge.fuse.rotary import NAME
+from narrowgauge.ops import rotary
 from narrowgauge.ops.norm_act import Kind, value
-from narrowgauge.ops.norm_act.spec import Name
 
 NEAR = 1e-5
 
@@ -28,11 +30,8 @@ def kind_of(module: nn.Module) -> Kind | str:
     if any(True for _ in module.parameters()) or any(True for _ in module.children()):
         return f"a {type(module).__name__} is neither a norm nor an activation"
     x = torch.linspace(-6, 6, 97)[None]
-    names: tuple[Name, ...] = ("gelu", "gelu-tanh")
-    for name in names:
-        if _is(module, Kind(name), (x,), x):
-            return Kind(name)
-    return f"a {type(module).__name__} is no GELU"
+    kinds = (Kind("gelu"), Kind("gelu-tanh"))
+    return next((kind for kind in kinds if _is(module, kind, (x,), x)), f"a {type(module).__name__} is no GELU")
 
 
 def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
@@ -54,41 +53,44 @@ def gated(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
     """Of an MLP: whether what its third Linear reads is silu of the first one's output times the second one's."""
     generator = torch.Generator().manual_seed(0)
     g, u = (4 * torch.randn(3, 5, generator=generator) for _ in range(2))
-    kept = {name: mlp._modules[name] for name in (gate, up, down)}
-    try:
-        mlp._modules.update({gate: _Gives(g), up: _Gives(u), down: nn.Identity()})
-        same = _is(mlp, Kind("swiglu"), (g, u), torch.zeros(3, 5))
-    finally:
-        mlp._modules.update(kept)
+    instead = {gate: lambda x: g, up: lambda x: u, down: lambda x: x}
+    mlp.__dict__.update(instead)  # where attributes are looked for before the modules
+    same = _is(mlp, Kind("swiglu"), (g, u), torch.zeros(3, 5))
+    for name in instead:
+        del mlp.__dict__[name]
     return Kind("swiglu") if same else f"a {type(mlp).__name__} does not multiply silu({gate}) by {up}"
 
 
-class _Gives(nn.Module):
-    """A Linear that is known to give this."""
+def refuse_rotary(function: Callable[..., Any]) -> str | None:
+    """Why this is another function than `ops.rotary`, or None."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (3, 1))
+    cos, sin = (torch.randn(2, 5, 8, generator=generator) for _ in range(2))
+    found = _result(function, q, k, cos, sin)
+    expected = rotary.reference(q, k, cos, sin, (torch.float32, torch.float32), inverse=False)
+    same = isinstance(found, tuple) and len(found) == 2 and all(map(torch.equal, found, expected))
+    return None if same else f"its {NAME} computes something else"
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
 
-    def forward(self, x: Any) -> Tensor:
-        return self.tensor
-
-
-@torch.no_grad()
 def _is(module: nn.Module, kind: Kind, tensors: tuple[Tensor, ...], x: Tensor) -> bool:
-    devices = [x.device] if x.is_cuda else []
     modes = [(each, each.training) for each in module.modules()]
     module.train()
-    with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
-        try:
-            found = module.forward(x)
-        except Exception:  # whatever it wants, it is not this
-            return False
-        finally:
-            for each, training in modes:
-                each.training = training
+    found = _result(module.forward, x)
+    for each, training in modes:
+        each.training = training
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return False
     expected = value(kind, tensors).to(torch.float32)
     size = expected.abs().amax(-1, keepdim=True)
     return bool(((found.to(torch.float32) - expected).abs() <= NEAR * size).all())
+
+
+@torch.no_grad()
+def _result(function: Callable[..., Any], x: Tensor, *more: Tensor) -> Any:
+    """What it computes; None where it raises: whatever it wants, it is not this."""
+    devices = [x.device] if x.is_cuda else []
+    with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
+        try:
+            return function(x, *more)
+        except Exception:
+            return None

@@ -1,7 +1,7 @@
 """Rotary embedding inside an attention of transformers: its `forward`, with another function where it names one.
 
 The function `apply_rotary_pos_emb` of the module's file is a global name of its `forward`. A copy of `forward` with that one name
-bound to an `Embedding` is what the fused module runs; the class, the file and all other models stay as they are.
+bound to `FusedAttention.embed` is what the fused module runs; the class, the file and all other models stay as they are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.autograd_rules import no_double_backward
+from narrowgauge.fuse.forward import FusedForward, Fusion
 from narrowgauge.ops import rotary
-from narrowgauge.ops.registry import Choice, device_facts
+from narrowgauge.ops.registry import device_facts
 
 NAME = "apply_rotary_pos_emb"
 
@@ -28,22 +29,6 @@ def function_of(module: nn.Module) -> Callable[..., Any] | None:
         return None
     found = own.__globals__.get(NAME)
     return found if callable(found) else None
-
-
-def refuse(function: Callable[..., Any]) -> str | None:
-    """Why this is another function than `ops.rotary`, found out by trying in float32 (exact), or None."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (3, 1))
-    cos, sin = (torch.randn(2, 5, 8, generator=generator) for _ in range(2))
-    words = f"its {NAME} computes something else"
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        try:
-            found = function(q, k, cos, sin)
-        except Exception:  # whatever it wants, it is not this
-            return words
-    expected = rotary.reference(q, k, cos, sin, (torch.float32, torch.float32), inverse=False)
-    same = isinstance(found, tuple) and len(found) == 2 and all(map(torch.equal, found, expected))
-    return None if same else words
 
 
 class _Function(torch.autograd.Function):
@@ -63,62 +48,38 @@ class _Function(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class Embedding:
-    """Stands in for `own`. backend: the kernel to take ("triton", "reference"); None: the first, or `own` where it is the reference."""
+class FusedAttention(FusedForward):
+    """The forward of an attention, which turns queries and keys by `embed` where its class names `function`."""
 
-    own: Callable[..., Any]
-    backend: str | None = None
-    _choices: dict[rotary.Spec, Choice[rotary.Spec]] = field(default_factory=dict, repr=False)
-
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-        usual = q.ndim == k.ndim == 4 and cos.ndim == sin.ndim == 3 and cos.dtype == sin.dtype
-        if more or options or not usual or torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
-            return self.own(q, k, cos, sin, *more, **options)
-        kernel = self._choice(rotary.Spec.of(q, k, cos, sin)).kernel
-        if kernel.name == "reference" and self.backend is None:
-            return self.own(q, k, cos, sin)
-        return _Function.apply(kernel.run, q, k, cos, sin)
-
-    def _choice(self, spec: rotary.Spec) -> Choice[rotary.Spec]:
-        if spec not in self._choices:
-            self._choices[spec] = rotary.KERNELS.choose(spec, self.backend)
-        return self._choices[spec]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the choices: they belong to this process."""
-        return self.__dict__ | {"_choices": {}}
-
-    def backend_words(self, module: nn.Module) -> str:
-        """Which kernel turns queries and keys on the module's device, and why no other."""
-        like = next(module.parameters())
-        spec = rotary.Spec(device_facts(like.device.type, like.device.index), (like.dtype,) * 4, self._head(module))
-        found = rotary.KERNELS.choose(spec, self.backend)
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
-        return found.kernel.name if found.kernel.name != "reference" else f"own code ({reasons})"
-
-    @staticmethod
-    def _head(module: nn.Module) -> int:
-        return int(getattr(module, "head_dim", 64))
-
-
-@dataclass(eq=False)
-class OfAttention:
-    """The forward of an attention, which turns queries and keys by `embedding`."""
-
-    module: nn.Module
-    embedding: Embedding
-    _call: Callable[..., Any] | None = None
+    function: Callable[..., Any]
+    _call: Callable[..., Any] | None = field(default=None, init=False, repr=False)
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        own: Any = type(self.module).forward
         if torch.compiler.is_compiling():
-            return own(self.module, *given, **options)
+            return self.own(*given, **options)
         if self._call is None:
-            globals = {**own.__globals__, NAME: self.embedding}
+            own: Any = type(self.module).forward
+            globals = {**own.__globals__, NAME: self.embed}
             self._call = types.FunctionType(own.__code__, globals, own.__name__, own.__defaults__, own.__closure__)
             self._call.__kwdefaults__ = own.__kwdefaults__
         return self._call(self.module, *given, **options)
 
+    def embed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
+        """As `function`."""
+        usual = q.ndim == k.ndim == 4 and cos.ndim == sin.ndim == 3 and cos.dtype == sin.dtype
+        if more or options or not usual or torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
+            return self.function(q, k, cos, sin, *more, **options)
+        kernel = self.kernel(rotary.KERNELS, rotary.Spec.of(q, k, cos, sin))
+        return self.function(q, k, cos, sin) if kernel is None else _Function.apply(kernel.run, q, k, cos, sin)
+
+    def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
+        """For heads of the module's `head_dim`, or of 64, in the type of its weights."""
+        like = next(self.module.parameters())
+        device = device_facts(like.device.type, like.device.index)
+        spec = rotary.Spec(device, (like.dtype,) * 4, int(getattr(self.module, "head_dim", 64)))
+        backend = self.backend_words(rotary.KERNELS, spec)
+        return Fusion(name=name, readers=readers, function="rotary", backend=backend)
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the function, which no pickle takes."""
-        return self.__dict__ | {"_call": None}
+        return super().__getstate__() | {"_call": None}

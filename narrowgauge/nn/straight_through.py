@@ -28,8 +28,7 @@ from torch import Tensor
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation, Saved
-from narrowgauge.ops.hadamard import rotated_length, unrotate
-from narrowgauge.ops.hadamard.codes import decode, encode, unclipped, unpack_bits
+from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax
@@ -44,7 +43,7 @@ class Coded:
 
     codes     [outer, K] int8; None where nobody asks
     scale     [1, 1] float32
-    bits      uint8 [outer, ceil(K / 8)], what was not clipped (see `ops.hadamard.codes`); None where nobody asks
+    bits      uint8 [outer, ceil(K / 8)], what was not clipped (see `ops.hadamard`); None where nobody asks
     residual  [n, K] codes - x H / scale of the n `rows`, zero where clipped; of all rows if `rows` is None
     packed    the codes two to a byte, as they are kept
     """
@@ -122,9 +121,9 @@ class CodedOperand(Operand):
         if other is None:  # the original, in 16 bits
             return d, None
         bits, step = (None, None) if coded is None else (coded.bits, coded.step_gradient(d))
-        if hadamard is not None:
-            return unrotate(d, hadamard, self.inner, self.rotation.signs, bits), step
-        return d if bits is None else unclipped(d, bits), step
+        if hadamard is None and bits is None:
+            return d, step
+        return unrotate(d, hadamard, self.inner, self.rotation.signs, bits), step
 
 
 class CodedInput(CodedOperand):
@@ -174,7 +173,7 @@ class CodedInput(CodedOperand):
 
     def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
         packed, bits, residual, rows = kept
-        width = self.inner if self.plan.rows_rotate is None else rotated_length(self.inner, self.plan.rows_rotate)
+        width = rotated_length(self.inner, self.plan.rows_rotate)
         codes = None if packed is None else decode(packed, cast.format, width)  # None: a frozen weight
         return Coded(cast, codes, scale, bits, residual, rows)
 

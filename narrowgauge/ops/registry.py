@@ -3,7 +3,7 @@
     quantize        triton, native-cpp, reference; of both orientations or with an amax state (pair, precast_weight): triton, reference
     mm              native (FP8 per tensor or row), native-block (tiles of 128), native-mx (MX, NVFP4), native-int8: torch's own GEMMs;
                     native-cpp (INT4 on CPUs with AVX2 alone), triton (FP8 tiles), reference
-    rotate, codes   native-cpp, reference; both in one pass, rotate_and_encode: triton, reference
+    hadamard        native-cpp, reference; rotated and encoded in one pass: triton, reference
     norm_act, rotary    triton, reference
     optim           triton, native, torch
 

@@ -212,6 +212,32 @@ def test_a_norm_that_adds_one_to_its_weight_is_not_taken_for_one_that_does_not()
     assert reasons["model.layers.0.input_layernorm"] == "a GemmaRMSNorm computes something else"
 
 
+def test_a_function_that_several_blocks_share_keeps_its_own_code():
+    """Their readers are different layers, with windows of their own."""
+    model = built("gpt2", fused=False)
+    act = model.transformer.h[0].mlp.act
+    model.transformer.h[1].mlp.act = act
+    reasons = {each.name: each.reason for each in fuse(model)}
+    assert reasons["transformer.h.0.mlp.act"] == "several modules share transformer.h.0.mlp.act"
+    assert "forward" not in act.__dict__
+
+
+def test_layers_that_share_a_linear_have_the_numbers_of_those_that_are_not_fused():
+    """Its window sees what all of them read."""
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = llama()
+        first, second = (block.self_attn for block in model.model.layers)
+        second.k_proj = first.k_proj
+        results.append(trained(ng.convert(model, "fp8-delayed", fuse=fused)))
+    assert {each.reason for each in fusions(model) if each.name.endswith("input_layernorm")} == {
+        f"several modules share model.layers.{number}.self_attn.k_proj" for number in (0, 1)
+    }
+    for a, b in zip(*results, strict=True):
+        assert_same(a, b)
+
+
 def test_a_dropout_inside_an_mlp_is_seen_in_evaluation_too():
     """Fused as it computes then, it would train without its dropout; and the modes of its modules stay as they were."""
 
@@ -232,16 +258,16 @@ def test_a_dropout_inside_an_mlp_is_seen_in_evaluation_too():
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_queries_and_keys_are_turned_as_the_attention_would(precision):
+def test_queries_and_keys_are_turned_as_the_attention_would(precision, monkeypatch):
     """By the autograd function that a kernel runs in; in mixed precision they are bfloat16 and the angles float32."""
     found = []
     for fused in (True, False):
         model = built("llama", fused=fused)
         taken = []
         for block in model.model.layers if fused else ():
-            embedding = block.self_attn.forward.embedding
-            embedding.backend = "reference"
-            embedding.own = lambda *call, taken=taken: taken.append(call)
+            forward = block.self_attn.forward
+            monkeypatch.setattr(forward, "kernel", lambda registry, spec: registry.kernels[-1])
+            forward.function = lambda *call, taken=taken: taken.append(call)
         found.append(trained(model, precision=precision))
         assert not taken
     for a, b in zip(*found, strict=True):
@@ -294,7 +320,7 @@ def test_copies_and_pickles_work_on_their_own():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         mlp = other.model.layers[0].mlp
         assert mlp.__dict__["forward"].module is mlp
-        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].fused.readers)
+        assert all(each in list(other.modules()) for each in mlp.__dict__["forward"].readers)
         for a, b in zip(trained(copy.deepcopy(model), 1), trained(other, 1), strict=True):
             assert_same(a, b)
 

@@ -21,8 +21,16 @@ from narrowgauge.ops.cpp import build
 from narrowgauge.ops.cpp import cast as cast_kernel
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.cpp.cast import rounds
-from narrowgauge.ops.hadamard import draw_signs, rotate, rotated_length, unrotate
-from narrowgauge.ops.hadamard.codes import decode, encode, pack_bits, unclipped, unpack_bits
+from narrowgauge.ops.hadamard import (
+    decode,
+    draw_signs,
+    encode,
+    rotate,
+    rotated_length,
+    unpack_bits,
+    unrotate,
+)
+from narrowgauge.ops.hadamard.definition import pack_bits
 from narrowgauge.ops.mm import mm
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.random import Key
@@ -64,7 +72,7 @@ def test_encode_is_the_reference(shape, scale, format):
 def test_masks_let_through_what_their_bits_say(shape):
     d, inside = torch.randn(shape), torch.rand(shape) < 0.5
     assert_same(unpack_bits(pack_bits(inside), shape[1]), inside)
-    assert_same(unclipped(d, pack_bits(inside)), torch.where(inside, d, 0.0))
+    assert_same(unrotate(d, None, shape[1], bits=pack_bits(inside)), torch.where(inside, d, 0.0))
 
 
 def butterflies(x: Tensor, block: int) -> Tensor:
@@ -242,7 +250,7 @@ def test_without_a_compiler_the_reference_computes_and_says_why(monkeypatch):
     x, step = torch.randn(3, 5), torch.ones(1, 1)
     assert_same(encode(x, step, INT4).codes, INT4.encode(x))
     assert_same(Key(1, 2).uniform((9,)), random.reference(1, 2, (9,)))
-    with pytest.raises(BackendError, match="codes: native-cpp refused: cpp: no C"):
+    with pytest.raises(BackendError, match="hadamard: native-cpp refused: cpp: no C"):
         encode(x, step, INT4, backend="native-cpp")
     monkeypatch.setattr(cast_kernel, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
     assert_same(quantize(x, Cast(format=E4M3), expand=torch.float32).data, E4M3.round(x / (x.abs().max() / 448)))

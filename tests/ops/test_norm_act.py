@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,9 +11,11 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E4M3, E5M2, INT4
-from narrowgauge.fuse import fuse, precast
+from narrowgauge.fuse import fuse
+from narrowgauge.fuse.forward import FusedForward
 from narrowgauge.ops import triton
-from narrowgauge.ops.norm_act import KINDS, CastRequest, Kind, NormActSpec, backward_of, forward_of, norm_cast, value
+from narrowgauge.ops.mm import plan
+from narrowgauge.ops.norm_act import BACKWARD, FORWARD, KINDS, CastRequest, Kind, NormActSpec, definition, value
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.registry import Device
@@ -40,8 +44,8 @@ def test_gradients_are_those_of_the_function(name):
     value(kind, tensors).backward(gy)
     detached = [each.detach() for each in tensors]
     orders = [None, None] if name == "swiglu" else [None]
-    statistics = norm_cast.statistics(kind, detached) if kind.is_norm else ()
-    made, of_parameters = backward_of(kind).kernels[-1].run(kind, detached, statistics, gy, orders)
+    statistics = definition.statistics(kind, detached)
+    made, of_parameters = BACKWARD.kernels[-1].run(kind, detached, statistics, gy, orders)
     found = [each.value for each in made] + of_parameters
     assert len(found) == len(tensors)
     for got, tensor in zip(found, tensors, strict=True):
@@ -58,9 +62,9 @@ def test_gradients_of_narrow_tensors_are_rounded_once(name):
 
     def gradients(dtype):
         tensors = [each.to(dtype) for each in narrow]
-        statistics = norm_cast.statistics(kind, tensors) if kind.is_norm else ()
+        statistics = definition.statistics(kind, tensors)
         orders = [None, None] if name == "swiglu" else [None]
-        made, of_parameters = backward_of(kind).kernels[-1].run(kind, tensors, statistics, gy.to(dtype), orders)
+        made, of_parameters = BACKWARD.kernels[-1].run(kind, tensors, statistics, gy.to(dtype), orders)
         return [each.value for each in made] + of_parameters
 
     for got, wide in zip(gradients(torch.bfloat16), gradients(torch.float32), strict=True):
@@ -80,9 +84,7 @@ def test_a_norm_is_that_of_its_module():
     "order", [CastRequest(TENSOR, torch.tensor([3.0, 0.0, 0.0]), True, True), CastRequest(ROW), CastRequest(VECTOR)]
 )
 def test_the_casts_are_those_of_what_is_returned(order):
-    made, _ = (
-        forward_of(Kind("swiglu")).kernels[-1].run(Kind("swiglu"), tensors_of("swiglu", dtype=torch.bfloat16), order)
-    )
+    made, _ = FORWARD.kernels[-1].run(Kind("swiglu"), tensors_of("swiglu", dtype=torch.bfloat16), order)
     amax = (
         None
         if order.live is None
@@ -102,7 +104,7 @@ def installed(monkeypatch):
 
 
 def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(64, 64), dtypes=(torch.bfloat16,)):
-    return NormActSpec(Kind(name, 1e-5), device, dtypes, shape, casts)
+    return NormActSpec(Kind(name, 1e-5), device, dtypes, shape[1], casts, 0 in shape)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(6
     ],
 )  # fmt: skip
 def test_refusals_say_why(installed, given, words):
-    for registry in (forward_of(given.kind), backward_of(given.kind)):
+    for registry in (FORWARD, BACKWARD):
         with pytest.raises(BackendError, match=f"triton refused: .*{words}"):
             registry.choose(given, "triton")
 
@@ -130,13 +132,13 @@ def test_refusals_say_why(installed, given, words):
 @pytest.mark.parametrize("cast", [ROW, VECTOR], ids=str)
 def test_gradients_have_one_scale_per_tensor(installed, cast):
     with pytest.raises(BackendError, match="triton refused: casts gradients by one scale per tensor"):
-        backward_of(Kind("gelu")).choose(spec("gelu", (cast, False)), "triton")
+        BACKWARD.choose(spec("gelu", (cast, False)), "triton")
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("cast", [TENSOR, ROW, VECTOR], ids=str)
 def test_a_gpu_takes_the_kernel(installed, name, cast):
-    assert forward_of(Kind(name)).choose(spec(name, (cast, cast.tile == (WHOLE, WHOLE)))).kernel.name == "triton"
+    assert FORWARD.choose(spec(name, (cast, cast.tile == (WHOLE, WHOLE)))).kernel.name == "triton"
 
 
 # --- through the layers -------------------------------------------------------------------------------------------------------------
@@ -168,16 +170,11 @@ def step(model: nn.Module, recipe: str, steps: int = 2, device: str = "cpu") -> 
 
 def forced(model: nn.Module, monkeypatch) -> nn.Module:
     """With the function of the kernels, computed by their definition, where a CPU would take the module's own code."""
-    real = precast.refuse_cast
-
-    def refuse(request):
-        reason = real(request)
-        return None if reason and "emulated" in reason else reason
-
-    monkeypatch.setattr(precast, "refuse_cast", refuse)
-    monkeypatch.setattr(precast, "_is_emulated", lambda plan: False)
+    monkeypatch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    for layer in (model.gate_proj, model.up_proj, model.down_proj):
+        layer.recipe = layer.recipe  # its plan anew
     fuse(model)
-    model.__dict__["forward"].fused.backend = "reference"
+    monkeypatch.setattr(FusedForward, "kernel", lambda self, registry, spec: registry.kernels[-1])
     return model
 
 
@@ -267,9 +264,7 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
     ):
         live = None if in_use is None else torch.tensor([in_use, 0.5, 0.0])
         order = CastRequest(cast, None if live is None else live.to(gpu), True, turned)
-        made, statistics = (
-            forward_of(kind).choose(_spec(kind, there, (order,)), "triton").kernel.run(kind, there, order)
-        )
+        made, statistics = FORWARD.choose(_spec(kind, there, (order,)), "triton").kernel.run(kind, there, order)
         expected = value(kind, tensors)
         size = expected.double().abs().amax(-1, keepdim=True)
         bound = 2 * unit * expected.double().abs() + 2.0**-18 * size
@@ -286,15 +281,11 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
         if not kind.is_norm
         else [None]
     )
-    got, sums = (
-        backward_of(kind)
-        .choose(_spec(kind, there, orders), "triton")
-        .kernel.run(kind, there, statistics, gy.to(gpu), orders)
+    got, sums = BACKWARD.choose(_spec(kind, there, orders), "triton").kernel.run(
+        kind, there, statistics, gy.to(gpu), orders
     )
-    wanted, wanted_sums = (
-        backward_of(kind)
-        .kernels[-1]
-        .run(kind, tensors, tuple(each.cpu() for each in statistics), gy, [None] * len(orders))
+    wanted, wanted_sums = BACKWARD.kernels[-1].run(
+        kind, tensors, tuple(each if each is None else each.cpu() for each in statistics), gy, [None] * len(orders)
     )
     for mine, theirs in [
         *((a.value, b.value) for a, b in zip(got, wanted, strict=True)),
@@ -312,7 +303,7 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
 def _spec(kind: Kind, tensors: list[Tensor], orders) -> NormActSpec:
     device = Device("cuda", torch.cuda.get_device_capability())
     casts = tuple((order.cast, order.transposed) for order in orders if order is not None)
-    return NormActSpec(kind, device, tuple(each.dtype for each in tensors), tuple(tensors[0].shape), casts)
+    return NormActSpec(kind, device, tuple(each.dtype for each in tensors), tensors[0].shape[1], casts)
 
 
 @pytest.mark.gpu

@@ -14,9 +14,7 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4
 from narrowgauge.ops import selfcheck
 from narrowgauge.ops.checked import checked
-from narrowgauge.ops.hadamard import encoding
-from narrowgauge.ops.hadamard import selfcheck as rotation
-from narrowgauge.ops.hadamard.codes import Codes
+from narrowgauge.ops.hadamard import Codes, encoding
 from narrowgauge.ops.quantize import definition, tile_amax
 from narrowgauge.ops.quantize import selfcheck as casting
 from narrowgauge.ops.quantize.amax_state import update_amax
@@ -196,7 +194,7 @@ def test_no_check_while_a_graph_is_captured(no_results, monkeypatch):
 @pytest.mark.parametrize("order", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_rotation_passes(order, dtype):
-    found = selfcheck.examine("rotate", encoding.in_turn, rotation.CHECK, (order, INT4, dtype), CPU)
+    found = selfcheck.examine("rotate", encoding.in_turn, encoding.CHECK, (order, INT4, dtype), CPU)
     assert found.reason is None and 0.9 < found.worst < 1
 
 
@@ -220,5 +218,5 @@ def changed(**parts):
     ids=["signs", "blocks", "bits", "nibbles", "nan"],
 )
 def test_wrong_rotations_are_found(run, words):
-    found = selfcheck.examine("rotate", run, rotation.CHECK, (32, INT4, torch.bfloat16), CPU)
+    found = selfcheck.examine("rotate", run, encoding.CHECK, (32, INT4, torch.bfloat16), CPU)
     assert found.reason is not None and found.reason.startswith(words) and found.worst > 1

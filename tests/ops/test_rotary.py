@@ -65,7 +65,7 @@ def test_turning_forth_and_back_by_true_angles_is_the_identity():
             False,
             "reads float32, bfloat16 and float16, not torch.float64",
         ),
-        (Device("cuda", (9, 0)), DTYPES[0], 64, True, "there is nothing to turn"),
+        (Device("cuda", (9, 0)), DTYPES[0], 64, True, "there is nothing to compute"),
     ],
 )
 def test_refusals_say_why(monkeypatch, device, dtypes, head, is_empty, words):

@@ -1,45 +1,45 @@
-"""The definition of rotate and unrotate in plain torch."""
+"""The definition in plain torch; arguments are checked in `ops.hadamard`."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import wrapper
-from narrowgauge.ops.hadamard.codes import unpack_bits
+from narrowgauge.addresses import cached
+from narrowgauge.formats import Format
 
 # The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that a block of 16 agrees with it.
 _SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
-# Built once; constants of mathematics, not a state. On a GPU a number that comes from the host is waited for, and ends a capture.
-_matrices: dict[tuple[int, torch.device], Tensor] = {}
-_signs: dict[tuple[int, torch.device], Tensor] = {}
+
+class Codes(NamedTuple):
+    """codes int8 [outer, n]; packed uint8 [outer, ceil(n / codes per byte)]; bits uint8 [outer, ceil(n / 8)]."""
+
+    codes: Tensor
+    packed: Tensor | None
+    bits: Tensor | None
 
 
+def _constant(build: Callable[[int, torch.device], Tensor]) -> Callable[[int, torch.device], Tensor]:
+    """Built once for a block and a device. On a GPU a number that comes from the host is waited for, and ends a capture."""
+    built = cached(build)
+
+    def get(block: int, device: torch.device) -> Tensor:
+        if torch.compiler.is_compiling():
+            return build(block, device)
+        with torch.inference_mode(False):
+            return built(block, device)
+
+    return get
+
+
+@_constant
 def hadamard_matrix(block: int, device: torch.device) -> Tensor:
     """H [block, block] float32, orthonormal: (-1) ** popcount(i & j) / sqrt(block)."""
-    return _constant(_build, _matrices, block, device)
-
-
-def _constant(
-    build: Callable[[int, torch.device], Tensor],
-    built: dict[tuple[int, torch.device], Tensor],
-    block: int,
-    device: torch.device,
-) -> Tensor:
-    if torch.compiler.is_compiling() or device.type == "meta" or wrapper():
-        return build(block, device)
-    key = (block, device)
-    if key not in built:
-        with torch.inference_mode(False):
-            built[key] = build(block, device)
-    return built[key]
-
-
-def _build(block: int, device: torch.device) -> Tensor:
     index = torch.arange(block, device=device, dtype=torch.int32)
     parity = index[:, None] & index[None, :]
     for shift in (8, 4, 2, 1):
@@ -47,27 +47,25 @@ def _build(block: int, device: torch.device) -> Tensor:
     return (1 - 2 * (parity & 1)).to(torch.float32) * block**-0.5
 
 
+@_constant
 def fixed_signs(block: int, device: torch.device) -> Tensor:
     """[block] of +1 and -1: TransformerEngine's for 16, else drawn from Python's generator seeded with the block."""
-    return _constant(_draw_fixed, _signs, block, device)
-
-
-def _draw_fixed(block: int, device: torch.device) -> Tensor:
     source = random.Random(block)
     signs = _SIGNS_16 if block == 16 else tuple(source.choice((1, -1)) for _ in range(block))
     return torch.tensor(signs, dtype=torch.float32, device=device)
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
-    """See `ops.hadamard`; arguments are checked there."""
+    """See `ops.hadamard`."""
     full = torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[1] % block))
     return _times_hadamard(full if signs is None else full * signs, block)
 
 
 def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
-    """The inverse, of the elements of y whose bit is set."""
-    y = y.to(torch.float32)
-    full = _times_hadamard(y if bits is None else torch.where(unpack_bits(bits, y.shape[1]), y, 0.0), block)
+    """See `ops.hadamard`."""
+    full = y.to(torch.float32)
+    full = full if bits is None else torch.where(unpack_bits(bits, y.shape[1]), full, 0.0)
+    full = full if block == 1 else _times_hadamard(full, block)
     return (full if signs is None else full * signs)[:, :inner]
 
 
@@ -78,3 +76,32 @@ def _times_hadamard(x: Tensor, block: int) -> Tensor:
             return _times_hadamard(x, block)
     turned = torch.mm(x.reshape(-1, block), hadamard_matrix(block, x.device))
     return turned.reshape(x.shape)
+
+
+def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
+    """The parts of `Codes`."""
+    ratio = y.to(torch.float32) / scale
+    codes = format.encode(ratio)
+    inside = pack_bits(ratio.abs() <= format.max) if bits else None
+    return codes, format.pack(codes) if packed else None, inside
+
+
+def decode(packed: Tensor, format: Format, length: int) -> Tensor:
+    """See `ops.hadamard`."""
+    return format.unpack(packed, length)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """bool [outer, n] -> uint8 [outer, ceil(n / 8)], the first of eight in the lowest bit."""
+    full = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
+    return (full.reshape(len(bits), full.shape[1] // 8, 8) << _places(bits.device)).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, length: int) -> Tensor:
+    """The inverse of `pack_bits`: uint8 [outer, m] -> bool [outer, length]."""
+    bits = (packed[:, :, None] >> _places(packed.device)) & 1
+    return bits.reshape(len(packed), packed.shape[1] * 8)[:, :length] == 1
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

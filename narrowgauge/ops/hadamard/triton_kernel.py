@@ -15,19 +15,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowgauge.ops.quantize.triton_transpose import place_of_program
+from narrowgauge.ops.quantize.triton_transpose import load_piece, place_of_program
 from narrowgauge.ops.triton.elements import encode, pack
 from narrowgauge.ops.triton.scales import divided, divisor
-
-
-@triton.jit
-def _signs_of_h(ORDER: tl.constexpr):
-    """(-1) ** popcount(i & j), float32 [ORDER, ORDER]."""
-    parity = tl.arange(0, ORDER)[:, None] & tl.arange(0, ORDER)[None, :]
-    parity = parity ^ (parity >> 4)
-    parity = parity ^ (parity >> 2)
-    parity = parity ^ (parity >> 1)
-    return 1.0 - 2.0 * (parity & 1).to(tl.float32)
 
 
 @triton.jit
@@ -42,8 +32,12 @@ def _product(values, signs, total, C: tl.constexpr):
 
 @triton.jit
 def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr):
-    """values [n, ORDER] times H, float32."""
-    signs = _signs_of_h(ORDER)
+    """values [n, ORDER] times H, float32. signs: (-1) ** popcount(i & j)."""
+    parity = tl.arange(0, ORDER)[:, None] & tl.arange(0, ORDER)[None, :]
+    parity = parity ^ (parity >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = parity ^ (parity >> 1)
+    signs = 1.0 - 2.0 * (parity & 1).to(tl.float32)
     total = tl.zeros(values.shape, tl.float32)
     if PIECES == 1:
         total = _product(values, signs, total, C)
@@ -73,11 +67,7 @@ def rotate_and_encode(
 ):  # fmt: skip
     """x, a `Matrix` -> `Outputs` out. signs [whole] float32 or None; scale [1] float32; whole: columns in whole blocks of ORDER."""
     down, across = place_of_program(whole, COLUMNS)
-    row = down * ROWS + tl.arange(0, ROWS)
-    column = across * COLUMNS + tl.arange(0, COLUMNS)
-    in_rows = (row < x.rows)[:, None]
-    mask = in_rows & (column < x.columns)[None, :]
-    values = tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0)
+    values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     if signs is not None:
         flips = tl.load(signs + column, mask=column < whole, other=1.0)
         values = (values.to(tl.float32) * flips[None, :]).to(values.dtype)
@@ -85,6 +75,7 @@ def rotate_and_encode(
     ratio = divided(rotated, divisor(tl.load(scale), C), C)
     inside = tl.reshape((tl.abs(ratio) <= C.largest).to(tl.int32), (ROWS, COLUMNS))
     found = tl.reshape(encode(ratio, ratio, C), (ROWS, COLUMNS))
+    in_rows = (row < x.rows)[:, None]
     kept = in_rows & (column < whole)[None, :]
     if out.codes is not None:
         tl.store(out.codes + row[:, None] * whole + column[None, :], found, mask=kept)

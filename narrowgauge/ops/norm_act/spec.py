@@ -1,4 +1,4 @@
-"""What the ops of `ops.norm_act` are asked for and what they give: a function, a cast that is wanted of it, both; and its definition."""
+"""What the ops of `ops.norm_act` are asked for and what they give: a function, a cast that is wanted of it, both."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.quantize import quantize
-from narrowgauge.ops.quantize.pair import quantize_pair
 from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 
 Name = Literal["rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh"]
 KINDS: tuple[Name, ...] = get_args(Name)
+Statistics = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -60,35 +59,23 @@ Requests = Sequence[CastRequest | None]
 
 @dataclass(frozen=True)
 class NormActSpec:
-    """What a kernel is chosen by: everything but the numbers.
+    """What a kernel is chosen by: everything but the numbers, and how many rows there are.
 
     dtypes   of the tensors
-    shape    of y
+    columns  of y
     casts    the casts that are wanted, with whether y.T is too
     """
 
     kind: Kind
     device: Device
     dtypes: tuple[torch.dtype, ...]
-    shape: tuple[int, int]
+    columns: int
     casts: tuple[tuple[Cast, bool], ...] = ()
+    is_empty: bool = False
 
     @classmethod
     def of(cls, kind: Kind, tensors: Sequence[Tensor], requests: Requests) -> NormActSpec:
         """tensors[0] [..., columns] in any number of axes."""
-        x = tensors[0]
-        return cls(
-            kind, device_of(*tensors), tuple(each.dtype for each in tensors), (x.numel() // x.shape[-1], x.shape[-1]),
-            tuple((each.cast, each.transposed) for each in requests if each is not None),
-        )  # fmt: skip
-
-
-def cast(y: Tensor, request: CastRequest | None) -> CastResult:
-    """The definition of the cast: y with what `quantize` gives of it."""
-    if request is None:
-        return CastResult(y)
-    if request.live is None:
-        plain, amax = quantize(y, request.cast), None
-    else:
-        plain, _, amax = quantize_pair(y, request.cast, amax_state=request.live, records=request.records, cols=False)
-    return CastResult(y, plain, quantize(y.T, request.cast, amax=amax) if request.transposed else None, amax)
+        casts = tuple((each.cast, each.transposed) for each in requests if each is not None)
+        dtypes = tuple(each.dtype for each in tensors)
+        return cls(kind, device_of(*tensors), dtypes, tensors[0].shape[-1], casts, tensors[0].numel() == 0)

@@ -1,4 +1,4 @@
-"""The ops of `ops.norm_act` on NVIDIA GPUs by Triton kernels (narrowgauge/ops/norm_act/triton_launch.py).
+"""The ops of `ops.norm_act` on NVIDIA GPUs by Triton kernels (triton_launch.py).
 
     tile            launches of forward                                   reads of x
     tensor, delayed values and cast, settle                               1; a norm a second time, out of the cache
@@ -12,40 +12,42 @@ of both orientations, norms of rows that do not stay in registers in their backw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, NormActSpec, Requests
+from narrowgauge.ops.norm_act.spec import NormActSpec
 from narrowgauge.ops.quantize import triton as quantizing
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Refusal, device_facts
-from narrowgauge.ops.triton import refuse as refuse_device
-from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
-from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
+from narrowgauge.ops.registry import Refusal
+from narrowgauge.ops.triton import refuse_tensors
+from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
 
 LONGEST_ROW = 8192  # of a norm, whose backward pass keeps rows and the sums for the weight in registers
-Statistics = tuple[Tensor, ...]
+
+
+def forward(*given: Any) -> Any:
+    """See `ops.norm_act`."""
+    from narrowgauge.ops.norm_act import triton_launch  # imports Triton
+
+    return triton_launch.forward(*given)
+
+
+def backward(*given: Any) -> Any:
+    """See `ops.norm_act`."""
+    from narrowgauge.ops.norm_act import triton_launch  # imports Triton
+
+    return triton_launch.backward(*given)
 
 
 def refuse(spec: NormActSpec) -> Refusal | None:
     """Why these kernels do not compute that, or None."""
-    refusal = refuse_device(spec.device.type, spec.device.capability)
-    if refusal is not None:
+    if (refusal := refuse_tensors(spec.device, spec.dtypes, spec.is_empty)) is not None:
         return refusal
-    if 0 in spec.shape:
-        return Refusal("shape", "there is nothing to compute")
-    for dtype in spec.dtypes:
-        if dtype not in quantizing.DTYPES:
-            return Refusal("dtype", f"reads float32, bfloat16 and float16, not {dtype}")
-    if spec.kind.is_norm and spec.shape[1] > LONGEST_ROW:
-        return Refusal("shape", f"norms rows of at most {LONGEST_ROW} elements, not {spec.shape[1]}")
+    if spec.kind.is_norm and spec.columns > LONGEST_ROW:
+        return Refusal("shape", f"norms rows of at most {LONGEST_ROW} elements, not {spec.columns}")
     for cast, transposed in spec.casts:
-        refusal = _refuse_cast(cast, transposed) or quantizing.refuse(
-            Spec(spec.device, spec.dtypes[0], spec.shape, cast)
-        )
+        plain = Spec(spec.device, spec.dtypes[0], (1, spec.columns), cast)
+        refusal = _refuse_cast(cast, transposed) or quantizing.refuse(plain)
         if refusal is not None:
             return refusal
     return None
@@ -60,62 +62,19 @@ def refuse_backward(spec: NormActSpec) -> Refusal | None:
 
 
 def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:
+    """Why a cast that `quantize` has a kernel for is not made in the pass that computes, or None."""
     if cast.rounding != "nearest":
         return Refusal("rounding", f"rounds to nearest, not {cast.rounding}")
-    if isinstance(cast.calibrate, ClippedRms | LearnedStep):
-        return Refusal("calibration", f"takes the largest magnitude, not {cast.calibrate}")
     if cast.format.codes_per_byte > 1:
         return Refusal("format", f"writes a byte per element, and two {cast.format} share one")
     if cast.scale.two_level:
         return Refusal("scale", f"knows the largest magnitude that {cast.scale} wants after a pass over all rows")
-    return _refuse_tile(cast, transposed)
-
-
-def _refuse_tile(cast: Cast, transposed: bool) -> Refusal | None:
-    reason = ""
-    if cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) and (cast.tile[0] != 1 or cast.tile[1] > 128):
-        reason = f"casts tensors, rows and pieces of rows, not tiles of {cast.tile}"
-    elif transposed and cast.tile == (1, WHOLE):
-        reason = "knows the maxima of columns after a pass over all rows"
-    elif transposed and WHOLE not in cast.tile:
-        reason = "pieces of columns as well as of rows do not stay in registers beside what computes them"
-    return Refusal("tile", reason) if reason else None
-
-
-def norm_cast(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:
-    """See `ops.norm_act`."""
-    return _kernels().norm_cast(kind, tensors, request, _constants(tensors[0], request))
-
-
-def act_cast(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:
-    """See `ops.norm_act`."""
-    return _kernels().act_cast(kind, tensors, request, _constants(tensors[0], request)), ()
-
-
-def norm_backward(
-    kind: Kind, tensors: Sequence[Tensor], statistics: Statistics, gy: Tensor, requests: Requests
-) -> tuple[list[CastResult], list[Tensor]]:
-    """See `ops.norm_act`."""
-    dx, of_parameters = _kernels().norm_backward(kind, tensors, statistics, gy)
-    return [CastResult(dx)], of_parameters
-
-
-def act_backward_cast(
-    kind: Kind, tensors: Sequence[Tensor], statistics: Statistics, gy: Tensor, requests: Requests
-) -> tuple[list[CastResult], list[Tensor]]:
-    """See `ops.norm_act`."""
-    constants = [_constants(tensors[0], each) for each in requests]
-    return _kernels().act_backward_cast(kind, tensors, gy, requests, constants), []
-
-
-def _kernels() -> Any:
-    """Imports Triton, and is therefore called when a kernel is wanted and not before."""
-    from narrowgauge.ops.norm_act import triton_launch
-
-    return triton_launch
-
-
-def _constants(x: Tensor, request: CastRequest | None) -> CastConstants | None:
-    if request is None:
+    if cast.tile == (WHOLE, WHOLE):
         return None
-    return constants_of(request.cast, device_facts(x.device.type, x.device.index).capability)
+    if cast.tile[0] != 1 or cast.tile[1] > 128:
+        return Refusal("tile", f"casts tensors, rows and pieces of rows, not tiles of {cast.tile}")
+    if not transposed:
+        return None
+    if cast.tile[1] == WHOLE:
+        return Refusal("tile", "knows the maxima of columns after a pass over all rows")
+    return Refusal("tile", "pieces of columns as well as of rows do not stay in registers beside what computes them")

@@ -11,59 +11,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.norm_act import triton_act_backward_cast, triton_act_cast, triton_norm_cast
-from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Name, Requests
-from narrowgauge.ops.norm_act.triton_store import BY_BLOCK, BY_ROW, DELAYED, NOTHING, Casting, Result
+from narrowgauge.ops.norm_act import triton_kernel
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Requests, Statistics
 from narrowgauge.ops.quantize import triton_launch as quantizing
 from narrowgauge.ops.quantize import triton_transpose
 from narrowgauge.ops.quantize.triton_launch import Output
-from narrowgauge.ops.triton.arguments import Matrix
-from narrowgauge.ops.triton.cast_constants import CastConstants
-from narrowgauge.ops.triton.launch import launch
+from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
+from narrowgauge.ops.triton.launch import Matrix, launch
 from narrowgauge.scaling import WHOLE
 
-ACTIVATIONS: dict[Name, int] = {
-    "swiglu": triton_act_cast.SWIGLU.value,
-    "gelu": triton_act_cast.GELU.value,
-    "gelu-tanh": triton_act_cast.GELU_TANH.value,
-}
 PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
 NORM_PARTS = 528
 TALL, WIDE = (32, 128), (4, 1024)  # a piece, with y.T and without
 WARPS = 8
 
 
-@dataclass
+@dataclass(frozen=True)
+class Casting:
+    """One constant of a kernel: how a result is cast, and in pieces of what size.
+
+    Its scale is "delayed", one of earlier steps, and `settle_both` follows; of each "row", by a pass over it ahead of the one that casts;
+    or of each "block" of y alone, since blocks of y.T too were tried and spilled. "": only its largest magnitude is found, if that.
+    """
+
+    C: CastConstants | None
+    scaling: str
+    block: int  # columns
+    rows: int
+    columns: int
+    parts: int  # places for maxima
+
+
+class Result(NamedTuple):
+    """What is written: y [rows, columns], codes of y and of y.T, scales, maxima [parts] int32, zero before; and a window's live [3]."""
+
+    y: Any
+    codes: Any
+    transposed: Any
+    scales: Any
+    maxima: Any
+    live: Any
+
+
 class _Target:
     """One result: y, the cast that is wanted of it, and what a kernel writes.
 
-    scaling  how the scale is found, see `triton_store`; NOTHING with a request: by the largest magnitude of y, in a second launch
+    scaling  as in `Casting`; "" with a request: by the largest magnitude of y, in a second launch
     """
 
-    y: Tensor
-    request: CastRequest | None
-    C: CastConstants | None
-    plain: Output | None = None
-    transposed: Output | None = None
-    maxima: Tensor | None = None
-    scaling: int = NOTHING.value
-
-    def __post_init__(self) -> None:
-        if self.request is None:
+    def __init__(self, y: Tensor, request: CastRequest | None) -> None:
+        self.y, self.request, self.scaling = y, request, ""
+        self.C: CastConstants | None = None
+        self.plain: Output | None = None
+        self.transposed: Output | None = None
+        self.maxima: Tensor | None = None
+        if request is None:
             return
-        cast, shape = self.request.cast, (self.y.shape[0], self.y.shape[1])
+        cast, (rows, columns) = request.cast, y.shape
+        self.C = constants_of(cast, device_facts(y.device.type, y.device.index).capability)
         if cast.tile == (WHOLE, WHOLE):
-            self.maxima = torch.zeros(PARTS, dtype=torch.int32, device=self.y.device)
-            if self.request.live is None:
+            self.maxima = torch.zeros(PARTS, dtype=torch.int32, device=y.device)
+            if request.live is None:
                 return
-        self.scaling = {(WHOLE, WHOLE): DELAYED, (1, WHOLE): BY_ROW}.get(cast.tile, BY_BLOCK).value
-        self.plain = Output(shape, cast, self.y.device)
-        self.transposed = Output((shape[1], shape[0]), cast, self.y.device) if self.request.transposed else None
+        self.scaling = {(WHOLE, WHOLE): "delayed", (1, WHOLE): "row"}.get(cast.tile, "block")
+        self.plain = Output((rows, columns), cast, y.device)
+        self.transposed = Output((columns, rows), cast, y.device) if request.transposed else None
 
     @property
     def result(self) -> Result:
@@ -73,113 +91,82 @@ class _Target:
         return Result(self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live)
 
     def casting(self, piece: tuple[int, int]) -> Casting:
-        block = self.request.cast.tile[1] if self.request is not None and self.scaling == BY_BLOCK.value else 1
+        block = self.request.cast.tile[1] if self.request is not None and self.scaling == "block" else 1
         return Casting(self.C, self.scaling, block, *piece, PARTS)
 
     def finished(self) -> CastResult:
         """With what follows the kernel: the state of a window, or the cast by the maximum that was found."""
-        request, C, y = self.request, self.C, self.y
+        y, request, C, plain, transposed, amax = self.y, self.request, self.C, self.plain, self.transposed, None
         if request is None or C is None:
             return CastResult(y)
-        if self.maxima is None:
-            assert self.plain is not None
-            return CastResult(y, self.plain.finished())
-        if request.live is not None:
-            return self._settled(request, C, request.live)
-        maxima = self.maxima.view(torch.float32)
-        if request.transposed:
-            return CastResult(y, *quantizing.both(y, request.cast, C, maxima, None, None))
-        return CastResult(y, quantizing.one(y, request.cast, C, maxima))
-
-    def _settled(self, request: CastRequest, C: CastConstants, live: Tensor) -> CastResult:
-        assert self.plain is not None and self.maxima is not None
-        state = quantizing.amax_state(live, self.maxima, self.plain.scale)
-        launch(
-            triton_transpose.settle_both, PARTS, Matrix.of(self.y), self.plain.codes,
-            self.transposed and self.transposed.codes, state, None, RECORDS=request.records, C=C, PARTS=PARTS, PROGRAMS=PARTS,
-            ROWS=TALL[0], COLUMNS=TALL[1], warps=WARPS,
-        )  # fmt: skip
-        if self.transposed is None:
-            return CastResult(self.y, self.plain.finished(), None, state.amax)
-        self.transposed.scale = self.plain.scale
-        return CastResult(self.y, self.plain.finished(), self.transposed.finished(), state.amax)
+        if plain is None:
+            assert self.maxima is not None
+            maxima = self.maxima.view(torch.float32)
+            if request.transposed:
+                return CastResult(y, *quantizing.both(y, request.cast, C, maxima, None, None))
+            return CastResult(y, quantizing.one(y, request.cast, C, maxima))
+        if self.maxima is not None and request.live is not None:
+            state = quantizing.amax_state(request.live, self.maxima, plain.scale)
+            launch(
+                triton_transpose.settle_both, PARTS, Matrix.of(y), plain.codes, transposed and transposed.codes, state, None,
+                RECORDS=request.records, C=C, PARTS=PARTS, PROGRAMS=PARTS, ROWS=TALL[0], COLUMNS=TALL[1], warps=WARPS,
+            )  # fmt: skip
+            amax = state.amax
+            if transposed is not None:
+                transposed.scale = plain.scale
+        return CastResult(y, plain.finished(), None if transposed is None else transposed.finished(), amax)
 
 
-def norm_cast(
-    kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None, C: CastConstants | None
-) -> tuple[CastResult, tuple[Tensor, ...]]:
-    """y with its cast, and (r [rows]) of rms-norm, (mean [rows], r [rows]) of layer-norm."""
-    x, weight, *bias = (each.contiguous() for each in tensors)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if kind.name == "rms-norm" else x.dtype
-    target = _Target(torch.empty_like(x, dtype=dtype), request, C)
-    statistics = tuple(torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in tensors[1:])
+def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:
+    """See `ops.norm_act`."""
+    inputs = [each.contiguous() for each in tensors]
+    x = inputs[0]
+    promotes = kind.name in ("rms-norm", "swiglu")
+    dtype = torch.promote_types(x.dtype, inputs[1].dtype) if promotes else x.dtype
+    target = _Target(torch.empty_like(x, dtype=dtype), request)
+    wanted = kind.name == "layer-norm", kind.is_norm
+    mean, rate = (torch.empty(len(x), dtype=torch.float32, device=x.device) if each else None for each in wanted)
     piece = WIDE if target.transposed is None else TALL
+    whole_rows = kind.is_norm or target.scaling == "row"
+    across = 1 if whole_rows else -(-x.shape[1] // piece[1])
     launch(
-        triton_norm_cast.norm_cast, -(-len(x) // piece[0]), x, weight, bias[0] if bias else None, kind.eps, *_two(statistics),
-        target.result, *x.shape, H=target.casting(piece), warps=WARPS,
+        triton_kernel.forward, -(-len(x) // piece[0]) * across, tuple(inputs), (mean, rate), target.result,
+        kind.eps if kind.is_norm else None, *x.shape, FUNCTION=kind.name, H=target.casting(piece), warps=WARPS,
     )  # fmt: skip
-    return target.finished(), statistics
+    return target.finished(), (mean, rate)
 
 
-def act_cast(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None, C: CastConstants | None) -> CastResult:
-    """y with its cast."""
-    found = [each.contiguous() for each in tensors]
-    x = found[0]
-    dtype = torch.promote_types(x.dtype, found[1].dtype) if kind.name == "swiglu" else x.dtype
-    target = _Target(torch.empty_like(x, dtype=dtype), request, C)
-    piece = WIDE if target.transposed is None else TALL
-    across = 1 if target.scaling == BY_ROW.value else -(-x.shape[1] // piece[1])
-    launch(
-        triton_act_cast.act_cast, -(-len(x) // piece[0]) * across, x, found[1] if len(found) > 1 else None,
-        target.result, *x.shape, KIND=ACTIVATIONS[kind.name], H=target.casting(piece), warps=WARPS,
-    )  # fmt: skip
-    return target.finished()
-
-
-def act_backward_cast(
-    kind: Kind,
-    tensors: Sequence[Tensor],
-    gy: Tensor,
-    requests: Requests,
-    constants: Sequence[CastConstants | None],
-) -> list[CastResult]:
-    """The gradients of g and u, or of x, with their casts."""
-    found = [each.contiguous() for each in tensors]
-    wanted = zip(found, requests, constants, strict=True)
-    targets = [_Target(torch.empty_like(x), request, C) for x, request, C in wanted]
+def backward(
+    kind: Kind, tensors: Sequence[Tensor], statistics: Statistics, gy: Tensor, requests: Requests
+) -> tuple[list[CastResult], list[Tensor]]:
+    """See `ops.norm_act`."""
+    inputs, gy = tuple(each.contiguous() for each in tensors), gy.contiguous()
+    if kind.is_norm:
+        return _norm_backward(inputs, statistics, gy)
+    targets = [_Target(torch.empty_like(x), request) for x, request in zip(inputs, requests, strict=True)]
     piece = TALL if any(each.transposed is not None for each in targets) else WIDE
-    results, castings = [each.result for each in targets], [each.casting(piece) for each in targets]
+    castings = [each.casting(piece) for each in targets]
     rows, columns = gy.shape
     launch(
-        triton_act_backward_cast.act_backward_cast, -(-rows // piece[0]) * -(-columns // piece[1]), *_padded(found),
-        gy.contiguous(), *_padded(results), rows, columns, KIND=ACTIVATIONS[kind.name], H=castings[0], SECOND=castings[-1],
-        warps=WARPS,
+        triton_kernel.act_backward, -(-rows // piece[0]) * -(-columns // piece[1]), inputs, gy,
+        tuple(each.result for each in targets), rows, columns, FUNCTION=kind.name, FIRST=castings[0],
+        SECOND=castings[-1], warps=WARPS,
     )  # fmt: skip
-    return [target.finished() for target in targets]
+    return [target.finished() for target in targets], []
 
 
-def norm_backward(
-    kind: Kind, tensors: Sequence[Tensor], statistics: tuple[Tensor, ...], gy: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """The gradient of x, and those of w and b."""
-    x, weight, *_ = (each.contiguous() for each in tensors)
+def _norm_backward(
+    inputs: tuple[Tensor, ...], statistics: Statistics, gy: Tensor
+) -> tuple[list[CastResult], list[Tensor]]:
+    x = inputs[0]
     rows, columns = x.shape
     parts = min(NORM_PARTS, rows)
     dx = torch.empty_like(x)
-    sums = [torch.empty(parts, columns, dtype=torch.float32, device=x.device) for _ in tensors[1:]]
+    sums = tuple(torch.empty(parts, columns, dtype=torch.float32, device=x.device) for _ in inputs[1:])
     width = max(1 << (columns - 1).bit_length(), 128)
     warps = 4 if width < 2048 else 8 if width < 8192 else 16
     launch(
-        triton_norm_cast.norm_backward, parts, x, weight, gy.contiguous(), *_two(statistics), dx, *_padded(sums), rows, columns,
-        PARTS=parts, WIDTH=width, warps=warps,
+        triton_kernel.norm_backward, parts, inputs, statistics, gy, dx, sums, rows, columns, PARTS=parts, WIDTH=width,
+        warps=warps,
     )  # fmt: skip
-    return dx, [each.sum(0).to(w.dtype) for each, w in zip(sums, tensors[1:], strict=True)]
-
-
-def _two(statistics: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor]:
-    """(mean or None, r)."""
-    return (None, *statistics)[-2], statistics[-1]
-
-
-def _padded(one_or_two: Sequence[Any]) -> tuple[Any, Any]:
-    return one_or_two[0], one_or_two[1] if len(one_or_two) > 1 else None
+    return [CastResult(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, inputs[1:], strict=True)]

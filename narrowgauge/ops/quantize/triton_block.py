@@ -16,7 +16,7 @@ import triton.language as tl
 from narrowgauge.ops.quantize.triton_transpose import load_piece, place_of_program, store_codes
 from narrowgauge.ops.triton.elements import encode, magnitude_bits
 from narrowgauge.ops.triton.noise import uniform
-from narrowgauge.ops.triton.scales import divided, divisor, e4m3_scale_of, reciprocal_of, scale_of, shared_scale_of
+from narrowgauge.ops.triton.scales import divided, divisor, e4m3_scale_of, reciprocal_of, scale_of
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def cast_block(values, shared, key, first, second, length, C: tl.constexpr, A: t
     else:
         scale = scale_of(amax, C)
         by = divisor(scale, C)
-    if C.corrects and not C.multiplies:
+    if not C.interpreted and not C.multiplies:
         by = (
             _spread(by[0], A, B, ROWS, COLUMNS),
             _spread(by[1], A, B, ROWS, COLUMNS),
@@ -78,7 +78,7 @@ def cast_blocks(
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     shared = tl.zeros((1, 1), tl.float32)
     if C.two_level:
-        shared = shared_scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
+        shared = scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
         if tl.program_id(0) == 0:
             tl.store(shared_out, shared * C.headroom)
     SAME: tl.constexpr = A == B and not C.stochastic

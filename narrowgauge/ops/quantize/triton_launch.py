@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import triton_block, triton_row, triton_tensor, triton_transpose
-from narrowgauge.ops.triton.arguments import AmaxState, Matrix, Orientation
 from narrowgauge.ops.triton.cast_constants import CastConstants
-from narrowgauge.ops.triton.launch import launch
+from narrowgauge.ops.triton.launch import AmaxState, Matrix, Orientation, launch
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape

@@ -110,7 +110,7 @@ def cast_both(
 
 
 @triton.jit
-def _store_both(
+def store_both(
     values, scale, x, codes, transposed, row, column, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Casts values [ROWS, COLUMNS] to nearest by one scale and stores both orientations, or the one that is wanted."""
@@ -132,7 +132,7 @@ def both_delayed(
     in_use = tl.load(state.live + IN_USE)
     if in_use > 0:
         scale = scale_of(in_use.to(tl.int32, bitcast=True), C)
-        _store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)
+        store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -154,9 +154,9 @@ def settle_both(
         if PROGRAMS == 0:
             down, across = place_of_program(x.columns, COLUMNS)
             values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
-            _store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)
+            store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)
         else:
             width = tl.cdiv(x.columns, COLUMNS)
             for piece in range(program.to(tl.int64), tl.cdiv(x.rows, ROWS) * width, PROGRAMS):
                 values, row, column = load_piece(x, piece // width, piece % width, ROWS, COLUMNS)
-                _store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)
+                store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)

@@ -28,43 +28,11 @@ class Strided(NamedTuple):
 
 
 @triton.jit
-def _line(x, batch, token):
-    return x.data + batch * x.batch + token * x.token
-
-
-@triton.jit
-def _angles(of, batch, token, HALF: tl.constexpr, WIDTH: tl.constexpr):
-    """Both halves, float32 [WIDTH]."""
-    place = tl.arange(0, WIDTH)
-    line, inside = _line(of, batch, token), place < HALF
-    first = tl.load(line + place, mask=inside, other=0.0).to(tl.float32)
-    return first, tl.load(line + HALF + place, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _embed(
-    x, y, heads, cosines, sines, HALF: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """All heads of a token; x and y: (pointer to the first, elements between two), cosines and sines: of `_angles`."""
-    place = tl.arange(0, WIDTH)
-    c1, c2 = cosines
-    s1, s2 = sines
-    kind = y[0].dtype.element_ty
-    for start in range(0, heads, HEADS):
-        head = (start + tl.arange(0, HEADS)).to(tl.int64)
-        mask = (head < heads)[:, None] & (place < HALF)[None, :]
-        here = x[0] + head[:, None] * x[1] + place[None, :]
-        x1 = tl.load(here, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(here + HALF, mask=mask, other=0.0).to(tl.float32)
-        if INVERSE:
-            with_y1, with_y2 = x2 * s2[None, :], negated(x1 * s1[None, :])
-        else:
-            with_y1, with_y2 = negated(x2) * s1[None, :], x1 * s2[None, :]
-        y1 = (x1 * c1[None, :]).to(kind).to(tl.float32) + with_y1.to(kind).to(tl.float32)
-        y2 = (x2 * c2[None, :]).to(kind).to(tl.float32) + with_y2.to(kind).to(tl.float32)
-        there = y[0] + head[:, None] * y[1] + place[None, :]
-        tl.store(there, y1.to(kind), mask=mask)
-        tl.store(there + HALF, y2.to(kind), mask=mask)
+def _halves(x, batch, head, token, place, mask, HALF: tl.constexpr):
+    """Both halves of a head of the `Strided` x, float32 in the shape of mask."""
+    first = x.data + batch * x.batch + token * x.token + head * x.head + place
+    x1 = tl.load(first, mask=mask, other=0.0).to(tl.float32)
+    return x1, tl.load(first + HALF, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -75,8 +43,23 @@ def rotary(
     """inputs, outputs: (q, k), angles: (cos, sin), all `Strided`; heads: numbers of q's and k's. WIDTH: a power of two >= HALF."""
     program = tl.program_id(0).to(tl.int64)
     batch, token = program // tokens, program % tokens
-    cosines, sines = _angles(angles[0], batch, token, HALF, WIDTH), _angles(angles[1], batch, token, HALF, WIDTH)
+    place = tl.arange(0, WIDTH)[None, :]
+    inside = place < HALF
+    c1, c2 = _halves(angles[0], batch, 0, token, place, inside, HALF)
+    s1, s2 = _halves(angles[1], batch, 0, token, place, inside, HALF)
     for each in tl.static_range(2):
-        x, y = inputs[each], outputs[each]
-        given, written = (_line(x, batch, token), x.head), (_line(y, batch, token), y.head)
-        _embed(given, written, heads[each], cosines, sines, HALF, INVERSE, HEADS, WIDTH)
+        y = outputs[each]
+        kind = y.data.dtype.element_ty
+        for start in range(0, heads[each], HEADS):
+            head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+            mask = (head < heads[each]) & inside
+            x1, x2 = _halves(inputs[each], batch, head, token, place, mask, HALF)
+            if INVERSE:
+                with_y1, with_y2 = x2 * s2, negated(x1 * s1)
+            else:
+                with_y1, with_y2 = negated(x2) * s1, x1 * s2
+            y1 = (x1 * c1).to(kind).to(tl.float32) + with_y1.to(kind).to(tl.float32)
+            y2 = (x2 * c2).to(kind).to(tl.float32) + with_y2.to(kind).to(tl.float32)
+            first = y.data + batch * y.batch + token * y.token + head * y.head + place
+            tl.store(first, y1.to(kind), mask=mask)
+            tl.store(first + HALF, y2.to(kind), mask=mask)

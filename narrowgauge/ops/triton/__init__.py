@@ -4,8 +4,7 @@
     scales          from the largest magnitude of a tile to its scale, on the bits
     noise           the counter-based random numbers of `ops.random`
     cast_constants  what they are compiled with, worked out from a Cast
-    arguments       what they take together: a matrix, one orientation of a result, the state of a window
-    launch          starting one
+    launch          starting one, and what they take together: a matrix, one orientation of a result, the state of a window
 
 Nothing here imports Triton until a kernel is wanted; a module that holds kernels imports it at its top and is imported last.
 
@@ -19,15 +18,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 
 import torch
 
-from narrowgauge.ops.registry import Refusal, constant_while_compiling
+from narrowgauge.ops.registry import Device, Refusal, constant_while_compiling
 
 OLDEST = (3, 6)  # what torch 2.11, the oldest that is supported, comes with
 LEAST_CAPABILITY = (8, 0)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what kernels read
 FP8_CONVERSIONS = (8, 9)  # cvt.rn.satfinite.e4m3x2.f32 and its like; below, integer arithmetic
 EVERYWHERE = (3, 9)  # before, Triton has float32 pass through float16 on 8.9, which rounds twice
 
@@ -45,34 +46,41 @@ def refuse(device: str, capability: tuple[int, int]) -> Refusal | None:
     return Refusal("toolchain", unavailable()) if unavailable() else None
 
 
+def refuse_tensors(device: Device, dtypes: Iterable[torch.dtype], is_empty: bool) -> Refusal | None:
+    """As `refuse`, and why they do not read tensors of these types there, or have nothing to do."""
+    if (refusal := refuse(device.type, device.capability)) is not None:
+        return refusal
+    wrong = [dtype for dtype in dtypes if dtype not in DTYPES]
+    if wrong:
+        return Refusal("dtype", f"reads float32, bfloat16 and float16, not {wrong[0]}")
+    return Refusal("shape", "there is nothing to compute") if is_empty else None
+
+
 def has_conversions(capability: tuple[int, int]) -> bool:
     """Whether Triton compiles float32 -> FP8 for this compute capability to the one instruction, which rounds once."""
-    try:
-        everywhere = _numbers(metadata.version("triton")) >= EVERYWHERE
-    except metadata.PackageNotFoundError:
-        everywhere = False
-    return capability >= (FP8_CONVERSIONS if everywhere else (9, 0))
+    return capability >= (FP8_CONVERSIONS if _version() >= EVERYWHERE else (9, 0))
 
 
 @constant_while_compiling
 @cache
 def unavailable() -> str:
     """Why Triton cannot be used here, or ''. Does not import it."""
-    try:
-        version = metadata.version("triton")
-    except metadata.PackageNotFoundError:
+    if not _version():
         return "triton is not installed; torch's CUDA builds for Linux bring it"
-    if _numbers(version) < OLDEST:
-        return f"triton is {version}, needs {_dotted(OLDEST)}"
+    if _version() < OLDEST:
+        return f"triton is {metadata.version('triton')}, needs {_dotted(OLDEST)}"
     if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
         return "no C compiler is here, and triton builds what starts a kernel with one: install gcc, or name one in CC"
     return ""
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """(3, 6) of "3.6.0"."""
-    return tuple(int(part) for part in version.split(".")[:2])
+def _version() -> tuple[int, ...]:
+    """(3, 6) of "3.6.0"; () where it is not installed."""
+    try:
+        return tuple(int(part) for part in metadata.version("triton").split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return ()
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))

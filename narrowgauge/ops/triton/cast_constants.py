@@ -17,38 +17,27 @@ TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
 @dataclass(frozen=True)
 class CastConstants:
-    """One constant of a kernel. Frozen and of plain values: it is part of the name under which a binary is kept.
+    """One constant of a kernel. Frozen and of plain values: it is part of the name under which a binary is kept."""
 
-    exponent, mantissa, bias  of a float format; exponent 0: integers
-    bits, largest       of a code; the largest magnitude
-    has_nan             whether a NaN has a code
-    decoded             whether the decoded values are stored, in a float type, instead of codes
-    stochastic          rounding up with the probability of the fraction; else to nearest, ties to even
-    hardware            with the GPU's own conversions, where Triton compiles to them
-    interpreted         for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
-    power, carry        whether scales are powers of two; what is added to the bits of amax before its exponent is taken
-    log2, lowest_exponent   floor(log2 largest); log2 of the smallest scale, of two levels of the smallest of a tensor
-    headroom            what the scale is multiplied by before x is divided by it
-    two_level, ceils    whether scales are e4m3 numbers beside a float32 of the tensor; whether they are rounded up
-    """
-
-    exponent: int
+    exponent: int  # of a float format, as mantissa and bias; 0: integers
     mantissa: int
     bias: int
-    bits: int
-    largest: float
-    has_nan: bool
-    decoded: bool
-    stochastic: bool
-    hardware: bool
-    interpreted: bool
-    power: bool
-    carry: int
-    log2: int
-    lowest_exponent: int
-    headroom: float
-    two_level: bool = False
-    ceils: bool = False
+    bits: int  # of a code
+    largest: float  # magnitude
+    has_nan: bool  # whether a NaN has a code
+    decoded: bool  # whether the decoded values are stored, in a float type, instead of codes
+    stochastic: bool  # rounding up with the probability of the fraction; else to nearest, ties to even
+    hardware: bool  # with the GPU's own conversions, where Triton compiles to them
+    interpreted: (
+        bool  # for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
+    )
+    power: bool  # whether scales are powers of two
+    carry: int  # what is added to the bits of amax before its exponent is taken
+    log2: int  # floor(log2 largest)
+    lowest_exponent: int  # log2 of the smallest scale, of two levels of the smallest of a tensor
+    headroom: float  # what the scale is multiplied by before x is divided by it
+    two_level: bool  # whether scales are e4m3 numbers beside a float32 of the tensor
+    ceils: bool  # whether these are rounded up
 
     @property
     def packed(self) -> bool:
@@ -59,11 +48,6 @@ class CastConstants:
     def multiplies(self) -> bool:
         """Whether x is multiplied by the reciprocal of its scale: exact for powers of two, the rule for two levels."""
         return self.two_level or (self.power and self.headroom == 1)
-
-    @property
-    def corrects(self) -> bool:
-        """Whether it is divided by fused multiplications and a remainder."""
-        return not self.interpreted
 
 
 def refuse(cast: Cast) -> Refusal | None:
@@ -85,7 +69,6 @@ def refuse(cast: Cast) -> Refusal | None:
 def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False) -> CastConstants:
     """For a GPU of this compute capability; (0, 0): for the interpreter."""
     format = cast.format
-    is_float = isinstance(format, FloatFormat)
     return CastConstants(
         exponent=format.exponent if isinstance(format, FloatFormat) else 0,
         mantissa=format.mantissa if isinstance(format, FloatFormat) else 0,
@@ -95,7 +78,7 @@ def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False)
         has_nan=isinstance(format, FloatFormat) and format.has_nan,
         decoded=decoded,
         stochastic=cast.rounding == "stochastic",
-        hardware=is_float and format.bits == 8 and has_conversions(capability),
+        hardware=isinstance(format, FloatFormat) and format.bits == 8 and has_conversions(capability),
         interpreted=capability < LEAST_CAPABILITY,
         power=cast.scale.power_of_two,
         carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),

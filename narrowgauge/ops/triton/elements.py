@@ -29,12 +29,14 @@ def encode(y, noise, C: tl.constexpr):
 
     noise  float32 in [0, 1) where C.stochastic, else unused
     """
+    if C.stochastic and C.exponent > 0:
+        y = _round_stochastically(y, noise, C)
     if C.exponent == 0:
         codes = _encode_integer(y, noise, C)
+    elif C.hardware:
+        codes = y.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        if C.stochastic:
-            y = _round_stochastically(y, noise, C)
-        codes = _encode_in_hardware(y, C) if C.hardware else _encode_float(y, C)
+        codes = _encode_float(y, C)
     return _decode(codes, C) if C.decoded else codes
 
 
@@ -63,11 +65,6 @@ def _encode_integer(y, noise, C: tl.constexpr):
     # Of 1.5 * 2^23 + y the low bits are y rounded to nearest, ties to even.
     whole = (clipped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return tl.where(y == y, whole, 0).to(tl.uint8)  # NaN has no code; the scale of the tile carries it
-
-
-@triton.jit
-def _encode_in_hardware(y, C: tl.constexpr):
-    return y.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

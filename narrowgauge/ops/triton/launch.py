@@ -1,9 +1,13 @@
-"""Starting a kernel: on the device of its tensors, and without contraction of products and sums."""
+"""Starting a kernel, and what kernels take together: one argument for a matrix, for what is written of it, for the state of a window.
+
+Triton takes named tuples apart when it compiles: each pointer and number keeps its own alignment, and what is None is not there at all,
+so a kernel asks `codes is not None` where a flag would say the same twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +15,42 @@ from torch import Tensor
 from narrowgauge.addresses import refuse_wrappers
 
 
+class Matrix(NamedTuple):
+    """data [rows, columns], rows `stride` elements apart, the elements of a row one after the other."""
+
+    data: Any
+    rows: Any
+    columns: Any
+    stride: Any
+
+    @classmethod
+    def of(cls, x: Tensor) -> Matrix:
+        return cls(x, x.shape[0], x.shape[1], x.stride(0))
+
+
+class Orientation(NamedTuple):
+    """What is written of a matrix, or of its transpose, in that one's row-major order; None where it is not wanted."""
+
+    codes: Any = None  # uint8, or decoded values
+    scales: Any = None  # float32
+    maxima: Any = None  # int32, bits of the largest magnitudes by which it is cast, where they are known before
+    key: Any = None  # int64 [2] of the noise
+
+
+class AmaxState(NamedTuple):
+    """Delayed scaling: the window's live [3], maxima [PARTS] int32 of this tensor, and [1] float32 each of the amax and scale in use."""
+
+    live: Any
+    maxima: Any
+    amax: Any
+    scale: Any
+
+
 def launch(kernel: Any, programs: int, *arguments: Any, warps: int, **constants: Any) -> None:
-    """Runs `kernel` by so many programs of so many warps; nothing where there are none."""
+    """Runs `kernel` by so many programs of so many warps, on the device of its tensors; nothing where there are none.
+
+    Without contraction of products and sums.
+    """
     if programs == 0:
         return
     tensors = list(_tensors(arguments))

@@ -21,10 +21,3 @@ def uniform(key, row, length, column):
     index = (row.to(tl.uint32) * tl.cast(length, tl.uint32) + low) + column.to(tl.uint32)
     bits = mix(mix(index) ^ high)
     return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-
-
-@triton.jit
-def fill(out, key, count, BLOCK: tl.constexpr):
-    """out [count] float32 = the noise of the key."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + index, uniform(key, index, 1, tl.zeros_like(index)), mask=index < count)

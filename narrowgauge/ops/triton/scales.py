@@ -6,7 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def scale_of(amax_bits, C: tl.constexpr):
-    """The bits of amax as int32, any shape -> scales float32: 1 where amax is zero or subnormal, NaN where it is not finite."""
+    """The bits of amax as int32, any shape -> scales float32: 1 where amax is zero or subnormal, NaN where it is not finite.
+
+    Of two levels that of the tensor, which the e4m3 scales of its tiles multiply, before headroom.
+    """
     if C.power:
         bits = tl.minimum(amax_bits, 0x7F7FFFFF) + C.carry
         exponent = (bits & 0x7F800000) - (C.log2 << 23)
@@ -14,23 +17,15 @@ def scale_of(amax_bits, C: tl.constexpr):
         scale = tl.maximum(exponent, (C.lowest_exponent + 127) << 23).to(tl.float32, bitcast=True)
     else:
         amax = amax_bits.to(tl.float32, bitcast=True)
-        scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + C.largest), 2.0**C.lowest_exponent)
-    scale = tl.where(amax_bits < 0x00800000, 1.0, scale)
-    return tl.where((amax_bits & 0x7FFFFFFF) < 0x7F800000, scale, float("nan"))
-
-
-@triton.jit
-def shared_scale_of(amax_bits, C: tl.constexpr):
-    """The bits of the tensor's amax as int32 -> the float32 that the e4m3 scales of its tiles multiply, before headroom."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + 448.0 * C.largest), 2.0**C.lowest_exponent)
+        largest = 448.0 * C.largest if C.two_level else C.largest
+        scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + largest), 2.0**C.lowest_exponent)
     scale = tl.where(amax_bits < 0x00800000, 1.0, scale)
     return tl.where((amax_bits & 0x7FFFFFFF) < 0x7F800000, scale, float("nan"))
 
 
 @triton.jit
 def e4m3_scale_of(amax_bits, shared, C: tl.constexpr):
-    """The bits of amax as int32, any shape, and `shared_scale_of` the tensor -> scales float32 that e4m3 holds."""
+    """The bits of amax as int32, any shape, and `scale_of` the tensor -> scales float32 that e4m3 holds."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     wanted = tl.div_rn(amax, tl.zeros_like(amax) + C.largest)
     wanted = tl.where(wanted < 2.0**-126, 0.0, wanted)  # or rounding up would make 2^-9 of what is left
@@ -62,7 +57,7 @@ def divisor(scale, C: tl.constexpr):
     if C.multiplies:
         reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         by = (tl.where(scale == scale, reciprocal, float("nan")),)
-    elif C.corrects:
+    elif not C.interpreted:
         # scale = mantissa * power with a mantissa in [1, 2), NaN for NaN
         scale = scale * C.headroom
         bits = scale.to(tl.int32, bitcast=True)
@@ -79,14 +74,14 @@ def divisor(scale, C: tl.constexpr):
 def divided(x, by, C: tl.constexpr):
     """x over its scale, correctly rounded. x float32; the parts of `by` from `divisor` are broadcastable to it.
 
-    With C.corrects by two steps of Markstein's division, one multiplication and four fused ones where div.rn takes a dozen and a
+    On a GPU by two steps of Markstein's division, one multiplication and four fused ones where div.rn takes a dozen and a
     branch: a quotient within one unit, and then its remainder, which fma leaves exact, times the correctly rounded reciprocal of the
     mantissa. Powers of two are taken out first, so that no remainder is subnormal unless the quotient is, and such a quotient
     rounds to zero.
     """
     if C.multiplies:
         y = x * by[0]
-    elif C.corrects:
+    elif not C.interpreted:
         shifted = x * by[0]
         negative = -by[1]
         first = shifted * by[2]

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton import jit
+from triton import language as tl
 
 import narrowgauge as ng
 from narrowgauge.formats import E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, INT4, INT4X2, INT8
@@ -38,9 +40,9 @@ from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device, Kernel
-from narrowgauge.ops.triton import noise
 from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.ops.triton.launch import launch
+from narrowgauge.ops.triton.noise import uniform
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
@@ -210,8 +212,8 @@ def compare_layers(recipe: str, kernel: object, exact: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
         found.append(train_layers(recipe))
-        for module in (triton, encoding):
-            patch.setattr(module, "refuse_device", lambda *device: None)
+        patch.setattr(triton, "refuse_device", lambda *device: None)
+        patch.setattr(encoding, "refuse_tensors", lambda *given: None)
         for module in (triton_launch, encoding):
             patch.setattr(
                 module, "launch", lambda kernel, *call, **o: launches.append(kernel) or whole(kernel, *call, **o)
@@ -239,9 +241,16 @@ def compare_rotated(order: int, dtype: torch.dtype) -> None:
             assert_same(mine, theirs, at=name)
 
 
+@jit
+def fill(out, key, count, BLOCK: tl.constexpr):
+    """out [count] float32 = the noise of the key."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + index, uniform(key, index, 1, tl.zeros_like(index)), mask=index < count)
+
+
 def compare_noise() -> None:
     out = torch.empty(3000)
-    launch(noise.fill, 3, out, words(KEY), 3000, BLOCK=1024, warps=4)
+    launch(fill, 3, out, words(KEY), 3000, BLOCK=1024, warps=4)
     assert_same(out, KEY.uniform((3000,)))
 
 

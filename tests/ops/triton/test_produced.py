@@ -10,6 +10,7 @@ import torch
 
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, Kind
+from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import POW2
 from tests.ops.triton.compiling import TARGETS, Compiled, compiled
@@ -17,7 +18,6 @@ from tests.ops.triton.compiling import TARGETS, Compiled, compiled
 from narrowgauge.ops.triton import has_conversions  # isort: skip
 from narrowgauge.ops.norm_act import triton_launch  # isort: skip
 from narrowgauge.ops.quantize import triton_launch as quantizing  # isort: skip
-from narrowgauge.ops.triton.cast_constants import constants_of  # isort: skip
 
 CASTS = {
     "tensor": Cast(format=E4M3),
@@ -27,7 +27,7 @@ CASTS = {
     "e5m2": Cast(format=E5M2),
 }
 DELAYED = ("tensor", "e5m2")
-CASTING = ("norm_cast", "act_cast", "act_backward_cast", "settle_both")
+CASTING = ("forward", "act_backward", "settle_both")
 # function, cast, whether of the gradient, sm
 QUICK = [
     ("rms-norm", "tensor", False, 90),
@@ -57,19 +57,19 @@ def kernels(name: str, cast: str, of_gradient: bool, sm: int, dtype: torch.dtype
     tensors = [x, *([x] * (name == "swiglu")), *parameters]
     live = torch.zeros(3) if cast in DELAYED else None
     turned = cast in DELAYED or of_gradient
-    order, constants = CastRequest(CASTS[cast], live, True, turned), constants_of(CASTS[cast], TARGETS[sm])
-    rates = tuple(torch.empty(512) for _ in parameters)
+    order = CastRequest(CASTS[cast], live, True, turned)
+    statistics = (torch.empty(512) if name == "layer-norm" else None, torch.empty(512) if kind.is_norm else None)
 
     def call() -> None:
         if not of_gradient:
-            getattr(triton_launch, "norm_cast" if kind.is_norm else "act_cast")(kind, tensors, order, constants)
-        elif kind.is_norm:
-            triton_launch.norm_backward(kind, tensors, rates, x)
+            triton_launch.forward(kind, tensors, order)
         else:
-            count = 2 if name == "swiglu" else 1
-            triton_launch.act_backward_cast(kind, tensors, x, [order] * count, [constants] * count)
+            orders = [None] if kind.is_norm else [order] * len(tensors)
+            triton_launch.backward(kind, tensors, statistics, x, orders)
 
-    return list(compiled([triton_launch, quantizing], sm, call).values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_launch, "device_facts", lambda *device: Device("cuda", TARGETS[sm]))
+        return list(compiled([triton_launch, quantizing], sm, call).values())
 
 
 def check(name: str, cast: str, of_gradient: bool, sm: int) -> None:

@@ -1,0 +1,29 @@
+"""The compiled kernels of the CPU (ops/cpp/int4.py) with the functions of the definition."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from narrowgauge.formats import Format
+from narrowgauge.ops.cpp import int4
+from narrowgauge.ops.hadamard import definition
+
+
+def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
+    return int4.turn(x, -(-x.shape[1] // block) * block, x.shape[1], block, signs, None, inverse=False)
+
+
+def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
+    return int4.turn(y, y.shape[1], inner, block, signs, bits, inverse=True)
+
+
+def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
+    if y.numel() == 0:  # its scale may be empty too
+        return definition.encode(y, scale, format, packed, bits)
+    two = packed and format.codes_per_byte == 2
+    codes, pairs, inside = int4.encode(y, float(scale), format.max, two, bits)
+    return codes, format.pack(codes) if packed and not two else pairs, inside
+
+
+def decode(packed: Tensor, format: Format, length: int) -> Tensor:
+    return int4.decode(packed, length) if format.codes_per_byte == 2 else format.unpack(packed, length)

@@ -1,0 +1,267 @@
+"""Kernels of `ops.norm_act`. A program takes ROWS rows and COLUMNS columns at a time, a `Piece`.
+
+forward         a norm, and an activation with a scale per row: a program takes ROWS whole rows, with a pass for the mean (layer-norm),
+                one for the mean square (norms), one for the maxima (a scale per row), and one for the values and their cast; the later
+                passes read out of the cache. Other activations: a program takes one piece
+act_backward    a program takes one piece; of swiglu two results come from one read of g, u and h
+norm_backward   rows in registers, sums for weight and bias over all rows that a program takes, which the caller adds up in a
+                fixed order: PARTS each
+
+A piece of a result is rounded, stored, and cast as H says, a `triton_launch.Casting`; the codes of y.T are transposed through shared
+memory. out: a `triton_launch.Result`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowgauge.ops.quantize.triton_block import cast_block, store_block
+from narrowgauge.ops.quantize.triton_tensor import IN_USE
+from narrowgauge.ops.quantize.triton_transpose import place_of_program, store_both
+from narrowgauge.ops.triton.elements import magnitude_bits
+from narrowgauge.ops.triton.scales import scale_of
+
+
+class Piece(NamedTuple):
+    """Where a program is in y [rows, columns]."""
+
+    rows: Any
+    columns: Any
+    down: Any  # number of the piece from above
+    across: Any  # and from the left
+    start: Any  # int64 of its first element
+    place: Any  # int32 [ROWS, COLUMNS] from there: 64 bits for every element would fill the registers
+    row: Any  # int64 [ROWS]
+    column: Any  # int64 [COLUMNS]
+    inside: Any  # [COLUMNS]
+    mask: Any  # [ROWS, COLUMNS]
+
+
+@triton.jit
+def _piece_at(rows, columns, down, first, H: tl.constexpr):
+    """The piece in line `down` whose first column is `first`."""
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    row = down * ROWS + tl.arange(0, ROWS)
+    column = first + tl.arange(0, COLUMNS).to(tl.int64)
+    place = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
+    inside = column < columns
+    mask = (row < rows)[:, None] & inside[None, :]
+    start = down * ROWS * columns + first
+    return Piece(rows, columns, down, first // COLUMNS, start, place, row, column, inside, mask)
+
+
+@triton.jit
+def _piece_of_program(rows, columns, H: tl.constexpr):
+    """The one that is this program's, where each has one."""
+    COLUMNS: tl.constexpr = H.columns
+    down, across = place_of_program(columns, COLUMNS)
+    return _piece_at(rows, columns, down, across * COLUMNS, H)
+
+
+@triton.jit
+def _rounded(values, y, mask):
+    """As y keeps them, zero outside, in its type: 16 bits take half the registers until they are cast."""
+    return tl.where(mask, values, 0.0).to(y.dtype.element_ty)
+
+
+@triton.jit
+def _known_scale(out, H: tl.constexpr):
+    """[1, 1] of earlier steps; 1 where the scale is found later or not at all."""
+    C: tl.constexpr = H.C
+    scale = tl.full((1, 1), 1.0, tl.float32)
+    if H.scaling == "delayed":
+        scale = scale_of(tl.load(out.live + IN_USE + tl.zeros((1, 1), tl.int32)).to(tl.int32, bitcast=True), C)
+    return scale
+
+
+@triton.jit
+def _store_values(values, scale, out, at, H: tl.constexpr):
+    """Stores the values of the `Piece` at, rounded already, and their codes by `scale`, or by those of its blocks."""
+    C: tl.constexpr = H.C
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    tl.store(out.y + at.start + at.place, values, mask=at.mask)
+    if H.scaling == "delayed" or H.scaling == "row":
+        store_both(values, scale, at, out.codes, out.transposed, at.row, at.column, C, ROWS, COLUMNS)
+    if H.scaling == "block":
+        BLOCK: tl.constexpr = H.block
+        found, scales = cast_block(values, None, None, at.row[:, None], at.column[None, :], at.columns, C, 1, BLOCK)
+        across = tl.cast(at.across, tl.int32)  # in 64 bits it takes registers, and pieces are few across
+        store_block(found, scales, out, at.down, across, at.rows, at.columns, C, 1, BLOCK)
+
+
+@triton.jit
+def _store_maximum(greatest, out, H: tl.constexpr):
+    """The largest of greatest [ROWS, COLUMNS] int32, which programs share places for."""
+    tl.atomic_max(out.maxima + tl.program_id(0) % H.parts, tl.max(tl.max(greatest, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _store_piece(values, out, at, H: tl.constexpr):
+    """Values float32 [ROWS, COLUMNS] of the `Piece` at, rounded, with their cast; not by row."""
+    values = _rounded(values, out.y, at.mask)
+    if out.maxima is not None:
+        _store_maximum(magnitude_bits(values), out, H)
+    _store_values(values, _known_scale(out, H), out, at, H)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _normal(x):
+    """The normal distribution."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _tanh_gate(x):
+    """(1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    return _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _value(inputs, mean, rate, at, FUNCTION: tl.constexpr):
+    """y float32 [ROWS, COLUMNS] of the `Piece` at; mean, rate [ROWS]."""
+    raw = tl.load(inputs[0] + at.start + at.place, mask=at.mask, other=0.0)
+    x = raw.to(tl.float32)
+    if FUNCTION == "rms-norm":
+        weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
+        y = (x * rate[:, None]).to(raw.dtype).to(tl.float32) * weight[None, :]
+    elif FUNCTION == "layer-norm":
+        weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
+        bias = tl.load(inputs[2] + at.column, mask=at.inside, other=0.0).to(tl.float32)
+        y = (x - mean[:, None]) * rate[:, None] * weight[None, :] + bias[None, :]
+    elif FUNCTION == "swiglu":
+        up = tl.load(inputs[1] + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
+        y = (x * _sigmoid(x)).to(raw.dtype).to(tl.float32) * up
+    elif FUNCTION == "gelu":
+        y = x * _normal(x)
+    else:
+        y = x * _tanh_gate(x)
+    return y
+
+
+@triton.jit
+def _row_mean(x, center, rows, columns, H: tl.constexpr, SQUARES: tl.constexpr):
+    """The mean of each row of x, or of (x - center)^2, [ROWS]."""
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, columns, COLUMNS):
+        at = _piece_at(rows, columns, tl.program_id(0).to(tl.int64), first, H)
+        values = tl.load(x + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
+        if SQUARES:
+            away = tl.where(at.mask, values - center[:, None], 0.0)
+            values = away * away
+        sums += values
+    return tl.sum(sums, axis=1) / columns
+
+
+@triton.jit
+def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, H: tl.constexpr):
+    """All pieces of the rows that are this program's, rounded, with their cast."""
+    ROWS: tl.constexpr = H.rows
+    COLUMNS: tl.constexpr = H.columns
+    C: tl.constexpr = H.C
+    down = tl.program_id(0).to(tl.int64)
+    scale = _known_scale(out, H)
+    if H.scaling == "row":
+        largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+        for first in range(0, columns, COLUMNS):
+            at = _piece_at(rows, columns, down, first, H)
+            values = _rounded(_value(inputs, mean, rate, at, FUNCTION), out.y, at.mask)
+            largest = tl.maximum(largest, magnitude_bits(values))
+        row = down * ROWS + tl.arange(0, ROWS)
+        of_rows = scale_of(tl.max(largest, axis=1), C)
+        tl.store(out.scales + row, of_rows, mask=row < rows)
+        scale = of_rows[:, None]
+    greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for first in range(0, tl.cast(columns, tl.int64), COLUMNS):
+        at = _piece_at(rows, columns, down, first, H)
+        values = _rounded(_value(inputs, mean, rate, at, FUNCTION), out.y, at.mask)
+        if out.maxima is not None:
+            greatest = tl.maximum(greatest, magnitude_bits(values))
+        _store_values(values, scale, out, at, H)
+    if out.maxima is not None:
+        _store_maximum(greatest, out, H)
+
+
+@triton.jit
+def forward(inputs, statistics, out, eps, rows, columns, FUNCTION: tl.constexpr, H: tl.constexpr):
+    """inputs: the tensors. Of norms, which have an eps, the statistics (mean or None, r), [rows] float32, are written."""
+    ROWS: tl.constexpr = H.rows
+    IS_NORM: tl.constexpr = statistics[1] is not None
+    mean = tl.zeros((ROWS,), tl.float32)
+    rate = mean
+    if IS_NORM:
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        if FUNCTION == "layer-norm":
+            mean = _row_mean(inputs[0], mean, rows, columns, H, False)
+            tl.store(statistics[0] + row, mean, mask=row < rows)
+        squares = _row_mean(inputs[0], mean, rows, columns, H, True)
+        rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(squares + eps))
+        tl.store(statistics[1] + row, rate, mask=row < rows)
+    if IS_NORM or H.scaling == "row":
+        _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION, H)
+    else:
+        at = _piece_of_program(rows, columns, H)
+        _store_piece(_value(inputs, mean, rate, at, FUNCTION), out, at, H)
+
+
+@triton.jit
+def act_backward(inputs, gy, outputs, rows, columns, FUNCTION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """The gradient of x -> outputs[0], cast as FIRST says; of swiglu, whose gate is x, that of u -> outputs[1], as SECOND says."""
+    at = _piece_of_program(rows, columns, FIRST)
+    here = at.start + at.place
+    x = tl.load(inputs[0] + here, mask=at.mask, other=0.0).to(tl.float32)
+    h = tl.load(gy + here, mask=at.mask, other=0.0).to(tl.float32)
+    if FUNCTION == "swiglu":
+        share = _sigmoid(x)
+        u = tl.load(inputs[1] + here, mask=at.mask, other=0.0).to(tl.float32)
+        _store_piece(h * u * (share * (1.0 + x * (1.0 - share))), outputs[0], at, FIRST)
+        _store_piece(h * (x * share), outputs[1], at, SECOND)
+    elif FUNCTION == "gelu":
+        slope = tl.exp(-0.5 * x * x) * 0.3989422804014327
+        _store_piece(h * (_normal(x) + x * slope), outputs[0], at, FIRST)
+    else:
+        share = _tanh_gate(x)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        _store_piece(h * (share + x * (share * (1.0 - share) * slope)), outputs[0], at, FIRST)
+
+
+@triton.jit
+def norm_backward(inputs, statistics, h, dx, sums, rows, columns, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """x, h, dx [rows, columns]; sums (for w, for b or None) [PARTS, columns] float32; WIDTH: a power of two of at least `columns`.
+
+    dx = r (w h - n mean(w h n) [- mean(w h)]),  n = (x - mean) r;  without a mean that is 0
+    """
+    x, weight = inputs[0], inputs[1]
+    means, rates = statistics
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH).to(tl.int64)
+    inside = column < columns
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    of_weight = tl.zeros((WIDTH,), tl.float32)
+    of_bias = of_weight
+    for row in range(part, rows, PARTS):
+        line = row * columns + column
+        rate = tl.load(rates + row)
+        mean = tl.load(means + row) if means is not None else 0.0
+        normal = (tl.load(x + line, mask=inside, other=0.0).to(tl.float32) - mean) * rate
+        normal = tl.where(inside, normal, 0.0)
+        gradient = tl.load(h + line, mask=inside, other=0.0).to(tl.float32)
+        of_weight += gradient * normal
+        inner = w * gradient
+        result = inner - normal * (tl.sum(inner * normal, axis=0) / columns)
+        if means is not None:
+            of_bias += gradient
+            result -= tl.sum(inner, axis=0) / columns
+        tl.store(dx + line, (result * rate).to(dx.dtype.element_ty), mask=inside)
+    tl.store(sums[0] + part * columns + column, of_weight, mask=inside)
+    if means is not None:
+        tl.store(sums[1] + part * columns + column, of_bias, mask=inside)
