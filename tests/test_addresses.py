@@ -172,7 +172,7 @@ def test_ops_compute_wrappers_by_torch_and_refuse_a_kernel_by_name(hide):
 def test_noise_under_a_mode_that_makes_tensors_fake():
     with FakeTensorMode():
         assert isinstance(random.draw((4, 4), torch.device("cpu")), FakeTensor)
-        assert isinstance(random.Key(1, 2).uniform((4, 4)), FakeTensor)
+        assert isinstance(random.Key((1, 2)).uniform((4, 4)), FakeTensor)
 
 
 def test_a_device_that_is_not_here_may_hold_fake_tensors():

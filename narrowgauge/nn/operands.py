@@ -26,7 +26,7 @@ from narrowgauge.recipe import Cast, Hadamard, Window
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import DeviceKey, Key
+    from narrowgauge.ops.random import Key
 
 Saved = tuple[Tensor | None, ...]
 
@@ -299,7 +299,7 @@ def _row_major(operand: QTensor | Tensor) -> QTensor | Tensor:
     )
 
 
-def _noise(shape: tuple[int, ...], device: torch.device) -> Tensor | Key | DeviceKey:
+def _noise(shape: tuple[int, ...], device: torch.device) -> Tensor | Key:
     from narrowgauge.ops.random import draw  # where casts round stochastically alone
 
     return draw(shape, device)

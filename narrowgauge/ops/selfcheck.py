@@ -3,7 +3,7 @@
 A kernel that was never run on a device, a layout that a library changed, a driver or a compiler that mistranslates: none of them raises an
 error, all of them give plausible numbers. So before a kernel is first taken on a device for a kind of call, it computes a sample there,
 and the definition computes the truth on the CPU. An op says what it compares by a `Check` (mm/selfcheck.py, quantize/selfcheck.py,
-hadamard/selfcheck.py, rotary, optim/backends.py), and `checked` (checked.py) gives a kernel that check. All the rest is here.
+hadamard/selfcheck.py, rotary, optim/backends.py), and the registry asks for it ahead of a kernel. All the rest is here.
 
 Once per process, device, kernel and kind of call; then a dictionary. Random numbers come from generators of their own, and nothing is
 recorded for autograd. Devices that are not here (`Device.index` None) are taken by their word. Tests examine every checked kernel of every
@@ -16,24 +16,16 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import BackendError, OutOfMemoryError
-from narrowgauge.ops.registry import Device, Kernel
+from narrowgauge.ops.registry import Kernel
 
-
-class OnDevice(Protocol):
-    """A spec, as far as an examination sees it."""
-
-    @property
-    def device(self) -> Device: ...
-
-
-Spec = TypeVar("Spec", bound=OnDevice)
+Spec = TypeVar("Spec")
 
 
 class Comparison(NamedTuple):
@@ -57,22 +49,15 @@ Compare = Callable[[Callable[..., Any], Any, torch.device], Iterable[Comparison 
 class Check(Generic[Spec]):
     """How kernels of an op are examined.
 
-    kind      what of a spec the numbers depend on; None: there is nothing to examine
+    kind      what of a spec the numbers depend on, as `compare` takes it; None: there is nothing to examine. Of ops whose kernels are
+              chosen while torch.compile traces, parts of the spec as they are, or numbers and strings
     compare   see above
     examples  the specs by which tests examine a kernel
-
-    Of ops whose kernels are chosen while torch.compile traces, where `kind` takes parts of the spec as they are:
-
-    constant  the kind as numbers and strings, for torch before 2.13, which takes no dataclass for a constant; None where these cannot
-              name it
-    resolve   the kind behind what `kind` or `constant` gave
     """
 
     kind: Callable[[Spec], tuple[Hashable, ...] | None]
     compare: Compare
     examples: Callable[[], Iterable[Spec]]
-    constant: Callable[[Spec], tuple[Hashable, ...] | None] | None = None
-    resolve: Callable[[Any], Hashable] = lambda kind: kind
 
 
 @dataclass(frozen=True)
@@ -99,10 +84,10 @@ def failure(
 
     A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
     """
-    key = (op, kernel.name, check.resolve(kind), device.index)
+    key = (op, kernel.name, kind, device.index)
     if key not in RESULTS:
         refuse_capture(op, kernel.name, device)
-        result = RESULTS[key] = examine(op, kernel.run, check, key[2], device)
+        result = RESULTS[key] = examine(op, kernel.run, check, kind, device)
         if result.reason is not None:
             warnings.warn(
                 f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {result.reason}",
@@ -139,6 +124,7 @@ def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable,
 
 
 def _first_failure(found: Iterable[Comparison | str], device: torch.device) -> tuple[float, str | None]:
+    """(largest error as a share of its bound, what is wrong as a clause or None)."""
     worst = 0.0
     for each in found:
         if isinstance(each, str):
@@ -155,7 +141,6 @@ def _first_failure(found: Iterable[Comparison | str], device: torch.device) -> t
 
 
 def _excess(of: Comparison, bound: Tensor | float, device: torch.device) -> tuple[float, str | None]:
-    """(largest error as a share of its bound, what is wrong as a clause or None)."""
     got, truth = of.got.detach().to("cpu").to(torch.float64), of.truth.to(torch.float64)
     if got.shape != truth.shape:
         return float("inf"), f"its {of.name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
@@ -171,27 +156,21 @@ def _excess(of: Comparison, bound: Tensor | float, device: torch.device) -> tupl
 
 def difference(name: str, got: Tensor, expected: Tensor, device: torch.device) -> str | None:
     """What differs in a bit between what a kernel computed and the truth, as a clause; a NaN is like every other. None: nothing."""
-    got = got.detach().to("cpu").contiguous()
-    expected = expected.detach().contiguous()
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return (
-            f"its {name} is {_form(got)} on {device}, not {_form(expected)}: "  # a change of the op that a kernel missed
-            "the kernel computes something else"
-        )
-    if got.numel() == 0:
-        return None
-    left, right = (_bits(x) for x in (got, expected))
+    got, expected = got.detach().to("cpu").contiguous(), expected.detach().contiguous()
+    if got.shape != expected.shape or got.dtype != expected.dtype:  # a change of the op that a kernel missed
+        forms = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (got, expected)]
+        return f"its {name} is {forms[0]} on {device}, not {forms[1]}: the kernel computes something else"
+    left, right = _bits(got), _bits(expected)
     differs = left != right
     if expected.dtype.is_floating_point:
         differs &= ~(got.to(torch.float32).isnan() & expected.to(torch.float32).isnan())
-    count = int(differs.sum())
-    if count == 0:
+    places = differs.nonzero()
+    if len(places) == 0:
         return None
-    place = [int(axis[0]) for axis in differs.nonzero(as_tuple=True)]
-    here = tuple(place)
+    place = places[0].tolist()
     return (
-        f"its {name} is wrong on {device} in {count} of {got.numel()} elements, first at {place}: "
-        f"bits {int(left[here]):#x} where the reference has {int(right[here]):#x}"
+        f"its {name} is wrong on {device} in {len(places)} of {got.numel()} elements, first at {place}: "
+        f"bits {int(left[tuple(place)]):#x} where the reference has {int(right[tuple(place)]):#x}"
     )
 
 
@@ -202,8 +181,11 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(integer).to(torch.int64) & ((1 << min(8 * x.element_size(), 63)) - 1)
 
 
-def _form(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+def spread_normal(rows: int, columns: int, spread: int, generator: torch.Generator) -> Tensor:
+    """Normal numbers [rows, columns], each 16 x 16 of them scaled by a power of two, 2**-spread to 2**spread, of their own."""
+    powers = torch.randint(-spread, spread + 1, (-(-rows // 16), -(-columns // 16)), generator=generator)
+    x = torch.randn(rows, columns, generator=generator)
+    return torch.ldexp(x, powers.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns])
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.registry import Choice, Device, Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
@@ -82,7 +81,7 @@ def _step_in_torch(tasks: Sequence[ParamStep], kept: dict[Any, Any]) -> None:
 
 KERNELS: Registry[Spec] = Registry("optim")
 KERNELS.register(
-    checked("optim", Kernel("triton", _refuse_triton, lambda tasks, kept: _step_by_triton(tasks, kept)), lambda: CHECK)
+    Kernel("triton", _refuse_triton, lambda tasks, kept: _step_by_triton(tasks, kept), check=lambda: CHECK)
 )
 KERNELS.register(Kernel("native", _refuse_native, lambda tasks, kept: binding.step(tasks)))
 KERNELS.register(Kernel("torch", lambda spec: None, _step_in_torch, by_torch=True))

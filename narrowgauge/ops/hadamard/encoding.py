@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import Format, IntFormat
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.hadamard import rotate, rotated_length
 from narrowgauge.ops.hadamard.codes import Codes, encode
 from narrowgauge.ops.hadamard.selfcheck import CHECK, Spec
@@ -73,7 +72,7 @@ def in_turn(
 
 
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
-KERNELS.register(checked("rotate_and_encode", Kernel("triton", refuse, in_triton), lambda: CHECK))
+KERNELS.register(Kernel("triton", refuse, in_triton, check=lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))
 
 

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.mm import cpp, cublas, definition, triton
-from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.mm.spec import MmSpec, refuse
 from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Gemm
@@ -43,18 +42,14 @@ def check_of_products() -> Check[MmSpec]:
 
 KERNELS: Registry[MmSpec] = Registry("mm")
 KERNELS.register(
-    checked("mm", Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True), check_of_products)
+    Kernel("native", refuse("native"), cublas.run_scaled, by_torch=True, check=check_of_products),
+    Kernel("native-block", refuse("native-block"), cublas.run_block, by_torch=True, check=check_of_products),
+    Kernel("native-mx", refuse("native-mx"), cublas.run_mx, by_torch=True, check=check_of_products),
+    Kernel("native-int8", refuse("native-int8"), cublas.run_int8, by_torch=True, check=check_of_products),
+    Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products),
+    Kernel("triton", triton.refuse, triton.run, check=check_of_products),
+    Kernel("reference", lambda spec: None, definition.run, by_torch=True),
 )
-KERNELS.register(
-    checked("mm", Kernel("native-block", cublas.refuse_block, cublas.run_block, by_torch=True), check_of_products)
-)
-KERNELS.register(checked("mm", Kernel("native-mx", cublas.refuse_mx, cublas.run_mx, by_torch=True), check_of_products))
-KERNELS.register(
-    checked("mm", Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True), check_of_products)
-)
-KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products))
-KERNELS.register(checked("mm", Kernel("triton", triton.refuse, triton.run), check_of_products))
-KERNELS.register(Kernel("reference", lambda spec: None, definition.run, by_torch=True))
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,17 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import refuse_wrappers
-from narrowgauge.formats import E4M3, E5M2
-from narrowgauge.ops.mm.cublas import empty_product, mx_kind, refuse_without_units
+from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.mm.spec import refuse as refuse_by_needs
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import unavailable
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
-from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
     from narrowgauge.ops.mm.triton_blocks import Blocks
 
-SHORTEST, LONGEST_STEP = (
-    64,
-    128,
-)  # a tile along the contracted axis; what the tensor cores sum before a scale multiplies it
-NOT_IN_BLOCKS = Refusal("operands", "needs two FP8 operands in tiles")
+LONGEST_STEP = 128  # what the tensor cores sum before a scale multiplies it
 
 
 @dataclass(frozen=True)
@@ -57,28 +51,15 @@ def shape_for(capability: tuple[int, int], rows: int) -> Shape:
 
 def refuse(spec: MmSpec) -> Refusal | None:
     """FP8 in tiles on compute capability 8.9 and above, with Triton installed."""
-    if any(
-        cast is None or cast.format not in (E4M3, E5M2) or WHOLE in cast.tile or mx_kind(cast) for cast in spec.casts
-    ):
-        return NOT_IN_BLOCKS
-    for cast in spec.casts:
-        if cast is not None and not _fits(cast):
-            return Refusal(
-                "tile", f"takes tiles of powers of two, {SHORTEST} or more along the contracted axis, not {cast.tile}"
-            )
-    if (refusal := refuse_without_units(spec)) is not None:
+    if (refusal := refuse_by_needs("triton")(spec)) is not None:
         return refusal
     return Refusal("toolchain", unavailable()) if unavailable() else None
 
 
-def _fits(cast: Cast) -> bool:
-    return not any(side & (side - 1) for side in cast.tile) and cast.tile[1] >= SHORTEST
-
-
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """fast_accumulate has no effect: sums leave the tensor core after 128 products or less. One rounding, to out_dtype."""
-    if (empty := empty_product(lhs, rhs, bias, out_dtype)) is not None:
-        return empty
+    if 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]):
+        return definition.run(lhs, rhs, bias, out_dtype, fast_accumulate)
     call = torch.ops.narrowgauge.block_mm if torch.compiler.is_compiling() else launch
     return call(
         lhs.data.contiguous(), lhs.scale.contiguous(), rhs.data.contiguous(), rhs.scale.contiguous(),
@@ -129,14 +110,7 @@ torch.library.define(
 torch.library.impl("narrowgauge::block_mm", "CUDA", launch)
 
 
-@torch.library.register_fake("narrowgauge::block_mm")
-def _shape_of_block_mm(
-    lhs: Tensor,
-    lhs_scale: Tensor,
-    rhs: Tensor,
-    rhs_scale: Tensor,
-    bias: Tensor | None,
-    tiles: list[int],
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=out_dtype)
+torch.library.register_fake(
+    "narrowgauge::block_mm",
+    lambda lhs, _, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1]),
+)

@@ -87,9 +87,7 @@ class _Target:
         if request.live is not None:
             return self._settled(request, C, request.live)
         maxima = self.maxima.view(torch.float32)
-        if request.transposed:
-            return CastResult(y, *quantizing.both(y, request.cast, C, maxima, None, None))
-        return CastResult(y, quantizing.one(y, request.cast, C, maxima))
+        return CastResult(y, *quantizing.cast_pair(y, request.cast, C, cols=request.transposed, amax=maxima))
 
     def _settled(self, request: CastRequest, C: CastConstants, live: Tensor) -> CastResult:
         assert self.plain is not None and self.maxima is not None

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.ops.quantize.triton_block import cast_block, store_block
-from narrowgauge.ops.quantize.triton_tensor import IN_USE
-from narrowgauge.ops.quantize.triton_transpose import store_codes
+from narrowgauge.ops.quantize.triton_transpose import IN_USE, store_codes
 from narrowgauge.ops.triton.cast_constants import CastConstants
 from narrowgauge.ops.triton.elements import encode, magnitude_bits
 from narrowgauge.ops.triton.scales import divided, divisor, scale_of
@@ -118,15 +117,13 @@ def _known_scale(out, H: tl.constexpr):
 def _store(values, scale, out, at, H: tl.constexpr):
     """Stores the values of the `Piece` at, rounded already, and their codes by `scale`, or by their own (BY_BLOCK)."""
     C: tl.constexpr = H.C
-    ROWS: tl.constexpr = H.rows
-    COLUMNS: tl.constexpr = H.columns
     tl.store(out.y + at.start + at.place, values, mask=at.mask)
     if H.scaling == DELAYED or H.scaling == BY_ROW:
         wide = values.to(tl.float32)
         found = encode(divided(wide, divisor(scale, C), C), wide, C)
-        store_codes(found, out.codes, at.row, at.column, at.rows, at.columns, C, ROWS, COLUMNS)
+        store_codes(found, out.codes, at.down, at.across, at.rows, at.columns, C)
         if out.transposed is not None:
-            store_codes(tl.trans(found), out.transposed, at.column, at.row, at.columns, at.rows, C, COLUMNS, ROWS)
+            store_codes(tl.trans(found), out.transposed, at.across, at.down, at.columns, at.rows, C)
     if H.scaling == BY_BLOCK:
         BLOCK: tl.constexpr = H.block
         found, scales = cast_block(values, None, None, at.row[:, None], at.column[None, :], at.columns, C, 1, BLOCK)

@@ -64,7 +64,7 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
     # x.T, as grad_weight may give it, has the noise of its own order: made contiguous, it is read in that.
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     scale = cast.scale(definition.calibrated_amax(x, cast), cast.format)
-    codes = cpp.round_stochastically(x, scale, cast.format.max, (noise.low, noise.high))
+    codes = cpp.round_stochastically(x, scale, cast.format.max, noise.words)  # type: ignore[arg-type]
     data = cast.format.pack(codes) if expand is None and cast.format.codes_per_byte > 1 else codes
     data = data if expand is None else data.to(expand)
     return QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], checked=True)

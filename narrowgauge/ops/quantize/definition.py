@@ -27,7 +27,7 @@ from narrowgauge.scaling import (
 )
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import DeviceKey, Key
+    from narrowgauge.ops.random import Key
 
 _SHRINK = 2.0**-100  # of numbers whose squares overflow: nothing that counts beside them vanishes
 
@@ -124,7 +124,7 @@ def quantize(
     x: Tensor,
     cast: Cast,
     amax: Tensor | None,
-    noise: Tensor | Key | DeviceKey | None,
+    noise: Tensor | Key | None,
     expand: torch.dtype | None,
 ) -> QTensor:
     """See `ops.quantize`; arguments are checked there."""

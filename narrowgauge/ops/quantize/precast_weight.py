@@ -19,19 +19,15 @@ after the weight has been written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.checked import checked
-from narrowgauge.ops.quantize import definition, selfcheck, tile_amax, triton
+from narrowgauge.ops.quantize import check_of, definition, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxBuffers, update_amax
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Kernel, Refusal, Registry, device_facts
-from narrowgauge.ops.selfcheck import Comparison
+from narrowgauge.ops.registry import Kernel, Refusal, Registry
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.validity import Key, validity
 from narrowgauge.qtensor import QTensor
@@ -160,7 +156,7 @@ def write(precast: PrecastWeight, weight: Tensor) -> None:
 Both = tuple[QTensor, QTensor, Tensor | None]
 
 
-def _in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
+def in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
     own = precast.maxima.amax().view(torch.float32).reshape(1, 1)
     cast, codes = precast.cast, precast.codes
     if amax_state is None or codes is None:
@@ -174,79 +170,13 @@ def _in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, recor
     return plain, QTensor(data=codes[1], scale=scale, cast=cast, inner=x.shape[0]), amax
 
 
-def _in_triton(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
-    from narrowgauge.ops.quantize import triton_launch
-
-    cast, codes = precast.cast, precast.codes
-    constants = cast_constants.constants_of(cast, device_facts(x.device.type, x.device.index).capability)
-    if amax_state is None or codes is None:
-        plain, turned = triton_launch.both(x, cast, constants, precast.maxima.view(torch.float32), None, None)
-        return plain, turned, None
-    assert precast.expected is not None
-    return triton_launch.stepped_delayed(
-        x, cast, constants, codes, precast.maxima, precast.expected, amax_state, records
-    )
-
-
 def _refuse(spec: Spec) -> Refusal | None:
     return refuse(spec.cast) or triton.refuse(spec)
 
 
-def check(run: Any, spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> Iterator[Comparison]:
-    """For the self-check: codes that serve, codes by an amax that is not in use, and a first step; the same bits as casting anew."""
-    if x.stride(1) != 1:
-        return  # a weight lies in memory row by row
-    delayed = isinstance(spec.cast.calibrate, Window)
-    for in_use, expected in ((3.0, 3.0), (3.0, 5.0), (3.0, 0.0), (0.0, 3.0)) if delayed else ((0.0, 0.0),):
-        precast = _sample(x.cpu(), spec.cast, expected, device)
-        live = None
-        if precast.window is not None:
-            precast.window.live.copy_(torch.tensor([in_use, 0.5, 0.0]))
-            live = precast.window.live
-        plain, turned, used = run(x, precast, live, True)
-        if live is None:
-            found = selfcheck.compare_both(plain, turned, spec, x)
-        else:
-            before = torch.tensor([in_use, 0.5, 0.0])
-            found = selfcheck.compare_delayed((plain, turned), used, live, before, spec, x, poisoned)
-        for each in found:
-            yield each._replace(name=f"{each.name}, in use {in_use} and expected {expected}")
-
-
-@dataclass
-class _Window:
-    """The buffers of a window."""
-
-    history: Tensor
-    live: Tensor
-    window: Window
-
-
-def _sample(x: Tensor, cast: Cast, expected: float, device: torch.device) -> PrecastWeight:
-    """What the step leaves of x, on the device."""
-    window = None
-    if isinstance(cast.calibrate, Window):
-        window = _Window(torch.zeros(cast.calibrate.length), torch.tensor([expected, 0.0, 0.0]), cast.calibrate)
-    precast = PrecastWeight.of(x, cast, window)
-    if window is not None:
-        assert precast.plain is not None and precast.turned is not None
-        precast.plain.view(torch.uint8).fill_(1)  # what is not written shall be the same everywhere
-        precast.turned.view(torch.uint8).fill_(1)
-    write(precast, x)
-
-    def moved(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(device)
-
-    there = None if window is None else replace(window, history=window.history.to(device), live=window.live.to(device))
-    return PrecastWeight(
-        cast=cast, window=there, maxima=precast.maxima.to(device),
-        plain=moved(precast.plain), turned=moved(precast.turned), expected=moved(precast.expected),
-    )  # fmt: skip
-
-
 KERNELS: Registry[Spec] = Registry("quantize_precast")
-KERNELS.register(checked("quantize_precast", Kernel("triton", _refuse, _in_triton), lambda: selfcheck.check(check)))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
+KERNELS.register(Kernel("triton", _refuse, triton.precast, check=check_of("quantize_precast")))
+KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))
 
 
 @torch.no_grad()

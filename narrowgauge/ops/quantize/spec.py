@@ -12,7 +12,7 @@ from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.recipe import Cast
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import DeviceKey, Key
+    from narrowgauge.ops.random import Key
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Spec:
         x: Tensor,
         cast: Cast,
         amax: Tensor | None = None,
-        noise: Tensor | Key | DeviceKey | None = None,
+        noise: Tensor | Key | None = None,
         expand: torch.dtype | None = None,
     ) -> Spec:
         given = noise if isinstance(noise, Tensor) else None

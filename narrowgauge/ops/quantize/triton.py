@@ -1,11 +1,12 @@
 """quantize on NVIDIA GPUs by Triton kernels: the reference's bits, in one or two launches.
 
-    tile            launches                              reads of x, and what else is on offer
-    tensor          maxima, cast                          2, the second from the cache where x fits; both orientations
-    tensor, delayed cast with maxima, settle              1; both orientations
-    row             one                                   1, a row longer than 8,192 elements 2, the second from the cache
-    blocks          one                                   1; both orientations
-    blocks, 2 level maxima, cast                          2, the second from the cache where x fits; both orientations
+    tile             launches                             reads of x; x.T comes with it where it is wanted
+    tensor           maxima, cast                         2, the second from the cache where x fits
+    tensor, delayed  cast with maxima, settle             1
+    row              one                                  1, of a row longer than 8,192 elements 2, the second from the cache
+    row, with x.T    maxima, cast                         2, as of a tensor
+    blocks           one                                  1
+    blocks, 2 level  maxima, cast                         2, as of a tensor
 
 Refused, with the reason: what torch.compile fuses itself, table formats, scales from a root mean square.
 """
@@ -25,8 +26,8 @@ from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE, scale_shape
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import DeviceKey, Key
-    from narrowgauge.ops.triton.cast_constants import CastConstants
+    from narrowgauge.ops.quantize.precast_weight import PrecastWeight
+    from narrowgauge.ops.random import Key
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_BLOCK = 128
@@ -63,56 +64,43 @@ def _refuse_tile(spec: Spec) -> Refusal | None:
     return Refusal("calibration", "takes the amax of a block from the block") if spec.amax else None
 
 
-def run(
-    x: Tensor,
-    cast: Cast,
-    amax: Tensor | None,
-    noise: Key | DeviceKey | None,
-    expand: torch.dtype | None,
-) -> QTensor:
+def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None) -> QTensor:
     """See `ops.quantize`."""
-    constants = _constants(x, cast, expand)
-    return _kernels().one(x.detach(), cast, constants, _spread(amax, x, cast), _words(noise, x), expand)
+    if amax is not None:
+        amax = amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
+    rows: QTensor = _launch("cast_pair", x, cast, amax=amax, keys=(_words(noise, x), None), expand=expand)[0]
+    return rows
 
 
 def pair(
-    x: Tensor,
-    cast: Cast,
-    amax_state: Tensor | None,
-    records: bool,
-    cols: bool,
-    noise: tuple[Key | DeviceKey | None, ...],
+    x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: tuple[Key | None, ...]
 ) -> tuple[QTensor, QTensor | None, Tensor | None]:
     """See `ops.quantize.quantize_pair`."""
-    kernels, constants, x = _kernels(), _constants(x, cast, None), x.detach()
     if amax_state is None:
-        return (*kernels.both(x, cast, constants, None, *(_words(each, x) for each in noise)), None)
-    if cols:
-        both: tuple[QTensor, QTensor, Tensor] = kernels.both_delayed(x, cast, constants, amax_state, records)
-        return both
-    rows, amax = kernels.delayed(x.contiguous(), cast, constants, amax_state, records, None)
-    return rows, None, amax
+        keys = tuple(_words(each, x) for each in noise)
+        return (*_launch("cast_pair", x, cast, cols=True, keys=keys), None)
+    return _launch("cast_delayed", x, cast, amax_state, records, cols)
 
 
-def _kernels() -> Any:
-    """Imports Triton, and is therefore called when a kernel is wanted and not before."""
+def precast(
+    x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool
+) -> tuple[QTensor, QTensor, Tensor | None]:
+    """See `ops.quantize.quantize_precast`."""
+    if amax_state is None or precast.codes is None:
+        return (*_launch("cast_pair", x, precast.cast, cols=True, amax=precast.maxima.view(torch.float32)), None)
+    given = (precast.codes, precast.maxima, precast.expected, amax_state, records)
+    return _launch("take_up_delayed", x, precast.cast, *given)
+
+
+def _launch(function: str, x: Tensor, cast: Cast, *given: Any, **named: Any) -> Any:
+    """A function of triton_launch, which is imported here: it imports Triton."""
     from narrowgauge.ops.quantize import triton_launch
-
-    return triton_launch
-
-
-def _constants(x: Tensor, cast: Cast, expand: torch.dtype | None) -> CastConstants:
     from narrowgauge.ops.triton.cast_constants import constants_of
 
     capability = device_facts(x.device.type, x.device.index).capability
-    return constants_of(cast, capability, expand is not None)
+    constants = constants_of(cast, capability, named.get("expand") is not None)
+    return getattr(triton_launch, function)(x.detach(), cast, constants, *given, **named)
 
 
-def _spread(amax: Tensor | None, x: Tensor, cast: Cast) -> Tensor | None:
-    if amax is None:
-        return None
-    return amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
-
-
-def _words(noise: Key | DeviceKey | None, x: Tensor) -> Tensor | None:
+def _words(noise: Key | None, x: Tensor) -> Tensor | None:
     return None if noise is None else noise.on_device(x.device)

@@ -59,10 +59,10 @@ def kernels(cast: str, way: str, sm: int, columns: int = 4096, dtype: torch.dtyp
     C = constants_of(how, TARGETS[sm])
     key = torch.zeros(2, dtype=torch.int64) if C.stochastic else None
     calls = {
-        "one": lambda: triton_launch.one(x, how, C, None, key),
-        "both": lambda: triton_launch.both(x, how, C, None, key, key),
-        "delayed": lambda: triton_launch.delayed(x, how, C, torch.zeros(3), True, None),
-        "both-delayed": lambda: triton_launch.both_delayed(x, how, C, torch.zeros(3), True),
+        "one": lambda: triton_launch.cast_pair(x, how, C, keys=(key, None)),
+        "both": lambda: triton_launch.cast_pair(x, how, C, cols=True, keys=(key, key)),
+        "delayed": lambda: triton_launch.cast_delayed(x, how, C, torch.zeros(3), True, False),
+        "both-delayed": lambda: triton_launch.cast_delayed(x, how, C, torch.zeros(3), True, True),
     }
     return list(compiled([triton_launch], sm, calls[way]).values())
 
@@ -129,7 +129,9 @@ def test_a_given_amax_and_decoded_values_compile(cast, scales):
     x, constants = torch.empty(512, 4096, dtype=torch.bfloat16), constants_of(CASTS[cast], TARGETS[90], True)
     amax = torch.ones(scales, 1)
     found = compiled(
-        [triton_launch], 90, lambda: triton_launch.one(x, CASTS[cast], constants, amax, None, torch.bfloat16)
+        [triton_launch],
+        90,
+        lambda: triton_launch.cast_pair(x, CASTS[cast], constants, amax=amax, expand=torch.bfloat16),
     )
     assert found and all(each.spills == 0 for each in found.values())
     assert any("neg.f32" in each.instructions() for each in found.values()), "0 - x, of Triton before 3.9, loses -0"

@@ -120,7 +120,7 @@ def test_what_takes_it_up_compiles_without_spills(sm):
     found = compiled(
         [triton_launch],
         sm,
-        lambda: triton_launch.stepped_delayed(
+        lambda: triton_launch.take_up_delayed(
             x, DELAYED, C, left.codes, left.maxima, left.expected, torch.zeros(3), True
         ),
     )["settle_both"]
