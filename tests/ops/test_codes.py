@@ -31,8 +31,8 @@ from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32
 from tests.compare import assert_same, sqnr_db
 
-needs_compiler = pytest.mark.skipif(bool(cpp.unavailable()), reason="needs a C++ compiler")
-needs_gemm = pytest.mark.skipif(bool(cpp.unavailable()) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler")
+needs_compiler = pytest.mark.skipif(bool(cpp.LIBRARY.missing), reason="needs a C++ compiler")
+needs_gemm = pytest.mark.skipif(bool(cpp.LIBRARY.missing) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler")
 SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (4, 8), (7, 33), (16, 64), (13, 130)]
 EDGES = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-42, 3.4e38, 7.0, 7.0000005, -7.0, 0.5, 1.5, -2.5]
 
@@ -235,13 +235,13 @@ def test_threads_change_nothing(monkeypatch):
 
 
 def test_without_a_compiler_the_reference_computes_and_says_why(monkeypatch):
-    monkeypatch.setattr(cpp, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
+    monkeypatch.setitem(vars(cpp.LIBRARY), "missing", "cpp: no C++ compiler 'g++' is here")
     x, step = torch.randn(3, 5), torch.ones(1, 1)
     assert_same(encode(x, step, INT4).codes, INT4.encode(x))
     assert_same(Key((1, 2)).uniform((9,)), random.reference(1, 2, (9,)))
     with pytest.raises(BackendError, match="codes: native-cpp refused: cpp: no C"):
         encode(x, step, INT4, backend="native-cpp")
-    monkeypatch.setattr(cast_kernel, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
+    monkeypatch.setitem(vars(cast_kernel.LIBRARY), "missing", "cpp: no C++ compiler 'g++' is here")
     assert_same(quantize(x, Cast(format=E4M3), expand=torch.float32).data, E4M3.round(x / (x.abs().max() / 448)))
     with pytest.raises(BackendError, match="quantize: native-cpp refused: cpp: no C"):
         quantize(x, Cast(format=E4M3), expand=torch.float32, backend="native-cpp")

@@ -67,7 +67,7 @@ INT8_UNITS = {"int8": "native-int8"}
 def test_which_kernel_computes_which_recipe(device, found, gemm):
     """4-bit integers run as INT8, gradients in two digits too; LUQ's powers of two and scales per contracted token do not."""
     integers: set[str] = set()
-    in_cpp = device == PLAIN_CPU and not int4.unavailable() and int4.has_gemm()
+    in_cpp = device == PLAIN_CPU and not int4.LIBRARY.missing and int4.has_gemm()
     if "int8" in found or in_cpp:
         integers = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
         integers |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())

@@ -18,13 +18,18 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
+from narrowgauge.ops.registry import Refusal
 from narrowgauge.storage import refuse_shared
 
 # No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
@@ -66,6 +71,50 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
         ) from error
 
 
+@dataclass(frozen=True, eq=False)
+class Library:
+    """The functions narrowgauge_NAME(first, last, ...) of C++ sources in this folder, each for rows of a result; built when first asked.
+
+    signatures  NAME -> the types of the arguments after the rows
+    """
+
+    sources: tuple[str, ...]
+    purpose: str
+    signatures: dict[str, tuple[Any, ...]]
+
+    @cached_property
+    def loaded(self) -> ctypes.CDLL:
+        found = library("narrowgauge.ops.cpp", self.sources, self.purpose, "use the reference, which is slower")
+        for name, arguments in self.signatures.items():
+            function = getattr(found, f"narrowgauge_{name}")
+            function.argtypes, function.restype = (ctypes.c_int64, ctypes.c_int64, *arguments), None
+        return found
+
+    @cached_property
+    def missing(self) -> str:
+        """Why there is no library here, or ''."""
+        try:
+            assert self.loaded is not None
+        except BackendError as error:
+            return str(error)
+        return ""
+
+    def refuse(self, device: str) -> Refusal | None:
+        """Why it cannot be called for tensors on a device of this type, or None."""
+        if torch.compiler.is_compiling():
+            return Refusal("compiling", "torch.compile cannot look into it")
+        if device != "cpu":
+            return Refusal("device", "for the CPU alone")
+        return Refusal("toolchain", self.missing) if self.missing else None
+
+    def call(self, name: str, rows: int, elements: int, *given: Any) -> None:
+        """NAME over all rows, on as many threads as the elements are worth. Tensors are given by their addresses."""
+        function = getattr(self.loaded, f"narrowgauge_{name}")
+        values = [address(each) if each is None or isinstance(each, Tensor) else each for each in given]
+        count = max(min(parts(elements), rows), 1)
+        in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))
+
+
 def _is_whole(path: Path) -> bool:
     """Whether a library has the bytes that it was built with."""
     try:
@@ -92,6 +141,9 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
 
     When it ends, by an error or Ctrl-C too, no thread is at work any more: the memory it writes to may be given away.
     """
+    if count == 1:
+        run(0)
+        return
     shares: list[Future[object]] = []
     try:
         shares += [_pool(count - 1).submit(run, k) for k in range(1, count)]
@@ -100,15 +152,6 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
         _wait_for(shares)
     for share in shares:
         share.result()
-
-
-def in_rows(rows: int, elements: int, call: Callable[[int, int], object]) -> None:
-    """call(first, last) over all rows, on as many threads as the elements are worth."""
-    count = max(min(parts(elements), rows), 1)
-    if count == 1:
-        call(0, rows)
-        return
-    in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
 
 
 def _wait_for(shares: list[Future[object]]) -> None:
@@ -135,24 +178,19 @@ if hasattr(os, "register_at_fork"):  # a forked process has the pools and none o
 def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tuple[Path | None, str]:
     """Compiles in `place` and renames, so that two processes may do it at once. Returns the library, or why there is none."""
     try:
-        return _built(compiler, texts, place, name)
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            code, built = Path(folder) / next(iter(texts)), Path(folder) / "kernel.so"
+            for file, source in texts.items():
+                (Path(folder) / file).write_text(source, encoding="utf-8")
+            for tuning in TUNINGS:
+                command = [compiler, *FLAGS, *tuning, str(code), "-o", str(built)]
+                found = subprocess.run(command, capture_output=True, encoding="utf-8")
+                if found.returncode == 0:
+                    target = place / f"{name}-{_digest(built.read_bytes())}.so"
+                    built.replace(target)
+                    return target, ""
     except OSError as error:
         return None, f"{error.strerror or error}: {place}"
-
-
-def _built(compiler: str, texts: dict[str, str], place: Path, name: str) -> tuple[Path | None, str]:
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        code, built = Path(folder) / next(iter(texts)), Path(folder) / "kernel.so"
-        for name, source in texts.items():
-            (Path(folder) / name).write_text(source, encoding="utf-8")
-        for tuning in TUNINGS:
-            found = subprocess.run(
-                [compiler, *FLAGS, *tuning, str(code), "-o", str(built)], capture_output=True, encoding="utf-8"
-            )
-            if found.returncode == 0:
-                target = place / f"{name}-{_digest(built.read_bytes())}.so"
-                built.replace(target)
-                return target, ""
     words = found.stderr.strip().splitlines()
     return None, words[0] if words else "no message"
 

@@ -70,8 +70,8 @@ void round_rows(const In* x, Out* out, int64_t first, int64_t last, int64_t stri
 
 // x_narrow: bfloat16, else float32. out_kind: 0 float32, 1 bfloat16, 2 int8 (of whole numbers).
 // Rows of x lie `stride` elements apart, those of out `columns`.
-extern "C" void narrowgauge_round_nearest(const void* x, int32_t x_narrow, void* out, int32_t out_kind, int64_t first,
-                                          int64_t last, int64_t stride, int64_t columns, const float* scales,
+extern "C" void narrowgauge_round_nearest(int64_t first, int64_t last, const void* x, int32_t x_narrow, void* out,
+                                          int32_t out_kind, int64_t stride, int64_t columns, const float* scales,
                                           int64_t tile_rows, int64_t tile_columns, int32_t whole, int32_t has_nan, float max,
                                           float smallest_normal, float gaps) {
     const Format format{max, smallest_normal, gaps, has_nan != 0};

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import address
-from narrowgauge.errors import BackendError
 from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
-from narrowgauge.ops.cpp.build import in_rows, library
+from narrowgauge.ops.cpp.build import Library
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of x
 _KINDS = {**DTYPES, torch.int8: 2}
 
-_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_SIGNATURE = (_P, _I, _P, _I, _L, _L, _L, _L, _P, _L, _L, _I, _I, _F, _F, _F)
-
-
-@cache
-def unavailable() -> str:
-    """Why there is no library here, or ''."""
-    try:
-        _library()
-    except BackendError as error:
-        return str(error)
-    return ""
+_P, _L, _I, _F = c_void_p, c_int64, c_int32, c_float
+_SIGNATURES = {"round_nearest": (_P, _I, _P, _I, _L, _L, _P, _L, _L, _I, _I, _F, _F, _F)}
+LIBRARY = Library(("cast.cpp",), "the kernel that casts", _SIGNATURES)
 
 
 def rounds(format: Format) -> bool:
@@ -44,17 +33,9 @@ def round_nearest(x: Tensor, scale: Tensor, tile: tuple[int, int], format: Forma
     if x.stride(0) < x.stride(1):
         return round_nearest(x.T, scale.T, (tile[1], tile[0]), format, dtype).T
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-    scale = scale.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device="cpu")
-    call, arguments = _library().narrowgauge_round_nearest, _arguments(format)
-    in_rows(
-        x.shape[0],
-        x.numel(),
-        lambda first, last: call(
-            address(x), DTYPES[x.dtype], address(out), _KINDS[dtype], first, last, x.stride(0), x.shape[1],
-            address(scale), *tile, *arguments,
-        ),
-    )  # fmt: skip
+    given = (x, DTYPES[x.dtype], out, _KINDS[dtype], x.stride(0), x.shape[1], scale.contiguous(), *tile)
+    LIBRARY.call("round_nearest", x.shape[0], x.numel(), *given, *_arguments(format))
     return out
 
 
@@ -65,10 +46,3 @@ def _arguments(format: Format) -> tuple[float, ...]:
         gaps = 1.5 * 2.0 ** (FLOAT32_MANTISSA - format.mantissa)
         return False, format.has_nan, format.max, format.smallest_normal, gaps
     return True, False, format.max, 0.0, 1.5 * 2.0**FLOAT32_MANTISSA
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    found = library("narrowgauge.ops.cpp", ("cast.cpp",), "the kernel that casts", "use the reference, which is slower")
-    found.narrowgauge_round_nearest.argtypes, found.narrowgauge_round_nearest.restype = _SIGNATURE, None
-    return found

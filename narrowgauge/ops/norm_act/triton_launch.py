@@ -19,9 +19,9 @@ from torch import Tensor
 from narrowgauge.ops.norm_act import triton_act_backward_cast, triton_act_cast, triton_norm_cast
 from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Name, Requests
 from narrowgauge.ops.norm_act.triton_store import BY_BLOCK, BY_ROW, DELAYED, NOTHING, Casting, Result
-from narrowgauge.ops.quantize import triton_launch as quantizing
+from narrowgauge.ops.quantize import triton as quantizing
 from narrowgauge.ops.quantize import triton_transpose
-from narrowgauge.ops.quantize.triton_launch import Output
+from narrowgauge.ops.quantize.triton import Output
 from narrowgauge.ops.triton.arguments import Matrix
 from narrowgauge.ops.triton.cast_constants import CastConstants
 from narrowgauge.ops.triton.launch import launch
@@ -87,11 +87,11 @@ class _Target:
         if request.live is not None:
             return self._settled(request, C, request.live)
         maxima = self.maxima.view(torch.float32)
-        return CastResult(y, *quantizing.cast_pair(y, request.cast, C, cols=request.transposed, amax=maxima))
+        return CastResult(y, *quantizing.cast_pair(y, request.cast, cols=request.transposed, amax=maxima))
 
     def _settled(self, request: CastRequest, C: CastConstants, live: Tensor) -> CastResult:
         assert self.plain is not None and self.maxima is not None
-        state = quantizing.amax_state(live, self.maxima, self.plain.scale)
+        state = quantizing.state_of(live, self.maxima, self.plain.scale)
         launch(
             triton_transpose.settle_both, PARTS, Matrix.of(self.y), self.plain.codes,
             self.transposed and self.transposed.codes, state, None, RECORDS=request.records, C=C, PARTS=PARTS, PROGRAMS=PARTS,

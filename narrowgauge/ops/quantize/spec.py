@@ -51,7 +51,3 @@ class Spec:
             device_of(x, amax, given), x.dtype, (x.shape[0], x.shape[1]), cast,
             None if noise is None else kind, amax is not None, expand,
         )  # fmt: skip
-
-    @property
-    def is_empty(self) -> bool:
-        return 0 in self.shape
