@@ -8,8 +8,6 @@ tensor with an amax that is not finite, a delayed one may leave other codes unde
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -55,18 +53,16 @@ def refuse(spec: Spec) -> Refusal | None:
 
 
 KERNELS: Registry[Spec] = Registry("quantize_pair")
-KERNELS.register(Kernel("triton", refuse, triton.pair, check=check_of("quantize_pair")))
-KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))
-
-
-def _spec(x: Tensor, cast: Cast, delayed: bool, cols: bool, noise: Noise) -> Spec:
-    return replace(Spec.of(x, cast, None, noise), delayed=delayed, cols=cols)
+KERNELS.register(
+    Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op)),
+    Kernel("reference", lambda spec: None, in_turn, by_torch=True),
+)
 
 
 def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     """Whether a kernel gives both orientations, or codes and the next step's amax, from one read of x; else it is done in turn."""
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
-    return KERNELS.choose(_spec(x, cast, delayed, cols, noise)).kernel.name != "reference"
+    return KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name != "reference"
 
 
 @torch.no_grad()
@@ -86,6 +82,6 @@ def quantize_pair(
     cols        whether x.T is wanted too; else None
     noise       of x and of x.T, when the cast rounds stochastically; see `quantize`
     """
-    choice = KERNELS.choose(_spec(x, cast, amax_state is not None, cols, noise[0]), backend)
-    pair: Pair = choice.kernel.run(x, cast, amax_state, records, cols, noise)
+    spec = Spec.of(x, cast, noise=noise[0], cols=cols, delayed=amax_state is not None)
+    pair: Pair = KERNELS.choose(spec, backend).kernel.run(x, cast, amax_state, records, cols, noise)
     return pair

@@ -13,8 +13,7 @@ version, and each is taken once. So a cast that is out of date is never used; bu
 pointer afterwards looks as before, as in every cache (`QLinear.empty_cache` forgets it).
 
 Which weights: `refuse`. Rows, blocks and MX share a scale among elements that no program of the step has together in both
-orientations; rotations mix elements before they are cast; stochastic rounding draws anew at every forward pass; learned steps change
-after the weight has been written.
+orientations; rotations mix elements before they are cast; learned steps change after the weight has been written.
 """
 
 from __future__ import annotations
@@ -64,13 +63,11 @@ class PrecastWeight:
     @classmethod
     def of(cls, weight: Tensor, cast: Cast, window: AmaxBuffers | None) -> PrecastWeight:
         """With its memory: 256 bytes, and with delayed scaling 2 for each weight."""
-        n, k = weight.shape
-        maxima = torch.zeros(PARTS, dtype=torch.int32, device=weight.device)
-        if window is None:
-            return cls(cast=cast, window=None, maxima=maxima)
-        plain, turned = (weight.new_empty(shape, dtype=cast.format.storage) for shape in ((n, k), (k, n)))
-        expected = torch.zeros(1, dtype=torch.float32, device=weight.device)
-        return cls(cast=cast, window=window, maxima=maxima, plain=plain, turned=turned, expected=expected)
+        made = cls(cast=cast, window=window, maxima=weight.new_zeros(PARTS, dtype=torch.int32))
+        if window is not None:
+            made.plain, made.turned = (weight.new_empty(x.shape, dtype=cast.format.storage) for x in (weight, weight.T))
+            made.expected = weight.new_zeros(1, dtype=torch.float32)
+        return made
 
     @property
     def codes(self) -> tuple[Tensor, Tensor] | None:
@@ -95,14 +92,11 @@ class PrecastWeight:
         self._weight = None
 
     def matches(self, weight: Tensor, cast: Cast, amax_state: Tensor | None) -> bool:
-        """Whether the weight is as the step left it, and wanted by this cast and window."""
+        """Whether the weight is as the step left it, and wanted by this cast and window; not of a CUDA graph, which would repeat it."""
         if self._weight is None or self._weight != validity(weight) or self.cast != cast:
             return False
-        if (None if self.window is None else self.window.live) is not amax_state:
-            return False
-        return not (
-            weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        )  # a graph would take it again and again
+        live = None if self.window is None else self.window.live
+        return live is amax_state and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def refuse(cast: Cast) -> Refusal | None:
@@ -157,26 +151,25 @@ Both = tuple[QTensor, QTensor, Tensor | None]
 
 
 def in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
-    own = precast.maxima.amax().view(torch.float32).reshape(1, 1)
+    """The definition."""
     cast, codes = precast.cast, precast.codes
-    if amax_state is None or codes is None:
-        return definition.quantize(x, cast, own, None, None), definition.quantize(x.T, cast, own, None, None), None
-    serves = (amax_state[IN_USE] > 0) & (amax_state[IN_USE] == precast.expected)
-    amax = update_amax(amax_state, own, records=records)
-    if not bool(serves):
-        return definition.quantize(x, cast, amax, None, None), definition.quantize(x.T, cast, amax, None, None), amax
-    scale = cast.scale(amax, cast.format)
-    plain = QTensor(data=codes[0], scale=scale, cast=cast, inner=x.shape[1])
-    return plain, QTensor(data=codes[1], scale=scale, cast=cast, inner=x.shape[0]), amax
-
-
-def _refuse(spec: Spec) -> Refusal | None:
-    return refuse(spec.cast) or triton.refuse(spec)
+    own, used = precast.maxima.amax().view(torch.float32).reshape(1, 1), None
+    if amax_state is not None and codes is not None:
+        serves = bool((amax_state[IN_USE] > 0) & (amax_state[IN_USE] == precast.expected))
+        used = update_amax(amax_state, own, records=records)
+        if serves:
+            scale = cast.scale(used, cast.format)
+            rows = QTensor(data=codes[0], scale=scale, cast=cast, inner=x.shape[1])
+            return rows, QTensor(data=codes[1], scale=scale, cast=cast, inner=x.shape[0]), used
+    rows, cols = (definition.quantize(each, cast, own if used is None else used, None, None) for each in (x, x.T))
+    return rows, cols, used
 
 
 KERNELS: Registry[Spec] = Registry("quantize_precast")
-KERNELS.register(Kernel("triton", _refuse, triton.precast, check=check_of("quantize_precast")))
-KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))
+KERNELS.register(
+    Kernel("triton", lambda spec: refuse(spec.cast) or triton.refuse(spec), triton.precast, check=check_of(KERNELS.op)),
+    Kernel("reference", lambda spec: None, in_turn, by_torch=True),
+)
 
 
 @torch.no_grad()

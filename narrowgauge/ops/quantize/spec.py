@@ -44,10 +44,9 @@ class Spec:
         amax: Tensor | None = None,
         noise: Tensor | Key | None = None,
         expand: torch.dtype | None = None,
+        **of_pair: bool,
     ) -> Spec:
         given = noise if isinstance(noise, Tensor) else None
-        kind: Literal["key", "tensor"] = "key" if given is None else "tensor"
-        return cls(
-            device_of(x, amax, given), x.dtype, (x.shape[0], x.shape[1]), cast,
-            None if noise is None else kind, amax is not None, expand,
-        )  # fmt: skip
+        kind: Literal["key", "tensor"] | None = None if noise is None else "key" if given is None else "tensor"
+        device, shape = device_of(x, amax, given), (x.shape[0], x.shape[1])
+        return cls(device, x.dtype, shape, cast, kind, amax is not None, expand, **of_pair)
