@@ -5,7 +5,7 @@
     WeightCache      w    made earlier in this optimizer step; what nobody has is made now, and kept here
     GradientCasts    gy   what computed the gradient cast it as well
 
-All of them go by one key, `ops.validity`. It does not see a tensor that is
+All of them go by one key, `addresses.validity`. It does not see a tensor that is
 written through a raw pointer or `.data`, so casts are kept from one optimizer step to the next only, `advance` forgets them, and a
 forward pass without gradients never reads a kept one. Copies and pickles begin empty. torch.compile passes them by: it sees equal
 computations itself.
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from narrowgauge.addresses import Key, validity
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import OperandRequest
-from narrowgauge.ops.validity import Key, validity
 from narrowgauge.recipe import Cast
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E3M0, E4M3, INT4, INT4X2, INT8, FloatFormat
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import build
-from narrowgauge.ops.cpp import cast as cast_kernel
 from narrowgauge.ops.cpp import int4 as cpp
-from narrowgauge.ops.cpp.cast import rounds
 from narrowgauge.ops.hadamard import draw_signs, rotate, rotated_length, unrotate
 from narrowgauge.ops.hadamard.codes import decode, encode, pack_bits, unclipped, unpack_bits
 from narrowgauge.ops.mm import mm
+from narrowgauge.ops.quantize import cpp as cast_kernel
 from narrowgauge.ops.quantize import dequantize, quantize
+from narrowgauge.ops.quantize.cpp import rounds
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Hadamard

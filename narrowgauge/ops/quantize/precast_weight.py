@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import Key, validity
 from narrowgauge.ops.quantize import check_of, definition, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxBuffers, update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Refusal, Registry
 from narrowgauge.ops.triton import cast_constants
-from narrowgauge.ops.validity import Key, validity
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE

@@ -35,7 +35,6 @@ from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE, scale_shape
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.quantize.precast_weight import PrecastWeight
     from narrowgauge.ops.random import Key
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,9 +92,12 @@ def pair(
 
 
 def precast(
-    x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool
+    x: Tensor, precast: Any, amax_state: Tensor | None, records: bool
 ) -> tuple[QTensor, QTensor | None, Tensor | None]:
-    """See `ops.quantize.quantize_precast`. The codes are written anew where another amax is in use than the one expected."""
+    """See `ops.quantize.quantize_precast`. The codes are written anew where another amax is in use than the one expected.
+
+    precast  a PrecastWeight, whose module imports this one
+    """
     cast, codes = precast.cast, precast.codes
     if amax_state is None or codes is None:
         return (*cast_pair(x, cast, cols=True, amax=precast.maxima.view(torch.float32)), None)
@@ -267,15 +269,14 @@ def _cast_by_lines(
 ) -> None:
     """A scale for each row of x, and for each column. A given amax serves the one output that is wanted."""
     matrix, programs, sizes = _pieces(x, C, dense=False)
-    maxima: list[Tensor | None] = [None, None]
-    for axis, output in enumerate((plain, transposed)):
-        if output is not None:
-            found = torch.zeros(x.shape[axis], dtype=torch.int32, device=x.device) if amax is None else amax
-            maxima[axis] = found.view(torch.int32)
+    outputs, maxima = (plain, transposed), [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
+        maxima = [
+            None if output is None else torch.zeros(length, dtype=torch.int32, device=x.device)
+            for output, length in zip(outputs, x.shape, strict=True)
+        ]
         launch(_kernels().maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    both = (_orientation(plain, maxima[0]), _orientation(transposed, maxima[1]))
-    launch(_kernels().cast_both, programs, matrix, *both, PARTS=0, **sizes)
+    launch(_kernels().cast_both, programs, matrix, *map(_orientation, outputs, maxima), PARTS=0, **sizes)
 
 
 def _cast_rows(x: Tensor, C: CastConstants, plain: Output | None) -> None:
