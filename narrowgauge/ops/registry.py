@@ -182,10 +182,9 @@ class Registry(Generic[Spec]):
 
         @constant_while_compiling
         def failure(device_type: str, index: int, *kind: Hashable) -> str | None:
-            from narrowgauge.ops import selfcheck  # where a kernel is checked alone
-
             assert kernel.check is not None
-            return selfcheck.failure(self.op, kernel, kernel.check(), kind, torch.device(device_type, index))
+            reason: str | None = kernel.check().failure(self.op, kernel, kind, torch.device(device_type, index))
+            return reason
 
         def refuse(spec: Spec) -> Refusal | None:
             device: Device = spec if isinstance(spec, Device) else spec.device  # type: ignore[attr-defined]

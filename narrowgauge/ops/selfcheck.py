@@ -59,6 +59,20 @@ class Check(Generic[Spec]):
     compare: Compare
     examples: Callable[[], Iterable[Spec]]
 
+    def failure(self, op: str, kernel: Kernel[Spec], kind: tuple[Hashable, ...], device: torch.device) -> str | None:
+        """Why the kernel failed for this kind of call on this device, or None. Examines it if that is still to do.
+
+        A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
+        """
+        key = (op, kernel.name, kind, device.index)
+        if key not in RESULTS:
+            refuse_capture(op, kernel.name, device)
+            RESULTS[key] = examine(op, kernel.run, self, kind, device)
+            if (reason := RESULTS[key].reason) is not None:
+                words = f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {reason}"
+                warnings.warn(words, RuntimeWarning, stacklevel=2)
+        return RESULTS[key].reason
+
 
 @dataclass(frozen=True)
 class Result:
@@ -75,26 +89,6 @@ class Result:
 
 
 RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}  # (op, kernel, kind of call, index of the device)
-
-
-def failure(
-    op: str, kernel: Kernel[Any], check: Check[Any], kind: tuple[Hashable, ...], device: torch.device
-) -> str | None:
-    """Why the kernel failed its check for this kind of call on this device, or None. Checks it if that is still to do.
-
-    A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
-    """
-    key = (op, kernel.name, kind, device.index)
-    if key not in RESULTS:
-        refuse_capture(op, kernel.name, device)
-        result = RESULTS[key] = examine(op, kernel.run, check, kind, device)
-        if result.reason is not None:
-            warnings.warn(
-                f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {result.reason}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-    return RESULTS[key].reason
 
 
 def refuse_capture(op: str, kernel: str, device: torch.device) -> None:
