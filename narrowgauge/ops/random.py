@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import wrapper
-from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import refuse as refuse_triton
 
@@ -37,6 +36,8 @@ class Key:
         """float32 in [0, 1) of `shape`, multiples of 2^-24: the numbers of the elements, row by row."""
         if isinstance(self.words, Tensor):
             return reference(self.words[0], self.words[1], tuple(shape), self.words.device)
+        from narrowgauge.ops.cpp import int4 as cpp
+
         if cpp.refuse("cpu") is None and not wrapper():
             return cpp.uniform(tuple(shape), self.words)
         return reference(*self.words, tuple(shape))

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.cpp.build import Library
+from narrowgauge.ops.cpp import Library
 
 LEFT, RIGHT, DEPTH, OFFSET = 6, 16, 4, 7  # as in gemm.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import INT4, INT4X2
-from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.mm.spec import refuse as refuse_by_needs
@@ -24,6 +23,8 @@ def refuse(spec: MmSpec) -> Refusal | None:
     """By its needs, and by the machine's."""
     if (refusal := refuse_by_needs("native-cpp")(spec)) is not None:
         return refusal
+    from narrowgauge.ops.cpp import int4 as cpp
+
     if (refusal := cpp.refuse(spec.device.type)) is not None:
         return refusal
     return None if cpp.has_gemm() else Refusal("capability", "this CPU has no AVX2 instructions")
@@ -32,6 +33,8 @@ def refuse(spec: MmSpec) -> Refusal | None:
 @framed
 def run(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """Codes of INT4 may come packed, or one to a byte (see `nn.straight_through`)."""
+    from narrowgauge.ops.cpp import int4 as cpp
+
     # The left operand is INT4 in the forward product and the right one in the others; of two INT4 either serves.
     unsigned_left = lhs.cast.format != INT4X2
     largest = int(max(INT4.max, lhs.cast.format.max, rhs.cast.format.max))

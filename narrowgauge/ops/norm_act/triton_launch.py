@@ -19,9 +19,9 @@ from torch import Tensor
 from narrowgauge.ops.norm_act import triton_act_backward_cast, triton_act_cast, triton_norm_cast
 from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Name, Requests
 from narrowgauge.ops.norm_act.triton_store import BY_BLOCK, BY_ROW, DELAYED, NOTHING, Casting, Result
-from narrowgauge.ops.quantize import triton as quantizing
+from narrowgauge.ops.quantize import triton_launch as quantizing
 from narrowgauge.ops.quantize import triton_transpose
-from narrowgauge.ops.quantize.triton import Output
+from narrowgauge.ops.quantize.triton_launch import Output
 from narrowgauge.ops.triton.arguments import Matrix
 from narrowgauge.ops.triton.cast_constants import CastConstants
 from narrowgauge.ops.triton.launch import launch

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
-from narrowgauge.ops.cpp import int4
-from narrowgauge.ops.cpp.build import Library
+from narrowgauge.ops.cpp import Library
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import WHOLE, scale_shape, tile_sizes
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.random import Key
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of x
 _KINDS = {**DTYPES, torch.int8: 2}
@@ -40,6 +42,8 @@ def refuse(spec: Spec) -> Refusal | None:
             return Refusal("rounding", "rounds integers stochastically with the noise of a key, nothing else")
         if cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or cast.has_global_scale or spec.amax:
             return Refusal("tile", "takes one scale per tensor or row, from the tensor")
+        from narrowgauge.ops.cpp import int4
+
         return int4.refuse(spec.device.type)
     if not rounds(cast.format) or cast.scale.two_level:
         return Refusal("format", "rounds integers and floats with a mantissa to nearest, by one scale per tile")
@@ -72,6 +76,8 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
         divisor = scale if shared is None else scale * shared
         data = _round_nearest(x, divisor, tile_sizes(shape, cast.tile), cast.format, expand or torch.int8)
     else:
+        from narrowgauge.ops.cpp import int4
+
         assert isinstance(noise.words, tuple)
         data = int4.round_stochastically(x, scale, cast.format.max, noise.words)
         data = data if expand is None else data.to(expand)

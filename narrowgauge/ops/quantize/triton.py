@@ -1,61 +1,30 @@
-"""quantize on NVIDIA GPUs by Triton kernels (triton_transpose.py, triton_block.py): the reference's bits, in one or two launches.
-
-    tile             launches                             reads of x; x.T comes with it where it is wanted
-    tensor           maxima, cast                         2, the second from the cache where x fits
-    tensor, delayed  cast with maxima, settle             1
-    row              one                                  1, of a row longer than 8,192 elements 2, the second from the cache
-    row, with x.T    maxima, cast                         2, as of a tensor
-    blocks           one                                  1
-    blocks, 2 level  maxima, cast                         2, as of a tensor
-
-Sizes of the pieces, none of them measured yet on a GPU:
-
-    runs       4,096 elements of dense memory in 4 warps: 16-bit input arrives in loads of 16 bytes, four per thread
-    rows       a whole row of up to 8,192 elements in 8 warps: 32 registers of values per thread
-    squares    64 x 64 in 8 warps: the runs of x.T are 64 bytes; twice as wide, Triton 3.6 takes 228 registers, one program per processor
-    blocks     a block of 128 in both directions and nothing more: 128 x 128 in 16 warps, 32 elements per thread
-"""
+"""What `ops.quantize` leaves to Triton kernels on NVIDIA GPUs. What launches them, and with it Triton, is imported when one is wanted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Refusal, device_facts
-from narrowgauge.ops.triton import cast_constants
+from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import refuse as refuse_device
-from narrowgauge.ops.triton.arguments import AmaxState, Matrix, Orientation
-from narrowgauge.ops.triton.cast_constants import CastConstants
-from narrowgauge.ops.triton.launch import launch
-from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Current, Window
-from narrowgauge.scaling import WHOLE, scale_shape
-
-if TYPE_CHECKING:
-    from narrowgauge.ops.random import Key
+from narrowgauge.recipe import Current, Window
+from narrowgauge.scaling import WHOLE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_TILE = 128
-RUN, RUN_WARPS = 4096, 4
-SQUARE, SQUARE_WARPS = 64, 8
-LONGEST_ROW, ROW_PIECE, ROW_WARPS = 8192, 4096, 8
-LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # of tiles with a side above 64; others as in squares
-PARTS = (
-    1,
-    32,
-    512,
-)  # programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200
-SHARED_PARTS = 64  # places that programs share for the maximum: few enough to read, enough not to queue
 
 
 def refuse(spec: Spec) -> Refusal | None:
     """Why these kernels do not quantize such a tensor, or None."""
+    if (refusal := refuse_device(spec.device.type, spec.device.capability)) is not None:
+        return refusal
+    from narrowgauge.ops.triton import cast_constants
+
     cast = spec.cast
-    refusal = refuse_device(spec.device.type, spec.device.capability) or cast_constants.refuse(cast)
-    if refusal is not None:
+    if (refusal := cast_constants.refuse(cast)) is not None:
         return refusal
     if 0 in spec.shape:
         return Refusal("shape", "there is nothing to round")
@@ -75,234 +44,13 @@ def refuse(spec: Spec) -> Refusal | None:
     return Refusal("calibration", "takes the amax of a block from the block") if spec.amax else None
 
 
-def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None) -> QTensor:
-    """See `ops.quantize`."""
-    if amax is not None:
-        amax = amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
-    return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
+def _launching(function: str) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        from narrowgauge.ops.quantize import triton_launch
+
+        return getattr(triton_launch, function)(*given)
+
+    return call
 
 
-def pair(
-    x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: tuple[Key | None, Key | None]
-) -> tuple[QTensor, QTensor | None, Tensor | None]:
-    """See `ops.quantize.quantize_pair`."""
-    if amax_state is None:
-        return (*cast_pair(x, cast, cols=True, noise=noise), None)
-    return cast_delayed(x, cast, amax_state, records, cols)
-
-
-def precast(
-    x: Tensor, precast: Any, amax_state: Tensor | None, records: bool
-) -> tuple[QTensor, QTensor | None, Tensor | None]:
-    """See `ops.quantize.quantize_precast`. The codes are written anew where another amax is in use than the one expected.
-
-    precast  a PrecastWeight, whose module imports this one
-    """
-    cast, codes = precast.cast, precast.codes
-    if amax_state is None or codes is None:
-        return (*cast_pair(x, cast, cols=True, amax=precast.maxima.view(torch.float32)), None)
-    state = state_of(amax_state, precast.maxima, torch.empty(1, 1, dtype=torch.float32, device=x.device))
-    matrix, programs, sizes = _pieces(x.detach(), constants(x, cast), dense=False)
-    launch(
-        _kernels().settle_both, programs, matrix, *(each.view(torch.uint8) for each in codes), state, precast.expected,
-        RECORDS=records, PARTS=precast.maxima.numel(), PROGRAMS=0, **sizes,
-    )  # fmt: skip
-    rows = QTensor(data=codes[0], scale=state.scale, cast=cast, inner=x.shape[1])
-    return rows, QTensor(data=codes[1], scale=state.scale, cast=cast, inner=x.shape[0]), state.amax
-
-
-def constants(x: Tensor, cast: Cast, expand: torch.dtype | None = None) -> CastConstants:
-    """What kernels that cast x are compiled with."""
-    capability = device_facts(x.device.type, x.device.index).capability
-    return cast_constants.constants_of(cast, capability, expand is not None)
-
-
-class Output:
-    """Codes, or values of dtype `expand`, and scales of one orientation, [outer, inner], to be filled by a kernel."""
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        cast: Cast,
-        device: torch.device,
-        expand: torch.dtype | None = None,
-        noise: Key | None = None,
-    ) -> None:
-        format = cast.format
-        per_byte = 1 if expand is not None else format.codes_per_byte
-        dtype = expand or (torch.uint8 if per_byte > 1 else format.storage)
-        self.cast, self.inner = cast, shape[1]
-        self.key = None if noise is None else noise.on_device(device)
-        self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
-        self.scale = torch.empty(scale_shape(shape, cast.tile), dtype=torch.float32, device=device)
-        self.codes = self.data if expand is not None else self.data.view(torch.uint8)
-        self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
-
-    def finished(self) -> QTensor:
-        shared = self.shared
-        if shared is None and self.cast.has_global_scale:
-            shared = self.scale.new_full((), self.cast.headroom)
-        return QTensor(data=self.data, scale=self.scale, cast=self.cast, inner=self.inner, global_scale=shared)
-
-
-def cast_pair(
-    x: Tensor,
-    cast: Cast,
-    *,
-    cols: bool = False,
-    amax: Tensor | None = None,
-    noise: tuple[Key | None, Key | None] = (None, None),
-    expand: torch.dtype | None = None,
-) -> tuple[QTensor, QTensor | None]:
-    """x [outer, inner], not empty, and, with cols, x.T by the same cast.
-
-    amax  float32, contiguous: of a tensor a power of two of places whose largest it is, of rows one each (without cols); not of blocks
-    """
-    rows = Output(tuple(x.shape), cast, x.device, expand, noise[0])
-    columns = Output(tuple(x.T.shape), cast, x.device, expand, noise[1]) if cols else None
-    memory, is_transposed = _in_memory_order(x.detach())
-    plain, transposed = (columns, rows) if is_transposed else (rows, columns)
-    C = constants(x, cast, expand)
-    if WHOLE not in cast.tile:
-        _cast_blocks(memory, C, plain, transposed)
-    elif cast.tile == (WHOLE, WHOLE):
-        _cast_by_one(memory, C, plain, transposed, amax)
-    elif transposed is None and amax is None:
-        _cast_rows(memory, C, plain)
-    else:
-        _cast_by_lines(memory, C, plain, transposed, amax)
-    return rows.finished(), None if columns is None else columns.finished()
-
-
-def cast_delayed(
-    x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols: bool
-) -> tuple[QTensor, QTensor | None, Tensor]:
-    """x and, with cols, x.T by the scale of earlier steps, with the amax that was used [1, 1].
-
-    Without cols the rows of x are even if codes are packed.
-    """
-    rows = Output(tuple(x.shape), cast, x.device)
-    columns = Output(tuple(x.T.shape), cast, x.device) if cols else None
-    memory, is_transposed = _in_memory_order(x.detach() if cols else x.detach().contiguous())
-    codes = [None if output is None else output.codes for output in (rows, columns)]
-    matrix, programs, sizes = _pieces(memory, constants(x, cast), dense=not cols)
-    if cols:
-        maxima, shares = torch.zeros(SHARED_PARTS, dtype=torch.int32, device=x.device), 0
-    else:
-        programs = shares = _parts(x)
-        maxima = torch.empty(shares, dtype=torch.int32, device=x.device)
-    state = state_of(amax_state, maxima, rows.scale)
-    given = (matrix, *(codes[::-1] if is_transposed else codes), state)
-    sizes |= {"PARTS": maxima.numel(), "PROGRAMS": shares}
-    launch(_kernels().both_delayed, programs, *given, **sizes)
-    launch(_kernels().settle_both, programs, *given, None, RECORDS=records, **sizes)
-    if columns is not None:
-        columns.scale = rows.scale
-    return rows.finished(), None if columns is None else columns.finished(), state.amax
-
-
-def state_of(live: Tensor, maxima: Tensor, scale: Tensor) -> AmaxState:
-    """A window's live state for a kernel, with a place for the amax in use, [1, 1]."""
-    return AmaxState(live, maxima, torch.empty(1, 1, dtype=torch.float32, device=live.device), scale)
-
-
-def _kernels() -> Any:
-    """Imports Triton, and is therefore called when a kernel is wanted and not before."""
-    from narrowgauge.ops.quantize import triton_transpose
-
-    return triton_transpose
-
-
-def _in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
-    """(x, False) if its rows lie in memory one element after the other; (x.T, True) if its columns do; else a copy of x."""
-    if x.stride(1) == 1 or x.shape[1] == 1:
-        return x, False
-    if x.stride(0) == 1 or x.shape[0] == 1:
-        return x.T, True
-    return x.contiguous(), False
-
-
-def _pieces(x: Tensor, C: CastConstants, dense: bool) -> tuple[Matrix, int, dict[str, Any]]:
-    """(x for a kernel, programs, sizes of a piece): squares; if only its own order counts (dense) and x has no gaps, runs of one row."""
-    if dense and x.is_contiguous() and not (C.packed and x.shape[1] % 2):
-        sizes = {"C": C, "ROWS": 1, "COLUMNS": RUN, "warps": RUN_WARPS}
-        return Matrix.of(x.view(1, -1)), -(-x.numel() // RUN), sizes
-    sizes = {"C": C, "ROWS": SQUARE, "COLUMNS": SQUARE, "warps": SQUARE_WARPS}
-    return Matrix.of(x), -(-x.shape[0] // SQUARE) * -(-x.shape[1] // SQUARE), sizes
-
-
-def _parts(x: Tensor) -> int:
-    pieces = -(-x.numel() // RUN)
-    return next((parts for parts in PARTS if parts >= pieces), PARTS[-1])
-
-
-def _tensor_maxima(x: Tensor) -> Tensor:
-    """[PARTS] int32 of a tensor in any dense order."""
-    parts = _parts(x)
-    maxima = torch.empty(parts, dtype=torch.int32, device=x.device)
-    launch(_kernels().amax, parts, x.contiguous(), maxima, x.numel(), PARTS=parts, RUN=RUN, warps=RUN_WARPS)
-    return maxima
-
-
-def _orientation(output: Output | None, maxima: Tensor | None = None) -> Orientation:
-    return Orientation() if output is None else Orientation(output.codes, output.scale, maxima, output.key)
-
-
-# x has its rows in memory, and an output that is None is not wanted, in all that follows.
-
-
-def _cast_by_one(
-    x: Tensor, C: CastConstants, plain: Output | None, transposed: Output | None, amax: Tensor | None
-) -> None:
-    """One scale for the tensor."""
-    maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
-    scale = next(output.scale for output in (plain, transposed) if output is not None)
-    first = _orientation(plain)._replace(scales=scale, maxima=maxima)
-    matrix, programs, sizes = _pieces(x, C, dense=transposed is None)
-    launch(_kernels().cast_both, programs, matrix, first, _orientation(transposed), PARTS=maxima.numel(), **sizes)
-    if transposed is not None:
-        transposed.scale = scale
-
-
-def _cast_by_lines(
-    x: Tensor, C: CastConstants, plain: Output | None, transposed: Output | None, amax: Tensor | None
-) -> None:
-    """A scale for each row of x, and for each column. A given amax serves the one output that is wanted."""
-    matrix, programs, sizes = _pieces(x, C, dense=False)
-    outputs, maxima = (plain, transposed), [None if amax is None else amax.view(torch.int32)] * 2
-    if amax is None:
-        maxima = [
-            None if output is None else torch.zeros(length, dtype=torch.int32, device=x.device)
-            for output, length in zip(outputs, x.shape, strict=True)
-        ]
-        launch(_kernels().maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    launch(_kernels().cast_both, programs, matrix, *map(_orientation, outputs, maxima), PARTS=0, **sizes)
-
-
-def _cast_rows(x: Tensor, C: CastConstants, plain: Output | None) -> None:
-    """A scale for each row of x, which is read once if a row fits into the registers of a program."""
-    outer, inner = x.shape
-    whole = inner <= LONGEST_ROW
-    piece = max(1 << (inner - 1).bit_length(), 16) if whole else ROW_PIECE
-    rows = max(LONGEST_ROW // (4 * piece), 1) if whole else 1
-    launch(
-        _kernels().cast_rows, -(-outer // rows), Matrix.of(x), _orientation(plain), C=C, WHOLE_ROW=whole,
-        ROWS=rows, COLUMNS=piece, warps=ROW_WARPS if piece * rows > 2048 else 4,
-    )  # fmt: skip
-
-
-def _cast_blocks(x: Tensor, C: CastConstants, plain: Output | None, transposed: Output | None) -> None:
-    """A scale for each block; of two levels with a float32 that all of them share."""
-    from narrowgauge.ops.quantize.triton_block import cast_blocks
-
-    given = next(output for output in (plain, transposed) if output is not None)
-    maxima = _tensor_maxima(x) if C.two_level else None
-    a, b = given.cast.tile
-    side, warps = (LARGE_BLOCK, LARGE_BLOCK_WARPS) if max(a, b) > SQUARE else (SQUARE, SQUARE_WARPS)
-    launch(
-        cast_blocks, -(-x.shape[0] // side) * -(-x.shape[1] // side), Matrix.of(x),
-        _orientation(plain)._replace(maxima=maxima), _orientation(transposed), given.shared, C=C,
-        PARTS=0 if maxima is None else maxima.numel(), A=a, B=b, ROWS=side, COLUMNS=side, warps=warps,
-    )  # fmt: skip
-    if transposed is not None:
-        transposed.shared = given.shared
+run, pair, precast = map(_launching, ("run", "pair", "precast"))

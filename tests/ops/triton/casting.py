@@ -19,7 +19,7 @@ import narrowgauge as ng
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.quantize import precast_weight, triton, triton_transpose
+from narrowgauge.ops.quantize import precast_weight, triton, triton_launch, triton_transpose
 from narrowgauge.ops.quantize import selfcheck as of_casts
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
@@ -170,7 +170,7 @@ def train(recipe: str, micro_batches: int, casts: bool, dtype: torch.dtype) -> t
 def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> None:
     """Losses, weights, states and windows with what the step leaves are those without."""
     launched = []
-    whole = triton.launch
+    whole = triton_launch.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
         expected, _ = train(recipe, micro_batches, False, dtype)
@@ -178,7 +178,9 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
         patch.setattr(
             precast_weight.KERNELS, "kernels", [replace(precast_weight.KERNELS.kernels[0], refuse=lambda spec: None)]
         )
-        patch.setattr(triton, "launch", lambda kernel, *a, **o: launched.append(kernel) or whole(kernel, *a, **o))
+        patch.setattr(
+            triton_launch, "launch", lambda kernel, *a, **o: launched.append(kernel) or whole(kernel, *a, **o)
+        )
         got, casts = train(recipe, micro_batches, True, dtype)
     assert_same(got, expected)
     what = "codes in both orientations" if recipe == "fp8-delayed" else "amax"

@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: its kern
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from narrowgauge.ops.quantize import triton as casting  # noqa: E402
+from narrowgauge.ops.quantize import triton_launch as casting  # noqa: E402
 from narrowgauge.ops.registry import Device  # noqa: E402
 
 BEFORE_39 = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (

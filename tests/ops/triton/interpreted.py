@@ -30,6 +30,7 @@ from narrowgauge.ops.quantize import (
     tile_amax,
     triton,
     triton_block,
+    triton_launch,
     triton_transpose,
 )
 from narrowgauge.ops.quantize import selfcheck as of_casts
@@ -89,7 +90,7 @@ def words(key: Key | None) -> Tensor | None:
 def compare(x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tensor | None = None) -> None:
     """One orientation."""
     key = KEY if cast.rounding == "stochastic" else None
-    got = triton.cast_pair(x, cast, amax=amax, noise=(key, None), expand=expand)[0]
+    got = triton_launch.cast_pair(x, cast, amax=amax, noise=(key, None), expand=expand)[0]
     expected = quantize(x, cast, amax=amax, noise=key, expand=expand, backend="reference")
     same(got, expected)
 
@@ -102,7 +103,7 @@ def same(got: QTensor, expected: QTensor) -> None:
 
 def compare_both(x: Tensor, cast: Cast) -> None:
     key, turned = (KEY, TURNED_KEY) if cast.rounding == "stochastic" else (None, None)
-    got = triton.cast_pair(x, cast, cols=True, noise=(key, turned))
+    got = triton_launch.cast_pair(x, cast, cols=True, noise=(key, turned))
     same(got[0], quantize(x, cast, noise=key, backend="reference"))
     same(got[1], quantize(x.T, cast, noise=turned, backend="reference"))
 
@@ -113,7 +114,7 @@ def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None
     if spoiled is not None:
         x[3, 5] = spoiled
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
-    got, _, used = triton.cast_delayed(x, cast, live, records, False)
+    got, _, used = triton_launch.cast_delayed(x, cast, live, records, False)
     amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
     expected = quantize(x, cast, amax=amax, backend="reference")
     assert_same(live, expected_live, at="live")
@@ -131,7 +132,7 @@ def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool)
         x[3, 5] = spoiled
     x = x.T.contiguous().T if transposed else x
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
-    *found, used = triton.cast_delayed(x, cast, live, True, True)
+    *found, used = triton_launch.cast_delayed(x, cast, live, True, True)
     amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)))
     assert_same(live, expected_live, at="live")
     assert_same(used, amax, any_nan=True, at="amax")
@@ -177,7 +178,7 @@ def find_a_broken_kernel() -> None:
         spec = Spec.of(torch.zeros(2, 2, dtype=torch.bfloat16), cast)
         check = of_casts.CHECKS["quantize"]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triton, "constants", lambda *given, C=C: C)
+            patch.setattr(triton_launch, "constants", lambda *given, C=C: C)
             result = selfcheck.examine("quantize", triton.run, check, check.kind(spec), torch.device("cpu"))
         assert result.reason is not None and "is wrong on cpu" in result.reason, result
 
@@ -204,13 +205,13 @@ def train_layers(recipe: str) -> dict[str, object]:
 def compare_layers(recipe: str, kernel: object, exact: bool) -> None:
     """A model whose casts are these kernels', as on a GPU, beside one whose casts are the reference's."""
     found, launches = [], []
-    whole = triton.launch
+    whole = triton_launch.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
         found.append(train_layers(recipe))
         for module in (triton, encoding):
             patch.setattr(module, "refuse_device", lambda *device: None)
-        for module in (triton, encoding):
+        for module in (triton_launch, encoding):
             patch.setattr(
                 module, "launch", lambda kernel, *call, **o: launches.append(kernel) or whole(kernel, *call, **o)
             )

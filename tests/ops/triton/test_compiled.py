@@ -17,7 +17,7 @@ from tests.ops.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
 from tests.selection import quick
 
 from narrowgauge.ops.triton import has_conversions  # isort: skip
-from narrowgauge.ops.quantize import triton as casting  # isort: skip
+from narrowgauge.ops.quantize import triton_launch as casting  # isort: skip
 from narrowgauge.ops.hadamard import encoding  # isort: skip
 
 CASTS = {

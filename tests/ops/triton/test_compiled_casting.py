@@ -8,7 +8,7 @@ from torch import nn
 
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.ops.quantize import triton as casting
+from narrowgauge.ops.quantize import triton_launch as casting
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.optim import AdamW

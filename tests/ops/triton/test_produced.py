@@ -16,7 +16,7 @@ from tests.ops.triton.compiling import TARGETS, Compiled, compiled
 
 from narrowgauge.ops.triton import has_conversions  # isort: skip
 from narrowgauge.ops.norm_act import triton_launch  # isort: skip
-from narrowgauge.ops.quantize import triton as quantizing  # isort: skip
+from narrowgauge.ops.quantize import triton_launch as quantizing  # isort: skip
 from narrowgauge.ops.triton.cast_constants import constants_of  # isort: skip
 
 CASTS = {
