@@ -24,7 +24,7 @@ from narrowgauge.errors import BackendError, ConfigError, ShapeError
 from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT4X2, INT8, NF4
 from narrowgauge.ops.mm import cublas, definition, high_precision, mm, plan
 from narrowgauge.ops.quantize import dequantize, quantize
-from narrowgauge.ops.registry import Device, onednn_without_vnni
+from narrowgauge.ops.registry import Device, device_facts, onednn_without_vnni
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
@@ -132,7 +132,7 @@ def test_products_of_recipes(gemm, shape):
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_products_of_any_two_casts(m, n, k, lhs, rhs, expand):
     """Also those that no recipe pairs. bfloat16 is given only where the plan asks for it."""
-    if expand == torch.bfloat16 and definition.compute_dtype((lhs, rhs), ops_mm.device_facts("meta", None)) != expand:
+    if expand == torch.bfloat16 and definition.compute_dtype((lhs, rhs), device_facts("meta", None)) != expand:
         expand = torch.float32
     a, b = operands(Gemm(lhs=lhs, rhs=rhs), (m, n, k), expand)
     assert_product(mm(a, b), a, b)

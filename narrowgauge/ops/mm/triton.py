@@ -8,8 +8,7 @@ cache). While torch.compile traces it is one opaque operator, `narrowgauge::bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +27,10 @@ if TYPE_CHECKING:
 LONGEST_STEP = 128  # what the tensor cores sum before a scale multiplies it
 
 
-@dataclass(frozen=True)
-class Shape:
+Bias = Tensor | None
+
+
+class Shape(NamedTuple):
     """The block sizes of a launch. They must leave no register spilled and fit into shared memory (tests/ops/test_mm_triton.py)."""
 
     m: int
@@ -68,13 +69,7 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
 
 
 def launch(
-    lhs: Tensor,
-    lhs_scale: Tensor,
-    rhs: Tensor,
-    rhs_scale: Tensor,
-    bias: Tensor | None,
-    tiles: list[int],
-    out_dtype: torch.dtype,
+    lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, bias: Bias, tiles: list[int], out_dtype: torch.dtype
 ) -> Tensor:
     """lhs [M, K], rhs [N, K] and their scales, all contiguous -> [M, N]. tiles: sides of those of lhs, then of rhs."""
     from narrowgauge.ops.mm.triton_blocks import block_mm

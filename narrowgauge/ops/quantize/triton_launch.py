@@ -38,33 +38,31 @@ RUN, RUN_WARPS = 4096, 4
 SQUARE, SQUARE_WARPS = 64, 8
 LONGEST_ROW, ROW_PIECE, ROW_WARPS = 8192, 4096, 8
 LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # of tiles with a side above 64; others as in squares
-PARTS = (
-    1,
-    32,
-    512,
-)  # programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200
+# Programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200.
+PARTS = 1, 32, 512
 SHARED_PARTS = 64  # places that programs share for the maximum: few enough to read, enough not to queue
 
+Dtype = torch.dtype | None
+Amax = Tensor | None
+Noise = tuple[Key | None, Key | None]  # of x and of x.T
+Both = tuple[QTensor, QTensor | None, Tensor | None]  # of x, of x.T, the amax of a window
 
-def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None) -> QTensor:
+
+def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> QTensor:
     """See `ops.quantize`."""
     if amax is not None:
         amax = amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
     return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
 
 
-def pair(
-    x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: tuple[Key | None, Key | None]
-) -> tuple[QTensor, QTensor | None, Tensor | None]:
+def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise) -> Both:
     """See `ops.quantize.quantize_pair`."""
     if amax_state is None:
         return (*cast_pair(x, cast, cols=True, noise=noise), None)
     return cast_delayed(x, cast, amax_state, records, cols)
 
 
-def precast(
-    x: Tensor, precast: Any, amax_state: Tensor | None, records: bool
-) -> tuple[QTensor, QTensor | None, Tensor | None]:
+def precast(x: Tensor, precast: Any, amax_state: Tensor | None, records: bool) -> Both:
     """See `ops.quantize.quantize_precast`. The codes are written anew where another amax is in use than the one expected.
 
     precast  a PrecastWeight, whose module leads to this one
@@ -82,7 +80,7 @@ def precast(
     return rows, QTensor(data=codes[1], scale=state.scale, cast=cast, inner=x.shape[0]), state.amax
 
 
-def constants(x: Tensor, cast: Cast, expand: torch.dtype | None = None) -> CastConstants:
+def constants(x: Tensor, cast: Cast, expand: Dtype = None) -> CastConstants:
     """What kernels that cast x are compiled with."""
     capability = device_facts(x.device.type, x.device.index).capability
     return cast_constants.constants_of(cast, capability, expand is not None)
@@ -92,12 +90,7 @@ class Output:
     """Codes, or values of dtype `expand`, and scales of one orientation, [outer, inner], to be filled by a kernel."""
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        cast: Cast,
-        device: torch.device,
-        expand: torch.dtype | None = None,
-        noise: Key | None = None,
+        self, shape: tuple[int, ...], cast: Cast, device: torch.device, expand: Dtype = None, noise: Key | None = None
     ) -> None:
         format = cast.format
         per_byte = 1 if expand is not None else format.codes_per_byte
@@ -117,13 +110,7 @@ class Output:
 
 
 def cast_pair(
-    x: Tensor,
-    cast: Cast,
-    *,
-    cols: bool = False,
-    amax: Tensor | None = None,
-    noise: tuple[Key | None, Key | None] = (None, None),
-    expand: torch.dtype | None = None,
+    x: Tensor, cast: Cast, *, cols: bool = False, amax: Amax = None, noise: Noise = (None, None), expand: Dtype = None
 ) -> tuple[QTensor, QTensor | None]:
     """x [outer, inner], not empty, and, with cols, x.T by the same cast.
 
@@ -132,22 +119,12 @@ def cast_pair(
     rows = Output(tuple(x.shape), cast, x.device, expand, noise[0])
     columns = Output(tuple(x.T.shape), cast, x.device, expand, noise[1]) if cols else None
     memory, is_transposed = _in_memory_order(x.detach())
-    plain, transposed = (columns, rows) if is_transposed else (rows, columns)
-    C = constants(x, cast, expand)
-    if WHOLE not in cast.tile:
-        _cast_blocks(memory, C, plain, transposed)
-    elif cast.tile == (WHOLE, WHOLE):
-        _cast_by_one(memory, C, plain, transposed, amax)
-    elif transposed is None and amax is None:
-        _cast_rows(memory, C, plain)
-    else:
-        _cast_by_lines(memory, C, plain, transposed, amax)
+    by_tile = {(WHOLE, WHOLE): _cast_by_one, (1, WHOLE): _cast_by_lines}.get(cast.tile, _cast_blocks)
+    by_tile(memory, constants(x, cast, expand), (columns, rows) if is_transposed else (rows, columns), amax)
     return rows.finished(), None if columns is None else columns.finished()
 
 
-def cast_delayed(
-    x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols: bool
-) -> tuple[QTensor, QTensor | None, Tensor]:
+def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols: bool) -> Both:
     """x and, with cols, x.T by the scale of earlier steps, with the amax that was used [1, 1].
 
     Without cols the rows of x are even if codes are packed.
@@ -208,63 +185,66 @@ def _tensor_maxima(x: Tensor) -> Tensor:
     return maxima
 
 
+Wanted = tuple[
+    "Output | None", "Output | None"
+]  # in the order of x, whose rows lie in memory, and transposed; None: it is not
+
+
 def _orientation(output: Output | None, maxima: Tensor | None = None) -> Orientation:
     return Orientation() if output is None else Orientation(output.codes, output.scale, maxima, output.key)
 
 
-# x has its rows in memory, and an output that is None is not wanted, in all that follows.
-
-
-def _cast_by_one(
-    x: Tensor, C: CastConstants, plain: Output | None, transposed: Output | None, amax: Tensor | None
-) -> None:
+def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
     """One scale for the tensor."""
     maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
-    scale = next(output.scale for output in (plain, transposed) if output is not None)
-    first = _orientation(plain)._replace(scales=scale, maxima=maxima)
-    matrix, programs, sizes = _pieces(x, C, dense=transposed is None)
-    launch(triton_transpose.cast_both, programs, matrix, first, _orientation(transposed), PARTS=maxima.numel(), **sizes)
-    if transposed is not None:
-        transposed.scale = scale
+    scale = next(output.scale for output in wanted if output is not None)
+    first = _orientation(wanted[0])._replace(scales=scale, maxima=maxima)
+    matrix, programs, sizes = _pieces(x, C, dense=wanted[1] is None)
+    second = _orientation(wanted[1])
+    launch(triton_transpose.cast_both, programs, matrix, first, second, PARTS=maxima.numel(), **sizes)
+    if wanted[1] is not None:
+        wanted[1].scale = scale
 
 
-def _cast_by_lines(
-    x: Tensor, C: CastConstants, plain: Output | None, transposed: Output | None, amax: Tensor | None
-) -> None:
+def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
     """A scale for each row of x, and for each column. A given amax serves the one output that is wanted."""
+    if wanted[1] is None and amax is None:
+        _cast_rows(x, C, wanted[0])
+        return
     matrix, programs, sizes = _pieces(x, C, dense=False)
-    outputs, maxima = (plain, transposed), [None if amax is None else amax.view(torch.int32)] * 2
+    maxima: list[Tensor | None] = [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
         maxima = [
             None if output is None else torch.zeros(length, dtype=torch.int32, device=x.device)
-            for output, length in zip(outputs, x.shape, strict=True)
+            for output, length in zip(wanted, x.shape, strict=True)
         ]
         launch(triton_transpose.maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, outputs, maxima), PARTS=0, **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), PARTS=0, **sizes)
 
 
-def _cast_rows(x: Tensor, C: CastConstants, plain: Output | None) -> None:
+def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:
     """A scale for each row of x, which is read once if a row fits into the registers of a program."""
     outer, inner = x.shape
     whole = inner <= LONGEST_ROW
     piece = max(1 << (inner - 1).bit_length(), 16) if whole else ROW_PIECE
     rows = max(LONGEST_ROW // (4 * piece), 1) if whole else 1
     launch(
-        triton_transpose.cast_rows, -(-outer // rows), Matrix.of(x), _orientation(plain), C=C, WHOLE_ROW=whole,
+        triton_transpose.cast_rows, -(-outer // rows), Matrix.of(x), _orientation(output), C=C, WHOLE_ROW=whole,
         ROWS=rows, COLUMNS=piece, warps=ROW_WARPS if piece * rows > 2048 else 4,
     )  # fmt: skip
 
 
-def _cast_blocks(x: Tensor, C: CastConstants, plain: Output | None, transposed: Output | None) -> None:
+def _cast_blocks(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
     """A scale for each block; of two levels with a float32 that all of them share."""
-    given = next(output for output in (plain, transposed) if output is not None)
+    given = next(output for output in wanted if output is not None)
     maxima = _tensor_maxima(x) if C.two_level else None
     a, b = given.cast.tile
     side, warps = (LARGE_BLOCK, LARGE_BLOCK_WARPS) if max(a, b) > SQUARE else (SQUARE, SQUARE_WARPS)
+    first = _orientation(wanted[0])._replace(maxima=maxima)
     launch(
-        triton_block.cast_blocks, -(-x.shape[0] // side) * -(-x.shape[1] // side), Matrix.of(x),
-        _orientation(plain)._replace(maxima=maxima), _orientation(transposed), given.shared, C=C,
-        PARTS=0 if maxima is None else maxima.numel(), A=a, B=b, ROWS=side, COLUMNS=side, warps=warps,
+        triton_block.cast_blocks, -(-x.shape[0] // side) * -(-x.shape[1] // side), Matrix.of(x), first,
+        _orientation(wanted[1]), given.shared, C=C, PARTS=0 if maxima is None else maxima.numel(),
+        A=a, B=b, ROWS=side, COLUMNS=side, warps=warps,
     )  # fmt: skip
-    if transposed is not None:
-        transposed.shared = given.shared
+    if wanted[1] is not None:
+        wanted[1].shared = given.shared
