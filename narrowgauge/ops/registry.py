@@ -1,16 +1,10 @@
 """Who computes an op: an ordered list of kernels, each of which refuses a call with a code for programs and a text for people.
 
-    quantize        triton, native-cpp, reference; of both orientations or with an amax state (pair, precast_weight): triton, reference
-    mm              native (FP8 per tensor or row), native-block (tiles of 128), native-mx (MX, NVFP4), native-int8: torch's own GEMMs;
-                    native-cpp (INT4 on CPUs with AVX2 alone), triton (FP8 tiles), reference
-    rotate, codes   native-cpp, reference; both in one pass, rotate_and_encode: triton, reference
-    norm_act, rotary    triton, reference
-    optim           triton, native, torch
-
-`reference` (`torch`) is the definition in plain torch; it never refuses. The first kernel that does not refuse is taken. The refusals of
-the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or raises BackendError; it is never
-replaced by another. Two refusals are the registry's own: of tensors whose memory is elsewhere (`addresses.wrapper`), by every kernel
-that does not say that it computes by torch's operators alone; and of a device on which the kernel fails its check (selfcheck.py).
+The last of them, `reference` (of optimizers `torch`), is the definition in plain torch and never refuses. The first kernel that does not
+refuse is taken. The refusals of the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or
+raises BackendError; it is never replaced by another. Two refusals are the registry's own: of tensors whose memory is elsewhere
+(`addresses.wrapper`), by every kernel that does not say that it computes by torch's operators alone; and of a device on which the
+kernel fails its check (selfcheck.py).
 """
 
 from __future__ import annotations

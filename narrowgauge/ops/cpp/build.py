@@ -106,15 +106,11 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
 
 
 def _wait_for(shares: list[Future[object]]) -> None:
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            wait(shares)
-            break
-        except KeyboardInterrupt as error:  # a share takes milliseconds
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    try:
+        wait(shares)
+    except KeyboardInterrupt:  # a share takes milliseconds
+        _wait_for(shares)
+        raise
 
 
 @cache
@@ -169,10 +165,8 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 def _processor() -> str:
     """What -march=native depends on."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
-        known = {
-            line for line in lines if line.startswith(("flags", "Features", "model name", "cpu family", "model\t"))
-        }
-        return platform.machine() + "".join(sorted(known))
-    return platform.machine() + platform.processor() + platform.node()
+    if not info.exists():
+        return platform.machine() + platform.processor() + platform.node()
+    kinds = ("flags", "Features", "model name", "cpu family", "model\t")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(kinds)}))

@@ -77,7 +77,9 @@ def run(
             return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
         if _takes_onednn(left) and _loses_nothing(lhs, left_scale) and _loses_nothing(rhs, right_scale):
             return _rounded_once(left, right, left_scale, right_scale)
-    longest = _longest_exact_sum(lhs, rhs, left_scale, right_scale)
+    integers = [x.cast.format for x in (lhs, rhs) if isinstance(x, QTensor) and isinstance(x.cast.format, IntFormat)]
+    exact = len(integers) == 2 and left_scale is not None and right_scale is not None
+    longest = int((2**24 - 1) // (integers[0].max * integers[1].max)) if exact else None
     out = times_scales(_summed(left, right, longest), left_scale, right_scale)
     if bias is not None:
         # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
@@ -124,22 +126,12 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
     return times_scale(values, operand.scale, operand.cast.tile), shared
 
 
-def _longest_exact_sum(lhs: object, rhs: object, lhs_scale: Tensor | None, rhs_scale: Tensor | None) -> int | None:
-    """How many products of two integer operands float32 adds up exactly; None where the operands are no integers."""
-    if lhs_scale is None or rhs_scale is None or not isinstance(lhs, QTensor) or not isinstance(rhs, QTensor):
-        return None
-    if not (isinstance(lhs.cast.format, IntFormat) and isinstance(rhs.cast.format, IntFormat)):
-        return None
-    return int((2**24 - 1) // (lhs.cast.format.max * rhs.cast.format.max))
-
-
 def _summed(lhs: Tensor, rhs: Tensor, longest: int | None) -> Tensor:
     """lhs @ rhs.T in float32; with `longest`, cut into sums of so many products, which are exact and added in float64."""
     if longest is None or lhs.shape[1] <= longest:
         return _float_mm(lhs, rhs)
-    parts = zip(lhs.split(longest, dim=1), rhs.split(longest, dim=1), strict=True)
     out = torch.zeros(lhs.shape[0], rhs.shape[0], dtype=torch.float64, device=lhs.device)
-    for left, right in parts:
+    for left, right in zip(lhs.split(longest, dim=1), rhs.split(longest, dim=1), strict=True):
         out += _float_mm(left, right)
     return out.to(torch.float32)
 
@@ -200,6 +192,5 @@ def _row_scale(operand: QTensor) -> Tensor:
         scale = operand.full_scale()
     if scale.numel() == 0:  # nothing is contracted or nothing comes out
         return scale.new_ones(1, 1)
-    if rows == 1 or scale.shape[0] == 1:
-        return scale
-    return scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]
+    one_each = rows == 1 or scale.shape[0] == 1
+    return scale if one_each else scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]

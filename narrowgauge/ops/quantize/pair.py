@@ -21,22 +21,17 @@ from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
 
 Noise = Tensor | Key | None
+Two = tuple[Noise, Noise]  # of x and of x.T
 Pair = tuple[QTensor, QTensor | None, Tensor | None]
 
 
 def in_turn(
-    x: Tensor,
-    cast: Cast,
-    amax_state: Tensor | None,
-    records: bool,
-    cols: bool,
-    noise: tuple[Noise, Noise],
-    backend: str | None = None,
+    x: Tensor, cast: Cast, state: Tensor | None, records: bool, cols: bool, noise: Two, backend: str | None = None
 ) -> Pair:
     """The definition, by the fastest kernel of each cast, or by the one that is named."""
     amax = None
-    if amax_state is not None:
-        amax = update_amax(amax_state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
+    if state is not None:
+        amax = update_amax(state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
     rows = quantize(x, cast, amax=amax, noise=noise[0], backend=backend)
     return rows, quantize(x.T, cast, amax=amax, noise=noise[1], backend=backend) if cols else None, amax
 
@@ -73,7 +68,7 @@ def quantize_pair(
     amax_state: Tensor | None = None,
     records: bool = True,
     cols: bool = True,
-    noise: tuple[Noise, Noise] = (None, None),
+    noise: Two = (None, None),
     backend: str | None = None,
 ) -> Pair:
     """x [outer, inner], not empty if delayed -> (x, x.T, amax) quantized by the same cast, see the module.

@@ -34,8 +34,10 @@ ROWS, COLUMNS, SPREAD, SEED = 136, 272, 12, 20260612
 KEYS = Key((2**32 - 5, 77)), Key((3, 2**31 + 1))
 
 Run = Callable[..., Any]
-# (the call a kernel is examined for, x) -> (arguments on the CPU, where in words); of delayed scaling the third is the window's state
-Calls = Callable[[Spec, Tensor], Iterator[tuple[tuple[Any, ...], str]]]
+Call = tuple[
+    tuple[Any, ...], str
+]  # arguments on the CPU, of which with delayed scaling the third is the window's state; words for it
+Calls = Callable[[Spec, Tensor], Iterator[Call]]  # of the call that a kernel is examined for, with x
 
 
 def _check(definition: Run, calls: Calls, examples: Callable[[], Iterable[Spec]]) -> Check[Spec]:
@@ -104,12 +106,12 @@ def _compared(got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poison
             yield Comparison(f"{'values' if mine.is_expanded else 'codes'}{of}", mine.data, theirs.data)
 
 
-def _calls_of_one(spec: Spec, x: Tensor) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _calls_of_one(spec: Spec, x: Tensor) -> Iterator[Call]:
     amax = torch.full((1, 1), 3.0) if spec.amax else None
     yield (x, spec.cast, amax, None if spec.noise is None else KEYS[0], spec.expand), ""
 
 
-def _calls_of_pairs(spec: Spec, x: Tensor) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _calls_of_pairs(spec: Spec, x: Tensor) -> Iterator[Call]:
     """Delayed with an amax of earlier steps and without one."""
     if not spec.delayed:
         yield (x, spec.cast, None, True, True, (None, None) if spec.noise is None else KEYS), ""
@@ -119,7 +121,7 @@ def _calls_of_pairs(spec: Spec, x: Tensor) -> Iterator[tuple[tuple[Any, ...], st
         yield (x, spec.cast, live, True, spec.cols, (None, None)), f", in use {in_use}"
 
 
-def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[Call]:
     """Codes that serve, codes by an amax that is not in use, and a first step."""
     if x.stride(1) != 1:
         return  # a weight lies in memory row by row
@@ -139,32 +141,25 @@ def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[tuple[tuple[Any, ...], 
         yield (x, precast, state, True), f", in use {in_use} and expected {expected}"
 
 
-def _examples() -> Iterator[Spec]:
-    """The casts of all recipes."""
+def _examples(op: str) -> Iterator[Spec]:
+    """The casts of all recipes. Floats rounded to nearest as decoded values too, for products that are computed in float32."""
     from narrowgauge import recipes  # who casts needs them not
 
     gemms = [gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()]
     for cast in dict.fromkeys(cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None):
-        yield _spec((cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None))
-
-
-def _examples_of_one() -> Iterator[Spec]:
-    """Floats rounded to nearest as decoded values too, for products that are computed in float32."""
-    for spec in _examples():
-        yield spec
-        if spec.noise is None and isinstance(spec.cast.format, FloatFormat):
-            yield replace(spec, expand=torch.float32)
-
-
-def _examples_of_pairs() -> Iterator[Spec]:
-    for spec in _examples():
-        delayed = isinstance(spec.cast.calibrate, Window)
-        for cols in (True, False) if delayed else (True,):
-            yield replace(spec, cols=cols, delayed=delayed)
+        delayed = op == "quantize_pair" and isinstance(cast.calibrate, Window)
+        kind = (cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None, False, None)
+        for cols in (True, False) if delayed else (op == "quantize_pair",):
+            yield _spec((*kind, cols, delayed))
+        if op == "quantize" and cast.rounding == "nearest" and isinstance(cast.format, FloatFormat):
+            yield _spec((*kind[:4], torch.float32))
 
 
 CHECKS = {
-    "quantize": _check(definition.quantize, _calls_of_one, _examples_of_one),
-    "quantize_pair": _check(partial(pair.in_turn, backend="reference"), _calls_of_pairs, _examples_of_pairs),
-    "quantize_precast": _check(precast_weight.in_turn, _calls_of_precast, _examples),
+    op: _check(definition, calls, partial(_examples, op))
+    for op, definition, calls in (
+        ("quantize", definition.quantize, _calls_of_one),
+        ("quantize_pair", partial(pair.in_turn, backend="reference"), _calls_of_pairs),
+        ("quantize_precast", precast_weight.in_turn, _calls_of_precast),
+    )
 }
