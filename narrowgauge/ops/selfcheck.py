@@ -121,27 +121,27 @@ def _first_failure(found: Iterable[Comparison | str], device: torch.device) -> t
     """(largest error as a share of its bound, what is wrong as a clause or None)."""
     worst = 0.0
     for each in found:
-        if isinstance(each, str):
-            return float("inf"), each
-        if each.bound is None:
-            reason = difference(each.name, each.got, each.truth, device)
-            error = 0.0 if reason is None else float("inf")
-        else:
-            error, reason = _excess(each, each.bound, device)
+        error, reason = (float("inf"), each) if isinstance(each, str) else _error(*each, device)
         worst = max(worst, error)
         if reason is not None:
             return worst, reason
     return worst, None
 
 
-def _excess(of: Comparison, bound: Tensor | float, device: torch.device) -> tuple[float, str | None]:
-    got, truth = of.got.detach().to("cpu").to(torch.float64), of.truth.to(torch.float64)
+def _error(
+    name: str, got: Tensor, truth: Tensor, bound: Tensor | float | None, device: torch.device
+) -> tuple[float, str | None]:
+    """The same of one comparison."""
+    if bound is None:
+        reason = difference(name, got, truth, device)
+        return (0.0 if reason is None else float("inf")), reason
+    got, truth = got.detach().to("cpu").to(torch.float64), truth.to(torch.float64)
     if got.shape != truth.shape:
-        return float("inf"), f"its {of.name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
+        return float("inf"), f"its {name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
     # A bound of zero leaves 0 / 0 where nothing is wrong; NaN against NaN is right.
     worst = float(((got - truth).abs() / bound).nan_to_num(nan=0.0, posinf=float("inf")).max())
     if worst > 1:
-        return worst, f"its {of.name} is wrong on {device}: {worst:.2g} times the error that is allowed"
+        return worst, f"its {name} is wrong on {device}: {worst:.2g} times the error that is allowed"
     if not torch.equal(got.isnan(), truth.isnan()):
         what = "hides NaN" if int(got.isnan().sum()) < int(truth.isnan().sum()) else "makes NaN of numbers"
         return float("inf"), f"it {what} on {device}"

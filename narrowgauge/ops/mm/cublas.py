@@ -25,7 +25,7 @@ float32: NVFP4 hands it to the kernel, of MX (headroom) it multiplies the result
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Scaled(NamedTuple):
 @framed
 def run_block(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """Blocks of 128."""
-    return _scaled_mm(_in_blocks(lhs), _in_blocks(rhs), dtype)
+    return scaled_mm(_in_blocks(lhs), _in_blocks(rhs), dtype)
 
 
 def _in_blocks(operand: QTensor) -> Scaled:
@@ -100,7 +100,7 @@ def run_mx(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool
     headroom = [q.global_scale for q in (lhs, rhs) if q.global_scale is not None and kind != "nvfp4"]
     if headroom or kind == "mxfp4":
         dtype = torch.bfloat16 if kind == "mxfp4" else torch.float32
-    out = _scaled_mm(mx_operand(lhs), mx_operand(rhs), dtype)
+    out = scaled_mm(mx_operand(lhs), mx_operand(rhs), dtype)
     for factor in headroom:
         out = out.to(torch.float32) * factor
     return out
@@ -130,22 +130,10 @@ def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
     return pad(data.contiguous().view(torch.uint8), fill).view(data.dtype)
 
 
-def _scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    return scaled_mm(
-        a.codes, b.codes.T, a.scales, a.kinds, b.scales, b.kinds,
-        swizzle_a=a.swizzles, swizzle_b=b.swizzles, output_dtype=dtype,
-    )  # fmt: skip
-
-
-def scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Any, kind_a: Any, scale_b: Any, kind_b: Any,
-    *, swizzle_a: Any, swizzle_b: Any, output_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
     """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13."""
-    kinds = [[each.value for each in given] for given in (kind_a, swizzle_a, kind_b, swizzle_b)]
-    return torch.ops.aten._scaled_mm_v2.default(
-        a, b, scale_a, kinds[0], kinds[1], scale_b, kinds[2], kinds[3], None, output_dtype
-    )
+    operands = [(x.scales, [kind.value for kind in x.kinds], [each.value for each in x.swizzles]) for x in (lhs, rhs)]
+    return torch.ops.aten._scaled_mm_v2.default(lhs.codes, rhs.codes.T, *operands[0], *operands[1], None, dtype)
 
 
 # --- layouts of scales ---

@@ -6,11 +6,10 @@ The kernel of the step has every new weight in a register. With one scale per te
     delayed scaling    that, and the codes of w and of w.T by the scale that the next step will use; `quantize_precast` notes the
                        largest magnitude in the window, as casting would, and reads no weight at all
 
-Which scale that is the step has to foretell, for the window moves on only after it (`nn.amax_history`). So the amax that it counted on
-stays beside the codes, and `quantize_precast` compares it on the device with the one that is in use: where another was loaded, or
-the step was not ended, the codes are written anew. On the host the weight must be the one that the step left, by its address and
-version, and each is taken once. So a cast that is out of date is never used; but a weight that is written through `.data` or a raw
-pointer afterwards looks as before, as in every cache (`QLinear.empty_cache` forgets it).
+The step has to foretell that scale, for the window moves on only after it (`nn.amax_history`). So the amax that it counted on stays
+beside the codes, and `quantize_precast` compares it on the device with the one in use: where another was loaded, or the step was not
+ended, it writes the codes anew. On the host the weight must be the one that the step left (`addresses.validity`), and each is taken
+once. So a cast that is out of date is never used.
 
 Which weights: `refuse`. Rows, blocks and MX share a scale among elements that no program of the step has together in both
 orientations; rotations mix elements before they are cast; learned steps change after the weight has been written.
