@@ -62,11 +62,16 @@ class Check(Generic[Spec]):
     def failure(self, op: str, kernel: Kernel[Spec], kind: tuple[Hashable, ...], device: torch.device) -> str | None:
         """Why the kernel failed for this kind of call on this device, or None. Examines it if that is still to do.
 
-        A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
+        A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong. Raises BackendError
+        while a CUDA graph is captured: what an examination computes and waits for may not be part of it.
         """
         key = (op, kernel.name, kind, device.index)
         if key not in RESULTS:
-            refuse_capture(op, kernel.name, device)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise BackendError(
+                    f"{op}: {kernel.name} was never checked on {device}, and it cannot be while a CUDA graph is captured. "
+                    "Run one step before the capture."
+                )
             RESULTS[key] = examine(op, kernel.run, self, kind, device)
             if (reason := RESULTS[key].reason) is not None:
                 words = f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {reason}"
@@ -89,15 +94,6 @@ class Result:
 
 
 RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}  # (op, kernel, kind of call, index of the device)
-
-
-def refuse_capture(op: str, kernel: str, device: torch.device) -> None:
-    """Raises BackendError while a CUDA graph is captured: what an examination computes and waits for may not be part of it."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise BackendError(
-            f"{op}: {kernel} was never checked on {device}, and it cannot be while a CUDA graph is captured. "
-            "Run one step before the capture."
-        )
 
 
 def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable, device: torch.device) -> Result:

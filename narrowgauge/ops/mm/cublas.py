@@ -39,6 +39,7 @@ from narrowgauge.scaling import WHOLE
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
+ROWS, COLUMNS, GROUP = 128, 4, 32  # of a swizzled block of scales; rows that lie together in it
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 
 
@@ -86,11 +87,14 @@ def run_block(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: b
 
 
 def _in_blocks(operand: QTensor) -> Scaled:
+    """See the module for the orders of scales; each takes one copy."""
+    scale = operand.scale
     if operand.cast.tile == SQUARE:
-        codes = aligned(operand.data, BLOCK, BLOCK)
-        return Scaled(codes, [padded_to_four(operand.scale)], [ScalingType.BlockWise128x128], [])
+        padded_to_four = pad(scale, (0, -scale.shape[1] % COLUMNS)).contiguous().T
+        return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [ScalingType.BlockWise128x128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
-    return Scaled(codes, [outer_major(operand.scale, codes.shape[0])], [ScalingType.BlockWise1x128], [])
+    outer_major = pad(scale.T, (0, len(codes) - len(scale))).contiguous().T
+    return Scaled(codes, [outer_major], [ScalingType.BlockWise1x128], [])
 
 
 @framed
@@ -134,21 +138,6 @@ def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
     """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13."""
     operands = [(x.scales, [kind.value for kind in x.kinds], [each.value for each in x.swizzles]) for x in (lhs, rhs)]
     return torch.ops.aten._scaled_mm_v2.default(lhs.codes, rhs.codes.T, *operands[0], *operands[1], None, dtype)
-
-
-# --- layouts of scales ---
-
-ROWS, COLUMNS, GROUP = 128, 4, 32  # of a swizzled block; rows that lie together in it
-
-
-def outer_major(scale: Tensor, rows: int) -> Tensor:
-    """scale [R, C] float32 -> [rows, C] with strides [1, rows], rows >= R. One copy."""
-    return pad(scale.T, (0, rows - scale.shape[0])).contiguous().T
-
-
-def padded_to_four(scale: Tensor) -> Tensor:
-    """scale [R, C] float32, one per 128x128 tile -> [C rounded up to 4, R] with strides [1, C rounded up]. One copy."""
-    return pad(scale, (0, -scale.shape[1] % COLUMNS)).contiguous().T
 
 
 def swizzled(scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ cache). While torch.compile traces it is one opaque operator, `narrowgauge::bloc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,33 +21,41 @@ from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import unavailable
 from narrowgauge.qtensor import QTensor
 
-if TYPE_CHECKING:
-    from narrowgauge.ops.mm.triton_blocks import Blocks
-
 LONGEST_STEP = 128  # what the tensor cores sum before a scale multiplies it
-
-
 Bias = Tensor | None
 
 
-class Shape(NamedTuple):
-    """The block sizes of a launch. They must leave no register spilled and fit into shared memory (tests/ops/test_mm_triton.py)."""
+@dataclass(frozen=True)
+class Blocks:
+    """What the kernel is compiled with. The sides of the tiles with one scale, powers of two; m, n: of a program, k: of its steps.
 
+    They must leave no register spilled and fit into shared memory (tests/ops/test_mm_triton.py).
+    """
+
+    lhs_rows: int
+    lhs_columns: int
+    rhs_rows: int
+    rhs_columns: int
     m: int
     n: int
+    k: int
     warps: int
     stages: int
     group_m: int = 8
 
 
-def shape_for(capability: tuple[int, int], rows: int) -> Shape:
+def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Blocks:
     """9.x and 10.x multiply from shared memory, of which they have 227 KiB: 128 x 128 totals, a stage of both operands is 32 KiB.
 
     Ada and Blackwell 12.x multiply from registers and have 99 KiB: 128 x 128 would spill there. Few rows get a lower tile.
     """
+    m, n, warps, stages = 128, 128, 8, 4
     if capability[0] not in (9, 10):
-        return Shape(m=128, n=64, warps=8, stages=3)
-    return Shape(m=64, n=128, warps=4, stages=4) if rows <= 64 else Shape(m=128, n=128, warps=8, stages=4)
+        n, stages = 64, 3
+    elif rows <= 64:
+        m, warps = 64, 4
+    step = min(tiles[1], tiles[3], LONGEST_STEP)
+    return Blocks(*tiles, m=m, n=n, k=step, warps=warps, stages=stages)  # type: ignore[misc]
 
 
 def refuse(spec: MmSpec) -> Refusal | None:
@@ -78,24 +86,15 @@ def launch(
     (m, k), n = lhs.shape, rhs.shape[0]
     out = torch.empty(m, n, dtype=out_dtype, device=lhs.device)
     capability = torch.cuda.get_device_capability(lhs.device) if lhs.device.type == "cuda" else (0, 0)
-    shape = shape_for(capability, m)
-    grid = (-(-m // shape.m) * -(-n // shape.n),)
+    blocks = blocks_for(tiles, capability, m)
+    grid = (-(-m // blocks.m) * -(-n // blocks.n),)
     # Contraction of products and sums is left on: total + part * scale is then rounded once, and costs nothing.
     with torch.cuda.device(lhs.device if lhs.device.type == "cuda" else -1):  # Triton launches on the current device
         block_mm[grid](
             lhs, rhs, lhs_scale, rhs_scale, None if bias is None else bias.contiguous(), out, m, n, k,
-            B=constants(tiles, shape),
-            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
+            B=blocks, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
-
-
-def constants(tiles: list[int], shape: Shape) -> Blocks:
-    """What the kernel is compiled with."""
-    from narrowgauge.ops.mm.triton_blocks import Blocks
-
-    step = min(tiles[1], tiles[3], LONGEST_STEP)
-    return Blocks(tiles[0], tiles[1], tiles[2], tiles[3], shape.m, shape.n, step, shape.group_m)
 
 
 torch.library.define(

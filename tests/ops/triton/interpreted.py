@@ -299,7 +299,7 @@ def cases() -> Iterator[Case]:
                 lambda in_use=in_use, value=value: compare_both_delayed(in_use, value, in_use > 0),
             )
     for op, kernel, spec in checked_by_interpreter():
-        kind = " ".join(map(str, kernel.check().kind(spec)))
+        kind = " ".join(map(str, spec.casts if op == "mm" else kernel.check().kind(spec)))
         yield f"check of {op}: {kind}", lambda call=(op, kernel, spec): check(*call)
     yield "broken kernels", find_a_broken_kernel
     for recipe, kernel, exact in LAYERS:
