@@ -38,17 +38,22 @@ class MmSpec:
 
     @property
     def formats(self) -> tuple[Format | None, ...]:
-        return tuple(None if cast is None else cast.format for cast in self.casts)
+        return None if self.lhs is None else self.lhs.format, None if self.rhs is None else self.rhs.format
 
     @property
     def tiles(self) -> tuple[tuple[int, int] | None, ...]:
-        return tuple(None if cast is None else cast.tile for cast in self.casts)
+        return None if self.lhs is None else self.lhs.tile, None if self.rhs is None else self.rhs.tile
 
     @property
     def kind(self) -> str | None:
         """The `mx_kind` that both operands are of, or None."""
-        kinds = [mx_kind(cast) for cast in self.casts]
-        return kinds[0] if kinds[0] == kinds[1] else None
+        kind = mx_kind(self.lhs)
+        return kind if kind is not None and kind == mx_kind(self.rhs) else None
+
+    @property
+    def units(self) -> str:
+        """The tensor cores that such operands are made for."""
+        return {None: "FP8", "mxfp8": "MX"}.get(self.kind, "FP4")
 
 
 def mx_kind(cast: Cast | None) -> str | None:
@@ -62,15 +67,15 @@ def mx_kind(cast: Cast | None) -> str | None:
 
 
 class Need(NamedTuple):
-    """code and text: of the refusal where it is not met; {type}, {capability}, {cuda}, {units} and {tile} are filled in."""
+    """code and text, or what makes it of the spec: of the refusal where it is not met."""
 
     code: Code
     met: Callable[[MmSpec], bool]
-    text: str
+    text: str | Callable[[MmSpec], str]
 
 
 def _in(found: tuple[object, ...], wanted: tuple[object, ...]) -> bool:
-    return all(each in wanted for each in found)
+    return found[0] in wanted and found[1] in wanted
 
 
 def _suits_triton(tile: tuple[int, int] | None) -> bool:
@@ -81,12 +86,31 @@ def _has_e5m2_rows(s: MmSpec) -> bool:
     return E5M2 in s.formats and (1, WHOLE) in s.tiles
 
 
+def _words_of_tiles(s: MmSpec) -> str:
+    unsuited = next(tile for tile in s.tiles if not _suits_triton(tile))
+    return f"takes tiles of powers of two, {SHORTEST} or more along the contracted axis, not {unsuited}"
+
+
 def _is_tiled(cast: Cast | None) -> bool:
     return cast is not None and WHOLE not in cast.tile and mx_kind(cast) is None
 
 
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 def _sm(met: Callable[[MmSpec], bool], text: str) -> Need:
-    return Need("capability", met, "compute capability {capability}, " + text)
+    """{} in the text: the units of the operands."""
+    return Need(
+        "capability", met, lambda s: f"compute capability {_dotted(s.device.capability)}, {text.format(s.units)}"
+    )
+
+
+def _cuda(least: tuple[int, int], what: str) -> Need:
+    return Need(
+        "toolchain", lambda s: s.device.cuda >= least,
+        lambda s: f"torch was built for CUDA {_dotted(s.device.cuda)}, {what.format(s.units)} {_dotted(least)}",
+    )  # fmt: skip
 
 
 CODES = Need("expanded", lambda s: not s.expanded, "takes codes, but an operand is expanded to floats")
@@ -95,13 +119,12 @@ ONE_SCALE = Need(
     "takes one scale, but a cast has a second one for the tensor (headroom)",
 )  # fmt: skip
 NO_E5M2_PAIR = Need("format", lambda s: s.formats != (E5M2, E5M2), "e5m2 x e5m2 does not exist in hardware")
-ON_CUDA = Need("device", lambda s: s.device.type == "cuda", "{type} has no {units} units")
+ON_CUDA = Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no {s.units} units")
 ADA = _sm(lambda s: s.device.capability >= (8, 9), "FP8 needs 8.9")
 FP8_UNITS = (NO_E5M2_PAIR, CODES, ONE_SCALE, ON_CUDA, ADA)
 NOT_IN_BLOCKS = "needs two FP8 operands in tiles of 1x128 or 128x128"
 NOT_BY_ROW = "needs two operands with one scale per tensor or row"
 NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
-NOT_LONG = f"takes tiles of powers of two, {SHORTEST} or more along the contracted axis, not {{tile}}"
 COUNTS_BYTES = "torch 2.13 takes two packed codes for one in the shapes of compiled MXFP4"  # _check_scaled_mm_sizes_v2
 CPU_IS_SLOW = "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
 # 4-bit integers are integers too: their codes, and those of a bit-split gradient, are exact as INT8. Row scales of E5M2 are CUTLASS's.
@@ -117,15 +140,15 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("format", lambda s: s.formats == (E4M3, E4M3), "takes E4M3 alone in tiles of 128"),
         *FP8_UNITS,
         _sm(lambda s: s.device.capability[0] == 9, "cuBLAS has blocks of 128 on 9.0 alone"),
-        Need("toolchain", lambda s: s.device.cuda >= (12, 9), "torch was built for CUDA {cuda}, blocks of 128 need 12.9"),
+        _cuda((12, 9), "blocks of 128 need"),
         Need("tile", lambda s: s.tiles != (SQUARE, SQUARE), "128x128 by 128x128 does not exist in cuBLAS"),
     ),
     "native-mx": (
         Need("operands", lambda s: s.kind is not None, "needs two operands of MXFP8, MXFP4 or NVFP4"),
         NO_E5M2_PAIR, CODES, ON_CUDA,
-        _sm(lambda s: s.device.capability >= (10, 0), "{units} needs 10.0"),
+        _sm(lambda s: s.device.capability >= (10, 0), "{} needs 10.0"),
         _sm(lambda s: s.kind != "mxfp4" or s.device.capability[0] == 10, "torch has MXFP4 on 10.x alone"),
-        Need("toolchain", lambda s: s.device.cuda >= (12, 8), "torch was built for CUDA {cuda}, {units} needs 12.8"),
+        _cuda((12, 8), "{} needs"),
         Need("compiling", lambda s: s.kind != "mxfp4" or not torch.compiler.is_compiling(), COUNTS_BYTES),
     ),
     "native-int8": (
@@ -133,7 +156,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "the integer GEMM takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
         Need("capability", lambda s: s.device.type != "cpu" or s.device.int8_gemm, CPU_IS_SLOW),
-        Need("device", lambda s: s.device.type in ("cpu", "cuda"), "no integer GEMM on {type}"),
+        Need("device", lambda s: s.device.type in ("cpu", "cuda"), lambda s: f"no integer GEMM on {s.device.type}"),
         _sm(lambda s: s.device.type == "cpu" or s.device.capability >= (8, 0), "the integer GEMM needs 8.0"),
     ),
     "native-cpp": (
@@ -143,7 +166,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     "triton": (
         Need("operands", lambda s: _in(s.formats, FP8) and all(map(_is_tiled, s.casts)), "needs two FP8 operands in tiles"),
-        Need("tile", lambda s: all(map(_suits_triton, s.tiles)), NOT_LONG),
+        Need("tile", lambda s: all(map(_suits_triton, s.tiles)), _words_of_tiles),
         *FP8_UNITS,
     ),
 }  # fmt: skip
@@ -155,17 +178,7 @@ def refuse(kernel: str) -> Callable[[MmSpec], Refusal | None]:
     def refuse(spec: MmSpec) -> Refusal | None:
         for code, met, text in NEEDS[kernel]:
             if not met(spec):
-                return Refusal(code, text.format(**_words(spec)) if "{" in text else text)
+                return Refusal(code, text if isinstance(text, str) else text(spec))
         return None
 
     return refuse
-
-
-def _words(spec: MmSpec) -> dict[str, object]:
-    return {
-        "type": spec.device.type,
-        "capability": ".".join(map(str, spec.device.capability)),
-        "cuda": ".".join(map(str, spec.device.cuda)),
-        "units": {None: "FP8", "mxfp8": "MX"}.get(spec.kind, "FP4"),
-        "tile": next((tile for tile in spec.tiles if not _suits_triton(tile)), None),
-    }
