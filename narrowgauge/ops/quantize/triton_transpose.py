@@ -110,7 +110,10 @@ def cast_both(
 
     PARTS  above zero: one scale, from the largest of plain.maxima [PARTS], in plain.scales; zero: one per row of each
     """
-    down, across = place_of_program(x.columns, COLUMNS)
+    if ROWS == 1:  # x is one row; a quotient of 64 bits takes as long as the cast of two elements
+        down, across = 0, tl.program_id(0).to(tl.int64)
+    else:
+        down, across = place_of_program(x.columns, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     SAME: tl.constexpr = PARTS > 0 and not C.stochastic
     if PARTS > 0:
@@ -172,14 +175,13 @@ def both_delayed(
 ):  # fmt: skip
     """Codes of x and of x.T, or of x, by the scale of state.live[IN_USE], if that is above zero; and state.maxima [PARTS].
 
-    PROGRAMS  0: a program for each piece; they share the maxima, which are zero before. Else PARTS, which share the pieces
+    PROGRAMS  0: a program for each piece; they share the maxima, which are zero before. Else PARTS, which share the pieces of one row
     """
     program = tl.program_id(0).to(tl.int64)
-    width = tl.cdiv(x.columns, COLUMNS)
     in_use = tl.load(state.live + IN_USE)
     scale = scale_of(in_use.to(tl.int32, bitcast=True), C)
     if PROGRAMS == 0:
-        down, across = program // width, program % width
+        down, across = place_of_program(x.columns, COLUMNS)
         values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
         largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
         tl.atomic_max(state.maxima + program % PARTS, largest, sem="relaxed")
@@ -187,12 +189,11 @@ def both_delayed(
             _store_both(values, scale, x, codes, transposed, down, across, C)
     else:
         seen = tl.zeros((ROWS, COLUMNS), tl.int32)
-        for piece in range(program, tl.cdiv(x.rows, ROWS) * width, PROGRAMS):
-            down, across = piece // width, piece % width
-            values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
+        for across in range(program, tl.cdiv(x.columns, COLUMNS), PROGRAMS):
+            values, _, _ = load_piece(x, 0, across, ROWS, COLUMNS)
             seen = tl.maximum(seen, magnitude_bits(values))
             if in_use > 0:
-                _store_both(values, scale, x, codes, transposed, down, across, C)
+                _store_both(values, scale, x, codes, transposed, 0, across, C)
         tl.store(state.maxima + program, tl.max(tl.max(seen, axis=1), axis=0))
 
 
@@ -228,17 +229,17 @@ def settle_both(
     makes NaN of all of them. PROGRAMS share the pieces; 0: there is a program for each, which takes fewer registers.
     """
     program = tl.program_id(0).to(tl.int64)
-    width = tl.cdiv(x.columns, COLUMNS)
     scale, in_use = settled(state, program == 0, RECORDS, C, PARTS)
     serves = in_use > 0
     if expected is not None:
         serves = serves & (in_use == tl.load(expected))
     if not serves:
         if PROGRAMS == 0:
-            down, across = program // width, program % width
+            down, across = place_of_program(x.columns, COLUMNS)
             values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
             _store_both(values, scale, x, codes, transposed, down, across, C)
         else:
+            width = tl.cdiv(x.columns, COLUMNS)
             for piece in range(program, tl.cdiv(x.rows, ROWS) * width, PROGRAMS):
                 down, across = piece // width, piece % width
                 values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
