@@ -119,5 +119,5 @@ def test_what_takes_it_up_compiles_without_spills(sm):
     left = Left(x, DELAYED).stepped
     found = compiled([casting], sm, lambda: casting.precast(x, left, torch.zeros(3), True))["settle_both"]
     assert found.spills == 0, found.usage
-    assert not any(".NaN" in name for name in found.instructions()), "see narrowgauge/triton: maxima are integers"
+    assert not any(".NaN" in name for name in found.instructions()), "see narrowgauge/ops/triton: maxima are integers"
     assert any(name.startswith("ld.global.v4") for name in found.instructions()), "16 bytes per load"
