@@ -123,7 +123,7 @@ def products(size: Size, rounds: int) -> list[dict[str, Any]]:
     b = torch.randint(-7, 8, (width, width), dtype=torch.int8)
     af, bf, one = a.float(), b.float(), torch.ones(1, 1)
     cases: dict[str, Callable[[], object]] = {"fp32": lambda: torch.mm(af, bf.T)}
-    if not int4.unavailable() and int4.has_gemm():
+    if not int4.LIBRARY.missing and int4.has_gemm():
         cases["native-cpp"] = lambda: int4.gemm(a, b, one, one, False, 98)
     cases["torch._int_mm"] = lambda: torch._int_mm(a, b.T)
     timings = measure(cases, rounds=rounds, warmup=1)

@@ -7,6 +7,7 @@ inside torch.func's transforms, and while a mode makes tensors fake or traces th
     wrapper     asked where kernels are chosen (`ops.registry`): those that read memory refuse, torch's operators compute
     address     what every kernel takes addresses from, so that one that nobody refused raises instead of crashing
     identity    to tell tensors apart by their memory, without reading it
+    validity    to tell whether a tensor is the one of before, with the same numbers
     holds_numbers   whether there is data to look at
     cached      keeps constants, but never fake ones
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,3 +89,19 @@ def cached(build: Callable[Given, Made]) -> Callable[Given, Made]:
 def identity(x: Tensor) -> int:
     """x's address; of a wrapper the object's own identity."""
     return x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else id(x)
+
+
+Key = tuple[Any, ...]
+
+
+def validity(tensor: Tensor) -> Key | None:
+    """The one key by which casts of a tensor are kept: of weights, inputs and gradients, and those that an optimizer's step leaves.
+
+    Differs from an earlier one if the tensor was written, moved or replaced since; None: it has no version to go by. What is made in
+    inference mode cannot be saved for backward, so the mode is a part of it. It does not see what is written through a raw pointer or
+    `.data`; and memory that was freed may come back, so whoever compares keys holds the tensor.
+    """
+    if tensor.is_inference():
+        return None
+    place = tensor.device, identity(tensor), tensor.dtype, tensor.shape, tensor.stride()
+    return (tensor._version, *place, torch.is_inference_mode_enabled())

@@ -8,9 +8,9 @@
 `lookup(operand)` gives the casts that there are, to which those are added that are made now, or None for an unknown tensor. Another source
 (gathered codes, a message's) is one more object with it in a context's `sources`.
 
-All of them go by one key, `ops.validity`. It does not see a tensor that is written through a raw pointer or `.data`, so casts are kept from
-one optimizer step to the next only, and a forward pass without gradients never reads a kept one. Copies and pickles begin empty.
-torch.compile passes them by: it sees equal computations itself.
+All of them go by one key, `addresses.validity`. It does not see a tensor that is written through a raw pointer or `.data`, so casts
+are kept from one optimizer step to the next only, and a forward pass without gradients never reads a kept one. Copies and pickles
+begin empty. torch.compile passes them by: it sees equal computations itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from narrowgauge.addresses import Key, validity
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.ops.validity import Key, validity
 
 if TYPE_CHECKING:
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight

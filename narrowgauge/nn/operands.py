@@ -22,7 +22,7 @@ from narrowgauge.recipe import Cast, Hadamard, Window
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import DeviceKey, Key
+    from narrowgauge.ops.random import Key
 
 Saved = tuple[Tensor | None, ...]
 
@@ -254,7 +254,7 @@ def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, b
     return operand
 
 
-def _noise(like: Tensor) -> Tensor | Key | DeviceKey:
+def _noise(like: Tensor) -> Tensor | Key:
     from narrowgauge.ops.random import draw  # where casts round stochastically alone
 
     return draw(tuple(like.shape), like.device)

@@ -26,39 +26,25 @@ from narrowgauge.ops.triton import refuse as refuse_triton
 MASK = 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Key:
-    """Noise that is not in memory yet: the numbers of (low, high) for the elements of a tensor, row by row."""
+    """Noise that is not in memory yet. words: (low, high), or in the memory of a GPU an int64 tensor [2] of them."""
 
-    low: int
-    high: int
+    words: tuple[int, int] | Tensor
 
     def uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """float32 in [0, 1) of `shape`, multiples of 2^-24."""
+        """float32 in [0, 1) of `shape`, multiples of 2^-24: the numbers of the elements, row by row."""
+        if isinstance(self.words, Tensor):
+            return reference(self.words[0], self.words[1], tuple(shape), self.words.device)
         from narrowgauge.ops.cpp import int4 as cpp
 
         if cpp.refuse("cpu") is None and not wrapper():
-            return cpp.uniform(tuple(shape), (self.low, self.high))
-        return reference(self.low, self.high, tuple(shape))
+            return cpp.uniform(tuple(shape), self.words)
+        return reference(*self.words, tuple(shape))
 
     def on_device(self, device: torch.device) -> Tensor:
-        """(low, high) as int64 [2] on `device`."""
-        return torch.tensor([self.low, self.high], dtype=torch.int64, device=device)
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceKey:
-    """A Key in the memory of a GPU: int64 [2], low and high, each in [0, 2^32)."""
-
-    words: Tensor
-
-    def uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """float32 in [0, 1) of `shape`, the numbers of the Key of these words."""
-        return reference(self.words[0], self.words[1], tuple(shape), self.words.device)
-
-    def on_device(self, device: torch.device) -> Tensor:
-        """The words themselves; `device` is theirs."""
-        return self.words
+        """The words as int64 [2] on `device`, which is theirs if they are in its memory."""
+        return torch.as_tensor(self.words, dtype=torch.int64, device=device)
 
 
 def reference(
@@ -70,16 +56,16 @@ def reference(
     return ((bits >> 8).to(torch.float32) * 2.0**-24).reshape(shape)
 
 
-def draw(shape: tuple[int, ...], device: torch.device) -> Key | DeviceKey | Tensor:
+def draw(shape: tuple[int, ...], device: torch.device) -> Key | Tensor:
     """Noise for a tensor of `shape` on `device`, from torch's generator."""
     if wrapper():  # a key that is fake has no numbers
         return torch.rand(shape, dtype=torch.float32, device=device)
     if device.type == "cuda" and refuse_triton("cuda", device_facts("cuda", device.index).capability) is None:
-        return DeviceKey(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
+        return Key(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
     if device.type != "cpu" or torch.compiler.is_compiling():
         return torch.rand(shape, dtype=torch.float32, device=device)
     low, high = torch.randint(0, 2**32, (2,), dtype=torch.int64, device="cpu").tolist()
-    return Key(low, high)
+    return Key((low, high))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,22 +1,16 @@
 """Who computes an op: an ordered list of kernels, each of which refuses a call with a code for programs and a text for people.
 
-    quantize        triton, native-cpp, reference; of both orientations or with an amax state (pair, precast_weight): triton, reference
-    mm              native (FP8 per tensor or row), native-block (tiles of 128), native-mx (MX, NVFP4), native-int8: torch's own GEMMs;
-                    native-cpp (INT4 on CPUs with AVX2 alone), triton (FP8 tiles), reference
-    hadamard        native-cpp, reference; rotated and encoded in one pass: triton, reference
-    norm_act, rotary    triton, reference
-    optim           triton, native, torch
-
-`reference` (`torch`) is the definition in plain torch; it never refuses. The first kernel that does not refuse is taken. The refusals of
-the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or raises BackendError; it is never
-replaced by another. Tensors whose memory is elsewhere (`addresses.wrapper`) are refused here, for every kernel that does not say that it
-computes by torch's operators alone.
+The last of them, `reference` (of optimizers `torch`), is the definition in plain torch and never refuses. The first kernel that does not
+refuse is taken. The refusals of the others are kept, for `describe` and `narrowgauge info`. A kernel that the caller names is taken or
+raises BackendError; it is never replaced by another. Two refusals are the registry's own: of tensors whose memory is elsewhere
+(`addresses.wrapper`), by every kernel that does not say that it computes by torch's operators alone; and of a device on which the
+kernel fails its check (selfcheck.py).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -26,8 +20,15 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import BackendError, closest
+from narrowgauge.recipe import Cast
 
 Spec = TypeVar("Spec")
+# Whether torch.compile hands frozen dataclasses to functions whose results it takes as constants (`constant_while_compiling`).
+TAKES_DATACLASSES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+_CANNOT_NAME = (
+    f"it cannot be checked while torch {torch.__version__} traces, for formats and scale rules that are not narrowgauge's own; "
+    "torch 2.13 or eager mode can"
+)
 
 # What a kernel refuses for. "operands": it is made for others, which says nothing of what this machine lacks.
 Code = Literal[
@@ -109,9 +110,8 @@ def onednn_without_vnni(environment: Mapping[str, str]) -> bool:
 def cpu_facts() -> Device:
     """The CPU that runs this process, as oneDNN uses it (ONEDNN_MAX_CPU_ISA may hold it back)."""
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return Device(
-        "cpu", bf16_gemm=bf16, int8_gemm=torch.cpu._is_vnni_supported() and not onednn_without_vnni(os.environ)
-    )
+    int8 = torch.cpu._is_vnni_supported() and not onednn_without_vnni(os.environ)
+    return Device("cpu", bf16_gemm=bf16, int8_gemm=int8)
 
 
 def cuda_facts(index: int | None) -> Device:
@@ -130,7 +130,7 @@ class Kernel(Generic[Spec]):
     """One way to compute an op. refuse(spec) is None when it can.
 
     by_torch  whether it computes by torch's operators alone, which know wrappers; else it reads memory, and is never given one
-    check     gives how it is examined, a `selfcheck.Check`; None of definitions
+    check     loads the `selfcheck.Check` by which it is examined on a device before it is first taken there; None of definitions
     """
 
     name: str
@@ -165,13 +165,43 @@ class Registry(Generic[Spec]):
         self.op = op
         self.kernels: list[Kernel[Spec]] = []
 
-    def register(self, kernel: Kernel[Spec]) -> None:
-        self.kernels.append(kernel if kernel.by_torch else _of_plain_tensors(kernel))
+    def register(self, *kernels: Kernel[Spec]) -> None:
+        """Adds kernels, with the registry's own refusals where they concern them."""
+        for kernel in kernels:
+            guarded = not kernel.by_torch or kernel.check is not None
+            self.kernels.append(replace(kernel, refuse=self._guarded(kernel)) if guarded else kernel)
+
+    def _guarded(self, kernel: Kernel[Spec]) -> Callable[[Spec], Refusal | None]:
+        """kernel.refuse, which refuses wrappers too, and a device on which the kernel is wrong."""
+
+        @constant_while_compiling
+        def failure(device_type: str, index: int, *kind: Hashable) -> str | None:
+            assert kernel.check is not None
+            reason: str | None = kernel.check().failure(self.op, kernel, kind, torch.device(device_type, index))
+            return reason
+
+        def refuse(spec: Spec) -> Refusal | None:
+            device: Device = spec if isinstance(spec, Device) else spec.device  # type: ignore[attr-defined]
+            if device.wrapper and not kernel.by_torch:
+                hides = f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
+                return Refusal("wrapper", hides)
+            refusal = kernel.refuse(spec)
+            if refusal is not None or kernel.check is None or device.index is None:
+                return refusal
+            kind = kernel.check().kind(spec)
+            if kind is None:
+                return None
+            if not TAKES_DATACLASSES and torch.compiler.is_compiling() and any(isinstance(each, Cast) for each in kind):
+                return Refusal("compiling", _CANNOT_NAME)
+            reason = failure(device.type, device.index, *kind)
+            return None if reason is None else Refusal("failed-check", reason)
+
+        return refuse
 
     def choose(self, spec: Spec, forced: str | None = None) -> Choice[Spec]:
         """The first kernel that does not refuse, or the one called `forced`. Raises BackendError if that one refuses."""
-        if forced is not None and forced not in [kernel.name for kernel in self.kernels]:
-            names = [kernel.name for kernel in self.kernels]
+        names = [kernel.name for kernel in self.kernels]
+        if forced is not None and forced not in names:
             near = closest(forced, names) or ", ".join(names)
             raise BackendError(f"{self.op}: no kernel {forced!r}. Closest: {near}.")
         refusals: list[tuple[str, Refusal]] = []
@@ -185,15 +215,3 @@ class Registry(Generic[Spec]):
                 others = [other.name for other in self.kernels if other.refuse(spec) is None]
                 raise BackendError(f"{self.op}: {forced} refused: {refusal.text}. Available here: {', '.join(others)}.")
         raise AssertionError(f"{self.op}: the reference refused {spec}")
-
-
-def _of_plain_tensors(kernel: Kernel[Spec]) -> Kernel[Spec]:
-    """The kernel, refused as well where the memory of a tensor is elsewhere."""
-
-    def refuse(spec: Spec) -> Refusal | None:
-        device = spec if isinstance(spec, Device) else getattr(spec, "device", None)
-        if device is not None and device.wrapper:
-            return Refusal("wrapper", f"a {device.wrapper} hides the memory of the tensors, which it reads by address")
-        return kernel.refuse(spec)
-
-    return replace(kernel, refuse=refuse)

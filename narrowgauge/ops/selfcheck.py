@@ -3,7 +3,7 @@
 A kernel that was never run on a device, a layout that a library changed, a driver or a compiler that mistranslates: none of them raises an
 error, all of them give plausible numbers. So before a kernel is first taken on a device for a kind of call, it computes a sample there,
 and the definition computes the truth on the CPU. An op says what it compares by a `Check` (mm/selfcheck.py, quantize/selfcheck.py,
-hadamard/encoding.py, rotary, optim/backends.py), and `checked` (checked.py) gives a kernel that check. All the rest is here.
+hadamard/encoding.py, rotary, optim/backends.py), and the registry asks for it ahead of a kernel. All the rest is here.
 
 Once per process, device, kernel and kind of call; then a dictionary. Random numbers come from generators of their own, and nothing is
 recorded for autograd. Devices that are not here (`Device.index` None) are taken by their word. Tests examine every checked kernel of every
@@ -16,24 +16,16 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import BackendError, OutOfMemoryError
-from narrowgauge.ops.registry import Device, Kernel
+from narrowgauge.ops.registry import Kernel
 
-
-class OnDevice(Protocol):
-    """A spec, as far as an examination sees it."""
-
-    @property
-    def device(self) -> Device: ...
-
-
-Spec = TypeVar("Spec", bound=OnDevice)
+Spec = TypeVar("Spec")
 
 
 class Comparison(NamedTuple):
@@ -57,22 +49,34 @@ Compare = Callable[[Callable[..., Any], Any, torch.device], Iterable[Comparison 
 class Check(Generic[Spec]):
     """How kernels of an op are examined.
 
-    kind      what of a spec the numbers depend on; None: there is nothing to examine
+    kind      what of a spec the numbers depend on, as `compare` takes it; None: there is nothing to examine. Of ops whose kernels are
+              chosen while torch.compile traces, parts of the spec as they are, or numbers and strings
     compare   see above
     examples  the specs by which tests examine a kernel
-
-    Of ops whose kernels are chosen while torch.compile traces, where `kind` takes parts of the spec as they are:
-
-    constant  the kind as numbers and strings, for torch before 2.13, which takes no dataclass for a constant; None where these cannot
-              name it
-    resolve   the kind behind what `kind` or `constant` gave
     """
 
     kind: Callable[[Spec], tuple[Hashable, ...] | None]
     compare: Compare
     examples: Callable[[], Iterable[Spec]]
-    constant: Callable[[Spec], tuple[Hashable, ...] | None] | None = None
-    resolve: Callable[[Any], Hashable] = lambda kind: kind
+
+    def failure(self, op: str, kernel: Kernel[Spec], kind: tuple[Hashable, ...], device: torch.device) -> str | None:
+        """Why the kernel failed for this kind of call on this device, or None. Examines it if that is still to do.
+
+        A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong. Raises BackendError
+        while a CUDA graph is captured: what an examination computes and waits for may not be part of it.
+        """
+        key = (op, kernel.name, kind, device.index)
+        if key not in RESULTS:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise BackendError(
+                    f"{op}: {kernel.name} was never checked on {device}, and it cannot be while a CUDA graph is captured. "
+                    "Run one step before the capture."
+                )
+            RESULTS[key] = examine(op, kernel.run, self, kind, device)
+            if (reason := RESULTS[key].reason) is not None:
+                words = f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {reason}"
+                warnings.warn(words, RuntimeWarning, stacklevel=2)
+        return RESULTS[key].reason
 
 
 @dataclass(frozen=True)
@@ -90,35 +94,6 @@ class Result:
 
 
 RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}  # (op, kernel, kind of call, index of the device)
-
-
-def failure(
-    op: str, kernel: Kernel[Any], check: Check[Any], kind: tuple[Hashable, ...], device: torch.device
-) -> str | None:
-    """Why the kernel failed its check for this kind of call on this device, or None. Checks it if that is still to do.
-
-    A failure is a warning too: nobody may look at the reasons of a cast, and another kernel is slower, not wrong.
-    """
-    key = (op, kernel.name, check.resolve(kind), device.index)
-    if key not in RESULTS:
-        refuse_capture(op, kernel.name, device)
-        result = RESULTS[key] = examine(op, kernel.run, check, key[2], device)
-        if result.reason is not None:
-            warnings.warn(
-                f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {result.reason}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-    return RESULTS[key].reason
-
-
-def refuse_capture(op: str, kernel: str, device: torch.device) -> None:
-    """Raises BackendError while a CUDA graph is captured: what an examination computes and waits for may not be part of it."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise BackendError(
-            f"{op}: {kernel} was never checked on {device}, and it cannot be while a CUDA graph is captured. "
-            "Run one step before the capture."
-        )
 
 
 def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable, device: torch.device) -> Result:
@@ -139,30 +114,30 @@ def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable,
 
 
 def _first_failure(found: Iterable[Comparison | str], device: torch.device) -> tuple[float, str | None]:
+    """(largest error as a share of its bound, what is wrong as a clause or None)."""
     worst = 0.0
     for each in found:
-        if isinstance(each, str):
-            return float("inf"), each
-        if each.bound is None:
-            reason = difference(each.name, each.got, each.truth, device)
-            error = 0.0 if reason is None else float("inf")
-        else:
-            error, reason = _excess(each, each.bound, device)
+        error, reason = (float("inf"), each) if isinstance(each, str) else _error(*each, device)
         worst = max(worst, error)
         if reason is not None:
             return worst, reason
     return worst, None
 
 
-def _excess(of: Comparison, bound: Tensor | float, device: torch.device) -> tuple[float, str | None]:
-    """(largest error as a share of its bound, what is wrong as a clause or None)."""
-    got, truth = of.got.detach().to("cpu").to(torch.float64), of.truth.to(torch.float64)
+def _error(
+    name: str, got: Tensor, truth: Tensor, bound: Tensor | float | None, device: torch.device
+) -> tuple[float, str | None]:
+    """The same of one comparison."""
+    if bound is None:
+        reason = difference(name, got, truth, device)
+        return (0.0 if reason is None else float("inf")), reason
+    got, truth = got.detach().to("cpu").to(torch.float64), truth.to(torch.float64)
     if got.shape != truth.shape:
-        return float("inf"), f"its {of.name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
+        return float("inf"), f"its {name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
     # A bound of zero leaves 0 / 0 where nothing is wrong; NaN against NaN is right.
     worst = float(((got - truth).abs() / bound).nan_to_num(nan=0.0, posinf=float("inf")).max())
     if worst > 1:
-        return worst, f"its {of.name} is wrong on {device}: {worst:.2g} times the error that is allowed"
+        return worst, f"its {name} is wrong on {device}: {worst:.2g} times the error that is allowed"
     if not torch.equal(got.isnan(), truth.isnan()):
         what = "hides NaN" if int(got.isnan().sum()) < int(truth.isnan().sum()) else "makes NaN of numbers"
         return float("inf"), f"it {what} on {device}"
@@ -171,27 +146,21 @@ def _excess(of: Comparison, bound: Tensor | float, device: torch.device) -> tupl
 
 def difference(name: str, got: Tensor, expected: Tensor, device: torch.device) -> str | None:
     """What differs in a bit between what a kernel computed and the truth, as a clause; a NaN is like every other. None: nothing."""
-    got = got.detach().to("cpu").contiguous()
-    expected = expected.detach().contiguous()
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return (
-            f"its {name} is {_form(got)} on {device}, not {_form(expected)}: "  # a change of the op that a kernel missed
-            "the kernel computes something else"
-        )
-    if got.numel() == 0:
-        return None
-    left, right = (_bits(x) for x in (got, expected))
+    got, expected = got.detach().to("cpu").contiguous(), expected.detach().contiguous()
+    if got.shape != expected.shape or got.dtype != expected.dtype:  # a change of the op that a kernel missed
+        forms = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (got, expected)]
+        return f"its {name} is {forms[0]} on {device}, not {forms[1]}: the kernel computes something else"
+    left, right = _bits(got), _bits(expected)
     differs = left != right
     if expected.dtype.is_floating_point:
         differs &= ~(got.to(torch.float32).isnan() & expected.to(torch.float32).isnan())
-    count = int(differs.sum())
-    if count == 0:
+    places = differs.nonzero()
+    if len(places) == 0:
         return None
-    place = [int(axis[0]) for axis in differs.nonzero(as_tuple=True)]
-    here = tuple(place)
+    place = places[0].tolist()
     return (
-        f"its {name} is wrong on {device} in {count} of {got.numel()} elements, first at {place}: "
-        f"bits {int(left[here]):#x} where the reference has {int(right[here]):#x}"
+        f"its {name} is wrong on {device} in {len(places)} of {got.numel()} elements, first at {place}: "
+        f"bits {int(left[tuple(place)]):#x} where the reference has {int(right[tuple(place)]):#x}"
     )
 
 
@@ -202,8 +171,11 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(integer).to(torch.int64) & ((1 << min(8 * x.element_size(), 63)) - 1)
 
 
-def _form(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+def spread_normal(rows: int, columns: int, spread: int, generator: torch.Generator) -> Tensor:
+    """Normal numbers [rows, columns], each 16 x 16 of them scaled by a power of two, 2**-spread to 2**spread, of their own."""
+    powers = torch.randint(-spread, spread + 1, (-(-rows // 16), -(-columns // 16)), generator=generator)
+    x = torch.randn(rows, columns, generator=generator)
+    return torch.ldexp(x, powers.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns])
 
 
 def _first_line(error: BaseException) -> str:

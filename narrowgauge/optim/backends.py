@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.registry import Choice, Device, Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
@@ -76,9 +75,7 @@ def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any]) -> N
 
 
 KERNELS: Registry[Spec] = Registry("optim")
-KERNELS.register(
-    checked("optim", Kernel("triton", _refuse_triton, lambda *call: _step_by_triton(*call)), lambda: CHECK)
-)
+KERNELS.register(Kernel("triton", _refuse_triton, lambda *call: _step_by_triton(*call), check=lambda: CHECK))
 KERNELS.register(Kernel("native", _refuse_native, lambda param_steps, kept: binding.step(param_steps)))
 KERNELS.register(
     Kernel("torch", lambda spec: None, lambda param_steps, kept: step_in_torch(param_steps), by_torch=True)

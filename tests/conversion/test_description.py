@@ -144,7 +144,6 @@ def test_a_gpu_that_emulates_is_told_when_a_model_is_converted(monkeypatch: pyte
     """Once for each reason, with the number of layers; not on a CPU, nor where the products are native."""
     ampere = Device("cuda", (8, 0), cuda=(12, 9))
     monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "facts_of", lambda *device: ampere)
-    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "device_facts", lambda *device: ampere)
     with FakeTensorMode():
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False, device="meta") for _ in range(3)))
         for layer in model:

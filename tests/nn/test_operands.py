@@ -12,11 +12,11 @@ import torch
 import narrowgauge as ng
 from benchmarks.linear_overhead import IMPORTED, counted, trip
 from narrowgauge import recipes
+from narrowgauge.addresses import validity
 from narrowgauge.nn import linear_function
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import LinearContext
-from narrowgauge.ops.validity import validity
 from tests.compare import assert_same
 
 

@@ -13,8 +13,10 @@ from torch.nn.functional import scaled_mm as torch_scaled_mm
 E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def scaled_mm(a, b, scale_a, how_a, scale_b, how_b, *, swizzle_a=None, swizzle_b=None, output_dtype):
-    """a [M, K], b [K, N] column-major -> [M, N]."""
+def scaled_mm(lhs, rhs, output_dtype):
+    """As `cublas.scaled_mm`, which hands a [M, K] and b [K, N], column-major, to torch -> [M, N]."""
+    (a, scale_a, how_a, swizzle_a), (b, scale_b, how_b, swizzle_b) = lhs, rhs
+    b = b.T
     if a.dtype != torch.float4_e2m1fn_x2 or len(how_a) == 2:  # of MXFP4 the shape function is wrong, see test_mm_blocks
         with FakeTensorMode():
             torch_scaled_mm(

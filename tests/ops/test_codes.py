@@ -18,9 +18,7 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E3M0, E4M3, INT4, INT4X2, INT8, FloatFormat
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import build
-from narrowgauge.ops.cpp import cast as cast_kernel
 from narrowgauge.ops.cpp import int4 as cpp
-from narrowgauge.ops.cpp.cast import rounds
 from narrowgauge.ops.hadamard import (
     decode,
     draw_signs,
@@ -32,15 +30,17 @@ from narrowgauge.ops.hadamard import (
 )
 from narrowgauge.ops.hadamard.definition import pack_bits
 from narrowgauge.ops.mm import mm
+from narrowgauge.ops.quantize import cpp as cast_kernel
 from narrowgauge.ops.quantize import dequantize, quantize
+from narrowgauge.ops.quantize.cpp import rounds
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32
 from tests.compare import assert_same, sqnr_db
 
-needs_compiler = pytest.mark.skipif(bool(cpp.unavailable()), reason="needs a C++ compiler")
-needs_gemm = pytest.mark.skipif(bool(cpp.unavailable()) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler")
+needs_compiler = pytest.mark.skipif(bool(cpp.LIBRARY.missing), reason="needs a C++ compiler")
+needs_gemm = pytest.mark.skipif(bool(cpp.LIBRARY.missing) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler")
 SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (4, 8), (7, 33), (16, 64), (13, 130)]
 EDGES = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-42, 3.4e38, 7.0, 7.0000005, -7.0, 0.5, 1.5, -2.5]
 
@@ -108,11 +108,11 @@ def test_butterflies_are_the_matrix(block, inner, signs, dtype):
 @needs_compiler
 def test_noise_is_the_definition_uniform_and_from_torchs_generator():
     """20 bins of 100,000 numbers: chi-square with 19 degrees exceeds 60 with probability 4e-6."""
-    assert_same(Key(5, 2**32 - 1).uniform((7, 33)), random.reference(5, 2**32 - 1, (7, 33)))
+    assert_same(Key((5, 2**32 - 1)).uniform((7, 33)), random.reference(5, 2**32 - 1, (7, 33)))
     torch.manual_seed(3)
     first, second = random.draw((4,), torch.device("cpu")), random.draw((4,), torch.device("cpu"))
     torch.manual_seed(3)
-    assert random.draw((400, 400), torch.device("cpu")) == first != second
+    assert random.draw((400, 400), torch.device("cpu")).words == first.words != second.words
     numbers = first.uniform((100_000,))
     assert numbers.min() >= 0 and numbers.max() < 1
     counts = torch.histc(numbers, 20, 0, 1)
@@ -130,7 +130,7 @@ def test_noise_is_the_definition_uniform_and_from_torchs_generator():
 @pytest.mark.parametrize("shape", [*SHAPES, "transposed"], ids=str)
 def test_stochastic_rounding_is_the_reference(shape, dtype, tile, format, expand):
     x = torch.randn(31, 6).T if shape == "transposed" else torch.randn(shape) * 3
-    x, cast, key = x.to(dtype), Cast(format=format, tile=tile, rounding="stochastic"), Key(11, 13)
+    x, cast, key = x.to(dtype), Cast(format=format, tile=tile, rounding="stochastic"), Key((11, 13))
     found = quantize(x, cast, noise=key, expand=expand)
     expected = quantize(x, cast, noise=random.reference(11, 13, tuple(x.shape)), expand=expand)
     assert_same(found.data, expected.data)
@@ -193,7 +193,7 @@ def test_what_the_pass_to_nearest_leaves_to_the_reference():
 def test_stochastic_rounding_of_poison_is_seen_in_the_scale():
     x = torch.randn(4, 6)
     x[1, 2] = math.nan
-    assert quantize(x, Cast(format=INT4X2, rounding="stochastic"), noise=Key(1, 2)).scale.isnan().all()
+    assert quantize(x, Cast(format=INT4X2, rounding="stochastic"), noise=Key((1, 2))).scale.isnan().all()
 
 
 def coded(rows: int, inner: int, format: object, tile: tuple[int, int], largest: bool) -> QTensor:
@@ -238,21 +238,21 @@ def test_longer_sums_than_32_bits_hold_are_cut(monkeypatch):
 @needs_gemm
 def test_threads_change_nothing(monkeypatch):
     lhs, rhs = coded(50, 90, INT4X2, (WHOLE, WHOLE), False), coded(40, 90, INT4, (WHOLE, WHOLE), False)
-    alone = mm(lhs, rhs, backend="native-cpp"), Key(3, 4).uniform((50, 90))
+    alone = mm(lhs, rhs, backend="native-cpp"), Key((3, 4)).uniform((50, 90))
     monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for mine, theirs in zip((mm(lhs, rhs, backend="native-cpp"), Key(3, 4).uniform((50, 90))), alone, strict=True):
+    for mine, theirs in zip((mm(lhs, rhs, backend="native-cpp"), Key((3, 4)).uniform((50, 90))), alone, strict=True):
         assert_same(mine, theirs)
 
 
 def test_without_a_compiler_the_reference_computes_and_says_why(monkeypatch):
-    monkeypatch.setattr(cpp, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
+    monkeypatch.setitem(vars(cpp.LIBRARY), "missing", "cpp: no C++ compiler 'g++' is here")
     x, step = torch.randn(3, 5), torch.ones(1, 1)
     assert_same(encode(x, step, INT4).codes, INT4.encode(x))
-    assert_same(Key(1, 2).uniform((9,)), random.reference(1, 2, (9,)))
+    assert_same(Key((1, 2)).uniform((9,)), random.reference(1, 2, (9,)))
     with pytest.raises(BackendError, match="hadamard: native-cpp refused: cpp: no C"):
         encode(x, step, INT4, backend="native-cpp")
-    monkeypatch.setattr(cast_kernel, "unavailable", lambda: "cpp: no C++ compiler 'g++' is here")
+    monkeypatch.setitem(vars(cast_kernel.LIBRARY), "missing", "cpp: no C++ compiler 'g++' is here")
     assert_same(quantize(x, Cast(format=E4M3), expand=torch.float32).data, E4M3.round(x / (x.abs().max() / 448)))
     with pytest.raises(BackendError, match="quantize: native-cpp refused: cpp: no C"):
         quantize(x, Cast(format=E4M3), expand=torch.float32, backend="native-cpp")

@@ -22,10 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from narrowgauge import recipes
 from narrowgauge.errors import BackendError, ConfigError, ShapeError
 from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT4X2, INT8, NF4
-from narrowgauge.ops.mm import cpu as by_onednn
 from narrowgauge.ops.mm import cublas, definition, high_precision, mm, plan
 from narrowgauge.ops.quantize import dequantize, quantize
-from narrowgauge.ops.registry import Device, onednn_without_vnni
+from narrowgauge.ops.registry import Device, device_facts, onednn_without_vnni
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
@@ -133,7 +132,7 @@ def test_products_of_recipes(gemm, shape):
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_products_of_any_two_casts(m, n, k, lhs, rhs, expand):
     """Also those that no recipe pairs. bfloat16 is given only where the plan asks for it."""
-    if expand == torch.bfloat16 and definition.compute_dtype((lhs, rhs), ops_mm.device_facts("meta", None)) != expand:
+    if expand == torch.bfloat16 and definition.compute_dtype((lhs, rhs), device_facts("meta", None)) != expand:
         expand = torch.float32
     a, b = operands(Gemm(lhs=lhs, rhs=rhs), (m, n, k), expand)
     assert_product(mm(a, b), a, b)
@@ -149,11 +148,23 @@ def test_expanded_operands_give_the_product_of_the_codes(gemm, shape):
         assert_same(mm(lhs, rhs), expected)
 
 
+def onednn_products(monkeypatch):
+    """The types of the products that go to oneDNN from now on."""
+    took, once, whole = [], definition._rounded_once, definition._float_mm
+
+    def in_float32(lhs, rhs):
+        took.extend([torch.float32] if definition._takes_onednn(lhs) else [])
+        return whole(lhs, rhs)
+
+    monkeypatch.setattr(definition, "_rounded_once", lambda *given: took.append(torch.bfloat16) or once(*given))
+    monkeypatch.setattr(definition, "_float_mm", in_float32)
+    return took
+
+
 @pytest.mark.parametrize("name", [name for name, gemm in GEMMS.items() if in_bfloat16_on_a_fast_cpu(gemm)])
 def test_a_bfloat16_gemm_is_the_only_rounding(name, cpu, monkeypatch):
     """A bfloat16 result of a shipped recipe leaves the bfloat16 GEMM where a CPU has one, and is rounded once in any case."""
-    took, run = [], by_onednn.cpu_mm
-    monkeypatch.setattr(by_onednn, "cpu_mm", lambda *given: took.append(given[3]) or run(*given))
+    took = onednn_products(monkeypatch)
     lhs, rhs = operands(GEMMS[name], (33, 50, 130), torch.bfloat16)
     assert_product(mm(lhs, rhs, out_dtype=torch.bfloat16), lhs, rhs)
     assert took == ([torch.bfloat16] if cpu.bf16_gemm else [])
@@ -163,8 +174,7 @@ def test_a_bfloat16_gemm_is_the_only_rounding(name, cpu, monkeypatch):
 
 def test_scales_that_are_no_powers_of_two_leave_bfloat16_to_float32(cpu, monkeypatch):
     """Row scales, and a second scale beside row scales: multiplied after a rounding they would be a second one (exact)."""
-    took, run = [], by_onednn.cpu_mm
-    monkeypatch.setattr(by_onednn, "cpu_mm", lambda *given: took.append(given[3]) or run(*given))
+    took = onednn_products(monkeypatch)
     for cast in (ROWS, replace(ROWS, scale=POW2, headroom=4 / 3)):
         lhs, rhs = operands(Gemm(lhs=cast, rhs=cast), (33, 50, 130), torch.bfloat16)
         assert_same(mm(lhs, rhs, out_dtype=torch.bfloat16), mm(lhs, rhs).to(torch.bfloat16))

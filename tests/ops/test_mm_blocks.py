@@ -18,7 +18,7 @@ from narrowgauge import recipes
 from narrowgauge.formats import E2M1, E4M3, E5M2
 from narrowgauge.ops.mm import KERNELS, mm
 from narrowgauge.ops.mm import cublas as gemms
-from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.mm.spec import MmSpec, refuse
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Cast, Gemm
@@ -118,14 +118,14 @@ def test_torch_miscounts_the_scales_of_mxfp4():
     When this fails torch has mended it, and run_mx can accept it.
     """
     q = quantize(matrix(128, 256), MXFP4)
-    codes, scales = gemms.mx_codes(q), gemms.mx_scales(q)
+    codes, scales, *_ = gemms.mx_operand(q)
     how, swizzle = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
     with FakeTensorMode(), pytest.raises(RuntimeError, match=r"for MX scaling scale_a must have 512 \(got: 1024\)"):
         scales = cublas.fakes(scales)
         scaled_mm(
             cublas.fake(codes), cublas.fake(codes).T, scales, how, scales, how, swizzle_a=swizzle, swizzle_b=swizzle
         )
-    assert gemms.refuse_mx(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
+    assert refuse("native-mx")(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
 
 
 @pytest.mark.parametrize("kernel, lhs, rhs", [(BLOCKS, VECTOR, SQUARE), (MX, MXFP8, MXFP8)], ids=["blocks", "mxfp8"])
@@ -215,8 +215,8 @@ def test_recipes_that_these_kernels_serve(gemm):
         ),
         (BLOCKS, SQUARE, SQUARE, HOPPER, "128x128 by 128x128 does not exist in cuBLAS"),
         (BLOCKS, Cast(format=E5M2, tile=(1, 128)), VECTOR, HOPPER, "takes E4M3 alone in tiles of 128"),
-        (BLOCKS, Cast(format=E4M3), VECTOR, HOPPER, gemms.NOT_IN_BLOCKS.text),
-        (BLOCKS, None, VECTOR, HOPPER, gemms.NOT_IN_BLOCKS.text),
+        (BLOCKS, Cast(format=E4M3), VECTOR, HOPPER, "needs two FP8 operands in tiles of 1x128 or 128x128"),
+        (BLOCKS, None, VECTOR, HOPPER, "needs two FP8 operands in tiles of 1x128 or 128x128"),
         (MX, MXFP8, MXFP8, HOPPER, "compute capability 9.0, MX needs 10.0"),
         (MX, NVFP4, NVFP4, HOPPER, "compute capability 9.0, FP4 needs 10.0"),
         (
@@ -234,9 +234,15 @@ def test_recipes_that_these_kernels_serve(gemm):
             "torch was built for CUDA 12.6, MX needs 12.8",
         ),
         (MX, MXFP8, MXFP8, Device("cpu"), "cpu has no MX units"),
-        (MX, MXFP8, NVFP4, BLACKWELL, gemms.NOT_MX.text),
+        (MX, MXFP8, NVFP4, BLACKWELL, "needs two operands of MXFP8, MXFP4 or NVFP4"),
         (MX, MXFP8_E5M2, MXFP8_E5M2, BLACKWELL, "e5m2 x e5m2 does not exist in hardware"),
-        (MX, Cast(format=E4M3, tile=(1, 32)), MXFP8, BLACKWELL, gemms.NOT_MX.text),  # float32 scales
+        (
+            MX,
+            Cast(format=E4M3, tile=(1, 32)),
+            MXFP8,
+            BLACKWELL,
+            "needs two operands of MXFP8, MXFP4 or NVFP4",
+        ),  # float32 scales
     ],
 )
 def test_every_refusal_has_its_reason(kernel, lhs, rhs, device, words):

@@ -21,7 +21,7 @@ from narrowgauge import recipes
 from narrowgauge.formats import E4M3, E5M2
 from narrowgauge.ops.mm import KERNELS, mm
 from narrowgauge.ops.mm import triton as triton_kernel
-from narrowgauge.ops.mm.spec import EXPANDED, MmSpec
+from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.quantize import triton as casting
 from narrowgauge.ops.quantize.spec import Spec
@@ -49,8 +49,8 @@ def compiled(architecture, rows=4096, tiles=(1, 128, 128, 128)):
 
     from narrowgauge.ops.mm.triton_blocks import block_mm
 
-    shape = triton_kernel.shape_for((architecture // 10, architecture % 10), rows)
-    constants = {"B": triton_kernel.constants(list(tiles), shape)}
+    blocks = triton_kernel.blocks_for(list(tiles), (architecture // 10, architecture % 10), rows)
+    constants = {"B": blocks}
     pointers = {
         "lhs": "*fp8e4nv",
         "rhs": "*fp8e4nv",
@@ -62,7 +62,7 @@ def compiled(architecture, rows=4096, tiles=(1, 128, 128, 128)):
     signature = pointers | {size: "i32" for size in "MNK"} | dict.fromkeys(constants, "constexpr")
     aligned = {(block_mm.arg_names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *"MNK"]}
     source = ASTSource(fn=block_mm, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": True}
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
@@ -185,7 +185,7 @@ def test_every_refusal_has_its_reason(lhs, rhs, device, words, monkeypatch):
     refusal = triton_kernel.refuse(MmSpec(lhs, rhs, device))
     assert (refusal and refusal.text) == words
     if words is None:
-        assert triton_kernel.refuse(MmSpec(lhs, rhs, device, True)) == EXPANDED
+        assert triton_kernel.refuse(MmSpec(lhs, rhs, device, True)).code == "expanded"
 
 
 def test_without_triton_it_says_so(monkeypatch):
@@ -197,6 +197,7 @@ def test_without_triton_it_says_so(monkeypatch):
 def test_a_recipe_with_another_tile_is_computed_by_it_without_a_line_of_code(monkeypatch):
     """On Hopper, where cuBLAS has blocks of 128 alone. Its casts have Triton kernels too."""
     monkeypatch.setattr(triton_kernel, "unavailable", lambda: "")
+    monkeypatch.setattr("narrowgauge.ops.triton.unavailable", lambda: "")
     blocks = recipes.get("fp8-block")
     smaller = {
         name: replace(gemm, **{side: replace(getattr(gemm, side), tile=tuple(min(size, 64) for size in getattr(gemm, side).tile))
@@ -209,7 +210,7 @@ def test_a_recipe_with_another_tile_is_computed_by_it_without_a_line_of_code(mon
         choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, hopper))
         assert choice.kernel.name == "triton" and {gemm.lhs.tile, gemm.rhs.tile} <= {(1, 64), (64, 64)}
         for cast in (gemm.lhs, gemm.rhs):
-            assert casting._refuse_tile(Spec(hopper, torch.bfloat16, (256, 256), cast)) is None
+            assert casting.refuse(Spec(hopper, torch.bfloat16, (256, 256), cast)) is None
 
 
 def test_the_operator_has_a_shape_for_the_compiler():

@@ -13,13 +13,13 @@ import torch
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4
 from narrowgauge.ops import selfcheck
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.hadamard import Codes, encoding
 from narrowgauge.ops.quantize import definition, tile_amax
 from narrowgauge.ops.quantize import selfcheck as casting
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.ops.quantize.pair import _in_turn
+from narrowgauge.ops.quantize.pair import in_turn
 from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device, Kernel, Registry
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import E8M0_CEIL, POW2
@@ -40,8 +40,8 @@ def spec(cast: Cast, **changes) -> Spec:
     return replace(Spec(HERE, torch.bfloat16, (64, 64), cast, noise), **changes)
 
 
-def examine(run, of: Spec, casts) -> selfcheck.Result:
-    check = casting.check(casts)
+def examine(run, of: Spec, op: str = "quantize") -> selfcheck.Result:
+    check = casting.CHECKS[op]
     return selfcheck.examine("quantize", run, check, check.kind(of), CPU)
 
 
@@ -55,17 +55,17 @@ def right_both(x, cast, amax_state, records, cols, keys):
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 def test_the_reference_passes(cast):
-    assert examine(right, spec(cast), casting.check_one).reason is None
-    assert examine(right_both, spec(cast), casting.check_pair).reason is None
+    assert examine(right, spec(cast)).reason is None
+    assert examine(right_both, spec(cast), "quantize_pair").reason is None
 
 
 def test_other_ways_of_calling_pass():
     cast = Cast(format=E4M3)
-    assert examine(right, spec(cast, amax=True), casting.check_one).reason is None
-    assert examine(right, spec(cast, expand=torch.bfloat16), casting.check_one).reason is None
-    assert examine(right, spec(cast, dtype=torch.float16), casting.check_one).reason is None
+    assert examine(right, spec(cast, amax=True)).reason is None
+    assert examine(right, spec(cast, expand=torch.bfloat16)).reason is None
+    assert examine(right, spec(cast, dtype=torch.float16)).reason is None
     for cols in (False, True):
-        assert examine(_in_turn, spec(cast, delayed=True, cols=cols), casting.check_pair).reason is None
+        assert examine(in_turn, spec(cast, delayed=True, cols=cols), "quantize_pair").reason is None
 
 
 def one_code_off(x, cast, amax, key, expand):
@@ -89,7 +89,7 @@ def forgets_the_transpose(x, cast, amax, key, expand):
 
 
 def other_noise(x, cast, amax, key, expand):
-    return right(x, cast, amax, replace(key, low=key.low + 1), expand)
+    return right(x, cast, amax, Key((key.words[0] + 1, key.words[1])), expand)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def other_noise(x, cast, amax, key, expand):
     ids=["a code", "a scale", "nan", "strides", "noise", "raises", "shape"],
 )  # fmt: skip
 def test_wrong_kernels_are_found(run, cast, words):
-    result = examine(run, spec(cast), casting.check_one)
+    result = examine(run, spec(cast))
     assert result.worst == float("inf")
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(result.reason)
@@ -125,7 +125,7 @@ def ignores_the_window(x, cast, live, *rest):
 
 @pytest.mark.parametrize(("run", "words"), [(never_records, "its window"), (ignores_the_window, "its amax")])
 def test_a_window_that_is_kept_wrongly_is_found(run, words):
-    reason = examine(run, spec(Cast(format=E4M3), delayed=True), casting.check_pair).reason
+    reason = examine(run, spec(Cast(format=E4M3), delayed=True), "quantize_pair").reason
     assert reason is not None and reason.startswith(words)
 
 
@@ -134,7 +134,7 @@ def test_a_second_orientation_with_the_first_ones_scales_is_found():
         rows, cols, amax = right_both(*call)
         return rows, replace(cols, scale=cols.scale.flip(0)), amax
 
-    reason = examine(run, spec(CASTS[1]), casting.check_pair).reason
+    reason = examine(run, spec(CASTS[1]), "quantize_pair").reason
     assert reason is not None and "scale of x.T" in reason
 
 
@@ -148,8 +148,7 @@ def no_results(monkeypatch):
 
 def registry_of(run) -> Registry[Spec]:
     registry: Registry[Spec] = Registry("quantize")
-    kernel = Kernel("fast", lambda spec: None, run)
-    registry.register(checked("quantize", kernel, lambda: casting.check(casting.check_one)))
+    registry.register(Kernel("fast", lambda spec: None, run, check=lambda: casting.CHECKS["quantize"]))
     registry.register(Kernel("reference", lambda spec: None, right))
     return registry
 

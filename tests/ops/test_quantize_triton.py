@@ -15,7 +15,7 @@ from narrowgauge.ops.quantize import triton as triton_kernel
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.pair import quantize_pair
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.random import DeviceKey, Key, draw
+from narrowgauge.ops.random import Key, draw
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
@@ -166,7 +166,7 @@ def test_both_and_delayed_are_what_they_say_on_the_cpu():
 
 def test_a_key_on_a_device_has_the_numbers_of_the_key():
     words = torch.tensor([5, 2**32 - 1], dtype=torch.int64)
-    assert_same(DeviceKey(words).uniform((7, 33)), Key(5, 2**32 - 1).uniform((7, 33)))
+    assert_same(Key(words).uniform((7, 33)), Key((5, 2**32 - 1)).uniform((7, 33)))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def wide(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.
 def check(x: torch.Tensor, cast: Cast, expand: torch.dtype | None = None) -> None:
     """x on the GPU, by the kernel and by the reference on the CPU; both orientations where there are codes."""
     random = cast.rounding == "stochastic"
-    key, other = (Key(11, 13), Key(17, 19)) if random else (None, None)
+    key, other = (Key((11, 13)), Key((17, 19))) if random else (None, None)
     expected = quantize(x.cpu(), cast, noise=key, expand=expand, backend="reference")
     pairs = [(quantize(x, cast, noise=key, expand=expand, backend="triton"), expected)]
     if expand is None:
@@ -272,7 +272,7 @@ def test_keys_are_drawn_without_waiting_and_repeat_with_the_generator(gpu):
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.manual_seed(3)
     again = draw((40, 50), gpu)
-    assert isinstance(first, DeviceKey) and torch.equal(first.words, again.words)
+    assert isinstance(first, Key) and torch.equal(first.words, again.words)
     expected = quantize(x.cpu(), Cast(format=INT4, rounding="stochastic"), noise=first.uniform((40, 50)).cpu())
     assert_same(one.data, expected.data)
 

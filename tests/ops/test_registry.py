@@ -12,10 +12,8 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, INT8, NF4
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.mm import KERNELS, plan
-from narrowgauge.ops.mm.cublas import NOT_BY_ROW, NOT_FP8, NOT_IN_BLOCKS, NOT_INTEGERS, NOT_MX
 from narrowgauge.ops.mm.definition import compute_dtype
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.mm.triton import NOT_IN_BLOCKS as NOT_IN_TILES
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, onednn_without_vnni
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
@@ -27,6 +25,12 @@ TURING = Device("cuda", (7, 5))
 PLAIN_CPU = Device("cpu", bf16_gemm=False, int8_gemm=False)
 FAST_CPU = Device("cpu", bf16_gemm=True, int8_gemm=True)
 
+NOT_FP8 = Refusal("operands", "needs two FP8 operands")
+NOT_BY_ROW = Refusal("operands", "needs two operands with one scale per tensor or row")
+NOT_IN_BLOCKS = Refusal("operands", "needs two FP8 operands in tiles of 1x128 or 128x128")
+NOT_MX = Refusal("operands", "needs two operands of MXFP8, MXFP4 or NVFP4")
+NOT_INTEGERS = Refusal("operands", "needs two integer operands")
+NOT_IN_TILES = Refusal("operands", "needs two FP8 operands in tiles")
 NOT_INT4 = Refusal("operands", "needs two operands of INT4, one of which may be a bit-split gradient")
 
 
@@ -63,7 +67,7 @@ INT8_UNITS = {"int8": "native-int8"}
 def test_which_kernel_computes_which_recipe(device, found, gemm):
     """4-bit integers run as INT8, gradients in two digits too; LUQ's powers of two and scales per contracted token do not."""
     integers: set[str] = set()
-    in_cpp = device == PLAIN_CPU and not int4.unavailable() and int4.has_gemm()
+    in_cpp = device == PLAIN_CPU and not int4.LIBRARY.missing and int4.has_gemm()
     if "int8" in found or in_cpp:
         integers = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
         integers |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())
@@ -174,21 +178,31 @@ def test_an_unknown_kernel_names_the_closest():
 
 
 def test_kernels_are_tried_in_the_order_of_registration():
-    registry: Registry[int] = Registry("op")
-    registry.register(Kernel("even", lambda n: None if n % 2 == 0 else Refusal("shape", f"{n} is odd"), print))
-    registry.register(Kernel("small", lambda n: None if n < 10 else Refusal("shape", f"{n} is large"), print))
-    registry.register(Kernel("any", lambda n: None, print))
-    assert registry.choose(4).kernel.name == "even" and registry.choose(4).refusals == ()
-    assert registry.choose(3).kernel.name == "small" and registry.choose(3).refusals == (
-        ("even", Refusal("shape", "3 is odd")),
-    )
-    assert registry.choose(13).refusals == (
+    registry: Registry[Device] = Registry("op")
+
+    def register(name, taken, words):
+        def refuse(device):
+            n = device.capability[0]
+            return None if taken(n) else Refusal("shape", f"{n} is {words}")
+
+        registry.register(Kernel(name, refuse, print))
+
+    def number(n):
+        return Device("cuda", (n, 0))
+
+    register("even", lambda n: n % 2 == 0, "odd")
+    register("small", lambda n: n < 10, "large")
+    register("any", lambda n: True, "")
+    assert registry.choose(number(4)).kernel.name == "even" and registry.choose(number(4)).refusals == ()
+    odd = ("even", Refusal("shape", "3 is odd"))
+    assert registry.choose(number(3)).kernel.name == "small" and registry.choose(number(3)).refusals == (odd,)
+    assert registry.choose(number(13)).refusals == (
         ("even", Refusal("shape", "13 is odd")),
         ("small", Refusal("shape", "13 is large")),
     )
-    assert registry.choose(4, "small").refusals == (), "a kernel that was passed over did not refuse"
+    assert registry.choose(number(4), "small").refusals == (), "a kernel that was passed over did not refuse"
     with pytest.raises(BackendError, match=r"op: even refused: 3 is odd\. Available here: small, any\.$"):
-        registry.choose(3, "even")
+        registry.choose(number(3), "even")
 
 
 # --- in which form operands are wanted ----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from narrowgauge import recipes
 from narrowgauge.errors import BackendError, OutOfMemoryError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
 from narrowgauge.ops import selfcheck
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.mm import cublas as native
 from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.selfcheck import CHECK, as_words, of_words, plain
@@ -199,7 +198,7 @@ def test_no_memory_is_no_refusal():
 
 def registry_of(run):
     registry: Registry[MmSpec] = Registry("mm")
-    registry.register(checked("mm", Kernel("fast", lambda spec: None, run), lambda: CHECK))
+    registry.register(Kernel("fast", lambda spec: None, run, check=lambda: CHECK))
     registry.register(Kernel("reference", lambda spec: None, definition.run))
     return registry
 
@@ -273,9 +272,9 @@ def test_casts_go_to_an_older_tracer_as_words(recipe):
 
 def test_what_words_cannot_name_is_refused_while_an_older_torch_traces(no_results, monkeypatch):
     own = replace(FP32, name="mine")
-    kernel = checked("mm", Kernel("good", lambda spec: None, definition.run), lambda: CHECK)
+    kernel = registry_of(definition.run).kernels[0]
     here = Device("cpu", index=0)
-    monkeypatch.setattr("narrowgauge.ops.checked.TAKES_DATACLASSES", False)
+    monkeypatch.setattr("narrowgauge.ops.registry.TAKES_DATACLASSES", False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert kernel.refuse(MmSpec(TENSOR, TENSOR, here)) is None and len(selfcheck.RESULTS) == 1
     assert "cannot be checked while torch" in kernel.refuse(MmSpec(replace(TENSOR, scale=own), TENSOR, here)).text
@@ -303,7 +302,7 @@ def test_every_kernel_has_a_check():
         for kernel in registry.kernels
         if kernel.check is None and kernel.name not in ("reference", "torch")
     }
-    assert found == UNCHECKED, "register a kernel with `checked`; what has a check needs no line here"
+    assert found == UNCHECKED, "register a kernel with a check; it then needs no line here"
 
 
 def examples_on(device):
@@ -312,8 +311,7 @@ def examples_on(device):
         for kernel in registry.kernels:
             for spec in kernel.check().examples() if kernel.check is not None else ():
                 if kernel.refuse(replace(spec, device=device)) is None:
-                    check = kernel.check()
-                    yield registry.op, kernel, check.resolve(check.kind(spec))
+                    yield registry.op, kernel, kernel.check().kind(spec)
 
 
 def test_kernels_of_this_cpu_have_the_numbers_of_their_definitions():

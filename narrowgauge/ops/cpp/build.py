@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 
 from narrowgauge.errors import BackendError
+from narrowgauge.ops.cpp import ELEMENTS_PER_THREAD
 from narrowgauge.storage import refuse_shared
 
 # No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
-ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
 
 
 def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) -> ctypes.CDLL:
@@ -92,6 +92,9 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
 
     When it ends, by an error or Ctrl-C too, no thread is at work any more: the memory it writes to may be given away.
     """
+    if count == 1:
+        run(0)
+        return
     shares: list[Future[object]] = []
     try:
         shares += [_pool(count - 1).submit(run, k) for k in range(1, count)]
@@ -102,25 +105,12 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
         share.result()
 
 
-def in_rows(rows: int, elements: int, call: Callable[[int, int], object]) -> None:
-    """call(first, last) over all rows, on as many threads as the elements are worth."""
-    count = max(min(parts(elements), rows), 1)
-    if count == 1:
-        call(0, rows)
-        return
-    in_shares(count, lambda k: call(rows * k // count, rows * (k + 1) // count))
-
-
 def _wait_for(shares: list[Future[object]]) -> None:
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            wait(shares)
-            break
-        except KeyboardInterrupt as error:  # a share takes milliseconds
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    try:
+        wait(shares)
+    except KeyboardInterrupt:  # a share takes milliseconds
+        _wait_for(shares)
+        raise
 
 
 @cache
@@ -135,24 +125,19 @@ if hasattr(os, "register_at_fork"):  # a forked process has the pools and none o
 def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tuple[Path | None, str]:
     """Compiles in `place` and renames, so that two processes may do it at once. Returns the library, or why there is none."""
     try:
-        return _built(compiler, texts, place, name)
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            code, built = Path(folder) / next(iter(texts)), Path(folder) / "kernel.so"
+            for file, source in texts.items():
+                (Path(folder) / file).write_text(source, encoding="utf-8")
+            for tuning in TUNINGS:
+                command = [compiler, *FLAGS, *tuning, str(code), "-o", str(built)]
+                found = subprocess.run(command, capture_output=True, encoding="utf-8")
+                if found.returncode == 0:
+                    target = place / f"{name}-{_digest(built.read_bytes())}.so"
+                    built.replace(target)
+                    return target, ""
     except OSError as error:
         return None, f"{error.strerror or error}: {place}"
-
-
-def _built(compiler: str, texts: dict[str, str], place: Path, name: str) -> tuple[Path | None, str]:
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        code, built = Path(folder) / next(iter(texts)), Path(folder) / "kernel.so"
-        for file, source in texts.items():
-            (Path(folder) / file).write_text(source, encoding="utf-8")
-        for tuning in TUNINGS:
-            found = subprocess.run(
-                [compiler, *FLAGS, *tuning, str(code), "-o", str(built)], capture_output=True, encoding="utf-8"
-            )
-            if found.returncode == 0:
-                target = place / f"{name}-{_digest(built.read_bytes())}.so"
-                built.replace(target)
-                return target, ""
     words = found.stderr.strip().splitlines()
     return None, words[0] if words else "no message"
 
@@ -180,10 +165,8 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 def _processor() -> str:
     """What -march=native depends on."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
-        known = {
-            line for line in lines if line.startswith(("flags", "Features", "model name", "cpu family", "model\t"))
-        }
-        return platform.machine() + "".join(sorted(known))
-    return platform.machine() + platform.processor() + platform.node()
+    if not info.exists():
+        return platform.machine() + platform.processor() + platform.node()
+    kinds = ("flags", "Features", "model name", "cpu family", "model\t")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(kinds)}))

@@ -40,7 +40,7 @@ constexpr int32_t LARGEST_POWER = 0x7F000000;  // 2**127
 
 enum Rule : int32_t { GIVEN, FP32, POWER_OF_TWO_CEIL, POWER_OF_TWO_FLOOR };  // where scales come from
 
-// `Constants` in cast.py.
+// `Constants` in ops/quantize/cpp.py.
 struct Format {
     int32_t x_narrow;  // bfloat16, else float32
     int32_t out_kind;  // 0 float32, 1 bfloat16, 2 int8 (of whole numbers)
@@ -118,9 +118,13 @@ void round_rows(const In* x, Out* out, int64_t first, int64_t last, int64_t stri
 
 }  // namespace
 
-// Rows of x lie `stride` elements apart, those of out `columns`. Where scales are made here, first and last are edges of tiles.
-extern "C" void narrowgauge_cast(const Format* format, const void* x, void* out, float* scales, int64_t first, int64_t last,
-                                 int64_t stride, int64_t columns, int64_t tile_rows, int64_t tile_columns) {
+// Rows of x lie `stride` elements apart, those of out `columns`. first, last: of rows, or of rows of tiles where scales are made here.
+extern "C" void narrowgauge_cast(int64_t first, int64_t last, const Format* format, const void* x, void* out, float* scales,
+                                 int64_t stride, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns) {
+    if (format->rule != GIVEN) {
+        first *= tile_rows;
+        last = std::min(last * tile_rows, rows);
+    }
     const auto to = [&](const auto* from, auto* into) {
         if (format->whole) round_rows<true>(from, into, first, last, stride, columns, scales, tile_rows, tile_columns, *format);
         else round_rows<false>(from, into, first, last, stride, columns, scales, tile_rows, tile_columns, *format);

@@ -1,29 +1,24 @@
 """The compiled kernels of the CPU (int4.cpp, gemm.h): the passes around a 4-bit product, and the product.
 
 Ops register them as `native-cpp`. They refuse under torch.compile, which cannot look into them and fuses the references itself,
-and where there is no C++ compiler (see `compiled`).
+and where there is no C++ compiler (see `build`).
 """
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import address
-from narrowgauge.errors import BackendError
-from narrowgauge.ops.cpp.build import in_rows, library
-from narrowgauge.ops.registry import Refusal
+from narrowgauge.ops.cpp import Library
 
-SOURCES = ("int4.cpp", "gemm.h")
 LEFT, RIGHT, DEPTH, OFFSET = 6, 16, 4, 7  # as in gemm.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
-_P, _L, _I, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_float
-_SIGNATURES = {  # after (first, last), the rows that a call takes
+_P, _L, _I, _U, _F = c_void_p, c_int64, c_int32, c_uint32, c_float
+_SIGNATURES = {
     "turn": (_P, _I, _L, _L, _L, _P, _P, _I, _I, _P),
     "encode": (_P, _L, _F, _F, _P, _P, _P),
     "decode": (_P, _L, _P),
@@ -32,36 +27,14 @@ _SIGNATURES = {  # after (first, last), the rows that a call takes
     "pack": (_P, _L, _L, _L, _L, _I, _I, _P),
     "gemm": (_P, _P, _L, _L, _L, _I, _I, _P, _I, _P, _I, _P),
 }
-
-
-def refuse(device: str) -> Refusal | None:
-    """Why the kernels cannot be used on a device of this type, or None."""
-    if (refusal := refuse_place(device)) is not None:
-        return refusal
-    return Refusal("toolchain", unavailable()) if unavailable() else None
-
-
-def refuse_place(device: str) -> Refusal | None:
-    """Why no compiled kernel can be called here, whether or not it can be built; or None."""
-    if torch.compiler.is_compiling():
-        return Refusal("compiling", "torch.compile cannot look into it")
-    return None if device == "cpu" else Refusal("device", "for the CPU alone")
-
-
-@cache
-def unavailable() -> str:
-    """Why there is no library here, or ''."""
-    try:
-        _library()
-    except BackendError as error:
-        return str(error)
-    return ""
+LIBRARY = Library(("int4.cpp", "gemm.h"), "the kernels of 4-bit products", _SIGNATURES)
+refuse, _in_rows = LIBRARY.refuse, LIBRARY.call
 
 
 @cache
 def has_gemm() -> bool:
     """Whether the product exists: it is written for AVX2."""
-    return bool(_library().narrowgauge_has_gemm())
+    return bool(LIBRARY.loaded.narrowgauge_has_gemm())
 
 
 def turn(
@@ -145,22 +118,3 @@ def _rows(x: Tensor) -> Tensor:
     """x in a dtype that the kernels read, each row contiguous."""
     x = x if x.dtype in DTYPES else x.to(torch.float32)
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
-
-
-def _in_rows(name: str, rows: int, elements: int, *given: Any) -> None:
-    """The kernel over all rows, on as many threads as the elements are worth. Tensors are given by their addresses."""
-    call = getattr(_library(), f"narrowgauge_{name}")
-    given = tuple(address(each) if each is None or isinstance(each, Tensor) else each for each in given)
-    in_rows(rows, elements, lambda first, last: call(first, last, *given))
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    found = library(
-        "narrowgauge.ops.cpp", SOURCES, "the kernels of 4-bit products", "use the reference, which is slower"
-    )
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(found, f"narrowgauge_{name}")
-        function.argtypes, function.restype = (_L, _L, *arguments), None
-    found.narrowgauge_has_gemm.restype = ctypes.c_int32
-    return found

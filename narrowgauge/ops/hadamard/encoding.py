@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import INT4, Format, IntFormat
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.hadamard import Codes, encode, hadamard_matrix, rotate, rotated_length, unpack_bits
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.selfcheck import Check, Comparison
@@ -156,5 +155,5 @@ _EXAMPLES = [
 ]
 CHECK: Check[Spec] = Check(lambda spec: (spec.order, spec.format, spec.dtype), _compare, lambda: _EXAMPLES)
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
-KERNELS.register(checked("rotate_and_encode", Kernel("triton", refuse, in_triton), lambda: CHECK))
+KERNELS.register(Kernel("triton", refuse, in_triton, check=lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))

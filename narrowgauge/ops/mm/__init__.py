@@ -24,12 +24,11 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.mm import cpp, cublas, definition, triton
-from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.registry import Choice, Kernel, Registry, device_facts, facts_of
+from narrowgauge.ops.mm.spec import MmSpec, refuse
+from narrowgauge.ops.registry import Choice, Kernel, Registry, facts_of
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Gemm
+from narrowgauge.recipe import Gemm
 
 if TYPE_CHECKING:
     from narrowgauge.ops.selfcheck import Check
@@ -43,18 +42,14 @@ def check_of_products() -> Check[MmSpec]:
 
 KERNELS: Registry[MmSpec] = Registry("mm")
 KERNELS.register(
-    checked("mm", Kernel("native", cublas.refuse_scaled, cublas.run_scaled, by_torch=True), check_of_products)
+    Kernel("native", refuse("native"), cublas.run_scaled, by_torch=True, check=check_of_products),
+    Kernel("native-block", refuse("native-block"), cublas.run_block, by_torch=True, check=check_of_products),
+    Kernel("native-mx", refuse("native-mx"), cublas.run_mx, by_torch=True, check=check_of_products),
+    Kernel("native-int8", refuse("native-int8"), cublas.run_int8, by_torch=True, check=check_of_products),
+    Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products),
+    Kernel("triton", triton.refuse, triton.run, check=check_of_products),
+    Kernel("reference", lambda spec: None, definition.run, by_torch=True),
 )
-KERNELS.register(
-    checked("mm", Kernel("native-block", cublas.refuse_block, cublas.run_block, by_torch=True), check_of_products)
-)
-KERNELS.register(checked("mm", Kernel("native-mx", cublas.refuse_mx, cublas.run_mx, by_torch=True), check_of_products))
-KERNELS.register(
-    checked("mm", Kernel("native-int8", cublas.refuse_int8, cublas.run_int8, by_torch=True), check_of_products)
-)
-KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of_products))
-KERNELS.register(checked("mm", Kernel("triton", triton.refuse, triton.run), check_of_products))
-KERNELS.register(Kernel("reference", lambda spec: None, definition.run, by_torch=True))
 
 
 @dataclass(frozen=True)
@@ -76,11 +71,10 @@ def plan(
     expanded   the operands hold decoded values already, which only the reference takes
     hidden_by  what hides their memory, see `addresses.wrapper`
     """
-    facts = facts_of(device, hidden_by) if hidden_by else device_facts(device.type, device.index)
+    facts = facts_of(device, hidden_by)
     choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
-    if choice.kernel.name != "reference":
-        return Plan(choice, None)
-    return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts))
+    emulates = choice.kernel.name == "reference"
+    return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts) if emulates else None)
 
 
 def why_emulated(gemm: Gemm, device: torch.device) -> str | None:
@@ -103,20 +97,18 @@ def mm(
     """lhs [M, K] @ rhs [N, K].T + bias [N] -> [M, N]; see the module. `backend` forces a kernel by name."""
     _check(lhs, rhs, bias)
     lhs, rhs = (x if isinstance(x, QTensor) else high_precision(x, out_dtype) for x in (lhs, rhs))
-    gemm = Gemm(lhs=_cast(lhs), rhs=_cast(rhs), fast_accumulate=fast_accumulate)
-    expanded = any(isinstance(operand, QTensor) and operand.is_expanded for operand in (lhs, rhs))
+    casts = [x.cast if isinstance(x, QTensor) else None for x in (lhs, rhs)]
+    expanded = any(isinstance(x, QTensor) and x.is_expanded for x in (lhs, rhs))
     hidden_by = wrapper(*(x.data if isinstance(x, QTensor) else x for x in (lhs, rhs)), bias)
-    choice = plan(gemm, lhs.device, backend, expanded, hidden_by).choice
-    return choice.kernel.run(lhs, rhs, bias, out_dtype, fast_accumulate)
+    gemm = Gemm(lhs=casts[0], rhs=casts[1], fast_accumulate=fast_accumulate)
+    return plan(gemm, lhs.device, backend, expanded, hidden_by).choice.kernel.run(
+        lhs, rhs, bias, out_dtype, fast_accumulate
+    )
 
 
 def high_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x as a 16-bit operand: fp16 when the surrounding computation is fp16, else bf16. No copy if it is one already."""
     return x.to(torch.float16 if torch.float16 in (dtype, x.dtype) else torch.bfloat16)
-
-
-def _cast(operand: QTensor | Tensor) -> Cast | None:
-    return operand.cast if isinstance(operand, QTensor) else None
 
 
 def _describe(operand: QTensor | Tensor) -> str:
@@ -126,15 +118,12 @@ def _describe(operand: QTensor | Tensor) -> str:
 
 def _check(lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None) -> None:
     if len(lhs.shape) != 2 or len(rhs.shape) != 2:
-        raise ShapeError(
-            f"mm: lhs {_describe(lhs)} and rhs {_describe(rhs)} must be two-dimensional. Flatten them first."
-        )
+        both = f"lhs {_describe(lhs)} and rhs {_describe(rhs)}"
+        raise ShapeError(f"mm: {both} must be two-dimensional. Flatten them first.")
     if lhs.shape[1] != rhs.shape[1]:
-        hint = " Both operands keep the contracted axis last; pass rhs.T." if lhs.shape[1] == rhs.shape[0] else ""
-        raise ShapeError(
-            f"mm: contracted axes differ, lhs {_describe(lhs)} and rhs {_describe(rhs)}."
-            + (hint or " Both operands keep the contracted axis last.")
-        )
+        both = f"lhs {_describe(lhs)} and rhs {_describe(rhs)}"
+        hint = "; pass rhs.T." if lhs.shape[1] == rhs.shape[0] else "."
+        raise ShapeError(f"mm: contracted axes differ, {both}. Both operands keep the contracted axis last{hint}")
     if lhs.device != rhs.device:
         raise ShapeError(f"mm: lhs is on {lhs.device}, rhs on {rhs.device}. Move them to one device.")
     if bias is not None and tuple(bias.shape) != (rhs.shape[0],):

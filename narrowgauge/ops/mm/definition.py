@@ -11,9 +11,22 @@ Expanded operands are bfloat16 where the device is fast at it: E4M3, E5M2, INT8 
 of two, are exact there, and so is NVFP4, a value of 2 significant bits times an e4m3 scale of 4. On a CPU without bfloat16
 instructions float32 is several times faster, and holds the same values.
 
-A CPU's bfloat16 GEMM (cpu.py) sums in float32 but returns bfloat16. It is taken where that is the only rounding: the result is
-bfloat16, no bias is added, and each scale either is one number, by which the GEMM multiplies before it rounds, or a power of two,
-by which it may be multiplied afterwards. Every other product is computed in float32, at twice the price.
+A CPU's bfloat16 GEMM sums in float32 but returns bfloat16. It is taken where that is the only rounding: the result is bfloat16, no
+bias is added, and each scale either is one number, by which the GEMM multiplies before it rounds, or a power of two, by which it may
+be multiplied afterwards. Every other product is computed in float32, at twice the price. Measured (AMD Zen 5, AVX512-BF16, torch 2.13,
+one thread, milliseconds of CPU time; error: of normal numbers rounded to bfloat16, against float64, relative Frobenius norm):
+
+    M = N = K                                       512    1024    2048    error
+    bfloat16                                        0.63   5.1     42      1.7e-3, the rounding of the result
+    bfloat16 twice, the second time of what is left
+    of the sum after the first: addmm(beta=-1)      1.43   11.2    105     2.5e-6
+    float32 by oneDNN                               1.31   10.6    86      2e-7 to 6e-7, its order of summation
+    float32 by MKL, which is torch.mm               2.83   22.1    186     1e-7
+
+`torch.backends.mkldnn.matmul.fp32_precision = "bf16"` is no third way: it keeps float32 for want of AMX, and it is global, so products of
+other threads would be rounded. torch.mm(out_dtype=float32) has no kernel for the CPU. A call of oneDNN costs 12 us before it multiplies,
+one of MKL 4 (64 x 64 x 64). So the smallest float32 products are left to torch.mm: those of up to 2**18 numbers multiplied, along at most
+128 of them, where both gave the same bits in all of 4,800 random shapes.
 
 Products of integers are summed exactly, as integer units do. Partial sums of whole numbers are exact in float32 in any order
 while the sum of magnitudes, at most max_lhs * max_rhs * K, stays below 2**24: K up to 24,455 for a bit-split gradient times
@@ -21,6 +34,8 @@ INT4, 1,040 for INT8 times INT8. A longer axis is cut, and the exact parts are a
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,11 +66,7 @@ def _is_exact_in_bf16(cast: Cast) -> bool:
 
 
 def run(
-    lhs: QTensor | Tensor,
-    rhs: QTensor | Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulate: bool,
+    lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
     device = (lhs.data if isinstance(lhs, QTensor) else lhs).device.type
@@ -63,22 +74,41 @@ def run(
         with torch.autocast(device, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
     (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
-    narrow = left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None
-    if narrow and left.device.type == "cuda" and left_scale is right_scale is None:
-        return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
-    if narrow and _takes_onednn(left):
-        factor, rows = _one_number(left_scale, right_scale), (_per_row(left_scale), _per_row(right_scale))
-        if all(scale is None or _has_powers_of_two(x) for scale, x in zip(rows, (lhs, rhs), strict=True)):
-            from narrowgauge.ops.mm.cpu import cpu_mm
-
-            out = cpu_mm(left, right, factor, torch.bfloat16)
-            return times_scales(out, *(None if scale is None else scale.to(torch.bfloat16) for scale in rows))
-    longest = _longest_exact_sum(lhs, rhs, left_scale, right_scale)
+    if left.dtype == right.dtype == out_dtype == torch.bfloat16 and bias is None:
+        if left.device.type == "cuda" and left_scale is right_scale is None:
+            return torch.mm(left, right.T)  # sums in float32 and rounds once, as below, in one pass
+        if _takes_onednn(left) and _loses_nothing(lhs, left_scale) and _loses_nothing(rhs, right_scale):
+            return _rounded_once(left, right, left_scale, right_scale)
+    integers = [x.cast.format for x in (lhs, rhs) if isinstance(x, QTensor) and isinstance(x.cast.format, IntFormat)]
+    exact = len(integers) == 2 and left_scale is not None and right_scale is not None
+    longest = int((2**24 - 1) // (integers[0].max * integers[1].max)) if exact else None
     out = times_scales(_summed(left, right, longest), left_scale, right_scale)
     if bias is not None:
         # Added before leaving float32: rounding first and adding after differs between eager and compiled code.
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)
+
+
+def framed(multiply: Callable[[QTensor, QTensor, torch.dtype, bool], Tensor]) -> Callable[..., Tensor]:
+    """The `run` of a kernel around its product: what has no elements, the cut to [M, N], the bias, the last rounding.
+
+    multiply(lhs, rhs, dtype, fast_accumulate) -> [M, N] or more. dtype: bfloat16 if that is all that is wanted and no bias follows,
+    else float32; the product may come in another float type.
+    """
+
+    def run_framed(
+        lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
+    ) -> Tensor:
+        if 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]):
+            return run(lhs, rhs, bias, out_dtype, fast_accumulate)
+        narrow = bias is None and out_dtype == torch.bfloat16
+        out = multiply(lhs, rhs, torch.bfloat16 if narrow else torch.float32, fast_accumulate)
+        out = out[: lhs.shape[0], : rhs.shape[0]]
+        if bias is not None:
+            out = out.to(torch.float32) + bias.to(torch.float32)
+        return out.to(out_dtype)
+
+    return run_framed
 
 
 def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -98,22 +128,12 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
     return times_scale(values, operand.scale, operand.cast.tile), shared
 
 
-def _longest_exact_sum(lhs: object, rhs: object, lhs_scale: Tensor | None, rhs_scale: Tensor | None) -> int | None:
-    """How many products of two integer operands float32 adds up exactly; None where the operands are no integers."""
-    if lhs_scale is None or rhs_scale is None or not isinstance(lhs, QTensor) or not isinstance(rhs, QTensor):
-        return None
-    if not (isinstance(lhs.cast.format, IntFormat) and isinstance(rhs.cast.format, IntFormat)):
-        return None
-    return int((2**24 - 1) // (lhs.cast.format.max * rhs.cast.format.max))
-
-
 def _summed(lhs: Tensor, rhs: Tensor, longest: int | None) -> Tensor:
     """lhs @ rhs.T in float32; with `longest`, cut into sums of so many products, which are exact and added in float64."""
     if longest is None or lhs.shape[1] <= longest:
         return _float_mm(lhs, rhs)
-    parts = zip(lhs.split(longest, dim=1), rhs.split(longest, dim=1), strict=True)
     out = torch.zeros(lhs.shape[0], rhs.shape[0], dtype=torch.float64, device=lhs.device)
-    for left, right in parts:
+    for left, right in zip(lhs.split(longest, dim=1), rhs.split(longest, dim=1), strict=True):
         out += _float_mm(left, right)
     return out.to(torch.float32)
 
@@ -124,11 +144,12 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
     if dtype in (torch.bfloat16, torch.float16) and lhs.device.type == "cuda":
         return torch.mm(lhs.to(dtype), rhs.to(dtype).T, out_dtype=torch.float32)
     lhs, rhs = lhs.to(torch.float32), rhs.to(torch.float32)
-    if _takes_onednn(lhs):
-        from narrowgauge.ops.mm.cpu import cpu_mm
-
-        return cpu_mm(lhs, rhs, None, torch.float32)
-    return torch.mm(lhs, rhs.T)
+    (m, k), n = lhs.shape, rhs.shape[0]
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if _takes_onednn(lhs) else None
+    is_small = m >= 16 and n >= 16 and k <= 128 and m * n * k <= 1 << 18
+    if linear is None or is_small or 0 in (m, n, k):
+        return torch.mm(lhs, rhs.T)
+    return linear(lhs, rhs, None, "none", [], "")
 
 
 def _takes_onednn(operand: Tensor) -> bool:
@@ -138,18 +159,25 @@ def _takes_onednn(operand: Tensor) -> bool:
     return on_cpu and is_plain and device_facts("cpu", None).bf16_gemm
 
 
-def _one_number(*scales: Tensor | None) -> Tensor | None:
-    """The product of the scales that are one number each, or None if none is."""
-    numbers = [scale for scale in scales if scale is not None and scale.numel() == 1]
-    return None if not numbers else numbers[0] if len(numbers) == 1 else numbers[0] * numbers[1]
-
-
-def _per_row(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None or scale.numel() == 1 else scale
-
-
-def _has_powers_of_two(operand: QTensor | Tensor) -> bool:
+def _loses_nothing(operand: QTensor | Tensor, scale: Tensor | None) -> bool:
+    """Whether its scale may be multiplied to a product before it is rounded to bfloat16, or afterwards."""
+    if scale is None or scale.numel() == 1:
+        return True
     return isinstance(operand, QTensor) and operand.cast.scale.power_of_two and operand.global_scale is None
+
+
+def _rounded_once(lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale: Tensor | None) -> Tensor:
+    """The bfloat16 product by oneDNN, times scales of which it loses nothing."""
+    scales = (lhs_scale, rhs_scale)
+    numbers = [scale for scale in scales if scale is not None and scale.numel() == 1]
+    if numbers:
+        factor = numbers[0] if len(numbers) == 1 else numbers[0] * numbers[1]
+        out = torch.addmm(lhs.new_empty(1), lhs, rhs.T, beta=0, alpha=factor.item())
+    else:
+        out = torch.mm(lhs, rhs.T)
+    return times_scales(
+        out, *(None if scale is None or scale.numel() == 1 else scale.to(torch.bfloat16) for scale in scales)
+    )
 
 
 def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
@@ -168,6 +196,5 @@ def _row_scale(operand: QTensor) -> Tensor:
         scale = operand.full_scale()
     if scale.numel() == 0:  # nothing is contracted or nothing comes out
         return scale.new_ones(1, 1)
-    if rows == 1 or scale.shape[0] == 1:
-        return scale
-    return scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]
+    one_each = rows == 1 or scale.shape[0] == 1
+    return scale if one_each else scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]

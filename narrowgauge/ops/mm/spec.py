@@ -1,11 +1,26 @@
-"""What a kernel must know to accept or refuse a product: the two casts, the device, and the form of the operands."""
+"""What a kernel of mm is chosen by (`MmSpec`), and what each kernel asks of a product (`NEEDS`), as data.
+
+A kernel refuses for the first of its needs that is not met. Code "operands": it is made for others.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from narrowgauge.ops.registry import Device, Refusal
+import torch
+
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, Format, IntFormat
+from narrowgauge.ops.registry import Code, Device, Refusal
 from narrowgauge.recipe import Cast
+from narrowgauge.scaling import WHOLE
+
+FP8 = (E4M3, E5M2)
+ROW_OR_TENSOR = ((1, WHOLE), (WHOLE, WHOLE))
+BLOCK, MX, NV = 128, 32, 16
+VECTOR, SQUARE = (1, BLOCK), (BLOCK, BLOCK)
+SHORTEST = 64  # a tile along the contracted axis, for the Triton kernel; see triton.py
 
 
 @dataclass(frozen=True)
@@ -22,10 +37,148 @@ class MmSpec:
         return self.lhs, self.rhs
 
     @property
-    def capability(self) -> str:
-        return ".".join(map(str, self.device.capability))
+    def formats(self) -> tuple[Format | None, ...]:
+        return None if self.lhs is None else self.lhs.format, None if self.rhs is None else self.rhs.format
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int] | None, ...]:
+        return None if self.lhs is None else self.lhs.tile, None if self.rhs is None else self.rhs.tile
+
+    @property
+    def kind(self) -> str | None:
+        """The `mx_kind` that both operands are of, or None."""
+        kind = mx_kind(self.lhs)
+        return kind if kind is not None and kind == mx_kind(self.rhs) else None
+
+    @property
+    def units(self) -> str:
+        """The tensor cores that such operands are made for."""
+        return {None: "FP8", "mxfp8": "MX"}.get(self.kind, "FP4")
 
 
-EXPANDED = Refusal("expanded", "takes codes, but an operand is expanded to floats")
-TWO_SCALES = Refusal("scale", "takes one scale, but a cast has a second one for the tensor (headroom)")
-NO_E5M2_PAIR = Refusal("format", "e5m2 x e5m2 does not exist in hardware")
+def mx_kind(cast: Cast | None) -> str | None:
+    """ "mxfp8", "mxfp4" or "nvfp4", or None for a cast that is none of them."""
+    if cast is None or cast.tile[0] not in (1, cast.tile[1]):
+        return None
+    narrow = "mxfp4" if cast.format == E2M1 else "mxfp8" if cast.format in FP8 else None
+    if cast.tile[1] == MX and cast.scale.power_of_two:
+        return narrow
+    return "nvfp4" if cast.tile[1] == NV and cast.scale.two_level and narrow == "mxfp4" else None
+
+
+class Need(NamedTuple):
+    """code and text, or what makes it of the spec: of the refusal where it is not met."""
+
+    code: Code
+    met: Callable[[MmSpec], bool]
+    text: str | Callable[[MmSpec], str]
+
+
+def _in(found: tuple[object, ...], wanted: tuple[object, ...]) -> bool:
+    return found[0] in wanted and found[1] in wanted
+
+
+def _suits_triton(tile: tuple[int, int] | None) -> bool:
+    return tile is not None and not any(side & (side - 1) for side in tile) and tile[1] >= SHORTEST
+
+
+def _has_e5m2_rows(s: MmSpec) -> bool:
+    return E5M2 in s.formats and (1, WHOLE) in s.tiles
+
+
+def _words_of_tiles(s: MmSpec) -> str:
+    unsuited = next(tile for tile in s.tiles if not _suits_triton(tile))
+    return f"takes tiles of powers of two, {SHORTEST} or more along the contracted axis, not {unsuited}"
+
+
+def _is_tiled(cast: Cast | None) -> bool:
+    return cast is not None and WHOLE not in cast.tile and mx_kind(cast) is None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _sm(met: Callable[[MmSpec], bool], text: str) -> Need:
+    """{} in the text: the units of the operands."""
+    return Need(
+        "capability", met, lambda s: f"compute capability {_dotted(s.device.capability)}, {text.format(s.units)}"
+    )
+
+
+def _cuda(least: tuple[int, int], what: str) -> Need:
+    return Need(
+        "toolchain", lambda s: s.device.cuda >= least,
+        lambda s: f"torch was built for CUDA {_dotted(s.device.cuda)}, {what.format(s.units)} {_dotted(least)}",
+    )  # fmt: skip
+
+
+CODES = Need("expanded", lambda s: not s.expanded, "takes codes, but an operand is expanded to floats")
+ONE_SCALE = Need(
+    "scale", lambda s: not any(cast and cast.has_global_scale for cast in s.casts),
+    "takes one scale, but a cast has a second one for the tensor (headroom)",
+)  # fmt: skip
+NO_E5M2_PAIR = Need("format", lambda s: s.formats != (E5M2, E5M2), "e5m2 x e5m2 does not exist in hardware")
+ON_CUDA = Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no {s.units} units")
+ADA = _sm(lambda s: s.device.capability >= (8, 9), "FP8 needs 8.9")
+FP8_UNITS = (NO_E5M2_PAIR, CODES, ONE_SCALE, ON_CUDA, ADA)
+NOT_IN_BLOCKS = "needs two FP8 operands in tiles of 1x128 or 128x128"
+NOT_BY_ROW = "needs two operands with one scale per tensor or row"
+NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
+COUNTS_BYTES = "torch 2.13 takes two packed codes for one in the shapes of compiled MXFP4"  # _check_scaled_mm_sizes_v2
+CPU_IS_SLOW = "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
+# 4-bit integers are integers too: their codes, and those of a bit-split gradient, are exact as INT8. Row scales of E5M2 are CUTLASS's.
+NEEDS: dict[str, tuple[Need, ...]] = {
+    "native": (
+        Need("operands", lambda s: _in(s.formats, FP8), "needs two FP8 operands"),
+        Need("operands", lambda s: _in(s.tiles, ROW_OR_TENSOR), NOT_BY_ROW),
+        *FP8_UNITS,
+        _sm(lambda s: s.device.capability >= (9, 0) or not _has_e5m2_rows(s), "row scales of E5M2 need 9.0"),
+    ),
+    "native-block": (
+        Need("operands", lambda s: _in(s.tiles, (VECTOR, SQUARE)) and _in(s.formats, FP8), NOT_IN_BLOCKS),
+        Need("format", lambda s: s.formats == (E4M3, E4M3), "takes E4M3 alone in tiles of 128"),
+        *FP8_UNITS,
+        _sm(lambda s: s.device.capability[0] == 9, "cuBLAS has blocks of 128 on 9.0 alone"),
+        _cuda((12, 9), "blocks of 128 need"),
+        Need("tile", lambda s: s.tiles != (SQUARE, SQUARE), "128x128 by 128x128 does not exist in cuBLAS"),
+    ),
+    "native-mx": (
+        Need("operands", lambda s: s.kind is not None, "needs two operands of MXFP8, MXFP4 or NVFP4"),
+        NO_E5M2_PAIR, CODES, ON_CUDA,
+        _sm(lambda s: s.device.capability >= (10, 0), "{} needs 10.0"),
+        _sm(lambda s: s.kind != "mxfp4" or s.device.capability[0] == 10, "torch has MXFP4 on 10.x alone"),
+        _cuda((12, 8), "{} needs"),
+        Need("compiling", lambda s: s.kind != "mxfp4" or not torch.compiler.is_compiling(), COUNTS_BYTES),
+    ),
+    "native-int8": (
+        Need("operands", lambda s: all(isinstance(format, IntFormat) for format in s.formats), "needs two integer operands"),
+        Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "the integer GEMM takes one scale per tensor or per row"),
+        CODES, ONE_SCALE,
+        Need("capability", lambda s: s.device.type != "cpu" or s.device.int8_gemm, CPU_IS_SLOW),
+        Need("device", lambda s: s.device.type in ("cpu", "cuda"), lambda s: f"no integer GEMM on {s.device.type}"),
+        _sm(lambda s: s.device.type == "cpu" or s.device.capability >= (8, 0), "the integer GEMM needs 8.0"),
+    ),
+    "native-cpp": (
+        Need("operands", lambda s: INT4 in s.formats and _in(s.formats, (INT4, INT4X2)), NOT_INT4),
+        Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
+        CODES, ONE_SCALE,
+    ),
+    "triton": (
+        Need("operands", lambda s: _in(s.formats, FP8) and all(map(_is_tiled, s.casts)), "needs two FP8 operands in tiles"),
+        Need("tile", lambda s: all(map(_suits_triton, s.tiles)), _words_of_tiles),
+        *FP8_UNITS,
+    ),
+}  # fmt: skip
+
+
+def refuse(kernel: str) -> Callable[[MmSpec], Refusal | None]:
+    """The refusals of a kernel by `NEEDS`."""
+
+    def refuse(spec: MmSpec) -> Refusal | None:
+        for code, met, text in NEEDS[kernel]:
+            if not met(spec):
+                return Refusal(code, text if isinstance(text, str) else text(spec))
+        return None
+
+    return refuse

@@ -9,76 +9,66 @@ cache). While torch.compile traces it is one opaque operator, `narrowgauge::bloc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import refuse_wrappers
-from narrowgauge.formats import E4M3, E5M2
-from narrowgauge.ops.mm.cublas import empty_product, mx_kind, refuse_without_units
+from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.mm.spec import refuse as refuse_by_needs
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import unavailable
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
-from narrowgauge.scaling import WHOLE
 
-if TYPE_CHECKING:
-    from narrowgauge.ops.mm.triton_blocks import Blocks
-
-SHORTEST, LONGEST_STEP = (
-    64,
-    128,
-)  # a tile along the contracted axis; what the tensor cores sum before a scale multiplies it
-NOT_IN_BLOCKS = Refusal("operands", "needs two FP8 operands in tiles")
+LONGEST_STEP = 128  # what the tensor cores sum before a scale multiplies it
+Bias = Tensor | None
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The block sizes of a launch. They must leave no register spilled and fit into shared memory (tests/ops/test_mm_triton.py)."""
+class Blocks:
+    """What the kernel is compiled with. The sides of the tiles with one scale, powers of two; m, n: of a program, k: of its steps.
 
+    They must leave no register spilled and fit into shared memory (tests/ops/test_mm_triton.py).
+    """
+
+    lhs_rows: int
+    lhs_columns: int
+    rhs_rows: int
+    rhs_columns: int
     m: int
     n: int
+    k: int
     warps: int
     stages: int
     group_m: int = 8
 
 
-def shape_for(capability: tuple[int, int], rows: int) -> Shape:
+def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Blocks:
     """9.x and 10.x multiply from shared memory, of which they have 227 KiB: 128 x 128 totals, a stage of both operands is 32 KiB.
 
     Ada and Blackwell 12.x multiply from registers and have 99 KiB: 128 x 128 would spill there. Few rows get a lower tile.
     """
+    m, n, warps, stages = 128, 128, 8, 4
     if capability[0] not in (9, 10):
-        return Shape(m=128, n=64, warps=8, stages=3)
-    return Shape(m=64, n=128, warps=4, stages=4) if rows <= 64 else Shape(m=128, n=128, warps=8, stages=4)
+        n, stages = 64, 3
+    elif rows <= 64:
+        m, warps = 64, 4
+    step = min(tiles[1], tiles[3], LONGEST_STEP)
+    return Blocks(*tiles, m=m, n=n, k=step, warps=warps, stages=stages)  # type: ignore[misc]
 
 
 def refuse(spec: MmSpec) -> Refusal | None:
     """FP8 in tiles on compute capability 8.9 and above, with Triton installed."""
-    if any(
-        cast is None or cast.format not in (E4M3, E5M2) or WHOLE in cast.tile or mx_kind(cast) for cast in spec.casts
-    ):
-        return NOT_IN_BLOCKS
-    for cast in spec.casts:
-        if cast is not None and not _fits(cast):
-            return Refusal(
-                "tile", f"takes tiles of powers of two, {SHORTEST} or more along the contracted axis, not {cast.tile}"
-            )
-    if (refusal := refuse_without_units(spec)) is not None:
+    if (refusal := refuse_by_needs("triton")(spec)) is not None:
         return refusal
     return Refusal("toolchain", unavailable()) if unavailable() else None
 
 
-def _fits(cast: Cast) -> bool:
-    return not any(side & (side - 1) for side in cast.tile) and cast.tile[1] >= SHORTEST
-
-
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """fast_accumulate has no effect: sums leave the tensor core after 128 products or less. One rounding, to out_dtype."""
-    if (empty := empty_product(lhs, rhs, bias, out_dtype)) is not None:
-        return empty
+    if 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]):
+        return definition.run(lhs, rhs, bias, out_dtype, fast_accumulate)
     call = torch.ops.narrowgauge.block_mm if torch.compiler.is_compiling() else launch
     return call(
         lhs.data.contiguous(), lhs.scale.contiguous(), rhs.data.contiguous(), rhs.scale.contiguous(),
@@ -87,13 +77,7 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
 
 
 def launch(
-    lhs: Tensor,
-    lhs_scale: Tensor,
-    rhs: Tensor,
-    rhs_scale: Tensor,
-    bias: Tensor | None,
-    tiles: list[int],
-    out_dtype: torch.dtype,
+    lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, bias: Bias, tiles: list[int], out_dtype: torch.dtype
 ) -> Tensor:
     """lhs [M, K], rhs [N, K] and their scales, all contiguous -> [M, N]. tiles: sides of those of lhs, then of rhs."""
     from narrowgauge.ops.mm.triton_blocks import block_mm
@@ -102,24 +86,15 @@ def launch(
     (m, k), n = lhs.shape, rhs.shape[0]
     out = torch.empty(m, n, dtype=out_dtype, device=lhs.device)
     capability = torch.cuda.get_device_capability(lhs.device) if lhs.device.type == "cuda" else (0, 0)
-    shape = shape_for(capability, m)
-    grid = (-(-m // shape.m) * -(-n // shape.n),)
+    blocks = blocks_for(tiles, capability, m)
+    grid = (-(-m // blocks.m) * -(-n // blocks.n),)
     # Contraction of products and sums is left on: total + part * scale is then rounded once, and costs nothing.
     with torch.cuda.device(lhs.device if lhs.device.type == "cuda" else -1):  # Triton launches on the current device
         block_mm[grid](
             lhs, rhs, lhs_scale, rhs_scale, None if bias is None else bias.contiguous(), out, m, n, k,
-            B=constants(tiles, shape),
-            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
+            B=blocks, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
-
-
-def constants(tiles: list[int], shape: Shape) -> Blocks:
-    """What the kernel is compiled with."""
-    from narrowgauge.ops.mm.triton_blocks import Blocks
-
-    step = min(tiles[1], tiles[3], LONGEST_STEP)
-    return Blocks(tiles[0], tiles[1], tiles[2], tiles[3], shape.m, shape.n, step, shape.group_m)
 
 
 torch.library.define(
@@ -129,14 +104,7 @@ torch.library.define(
 torch.library.impl("narrowgauge::block_mm", "CUDA", launch)
 
 
-@torch.library.register_fake("narrowgauge::block_mm")
-def _shape_of_block_mm(
-    lhs: Tensor,
-    lhs_scale: Tensor,
-    rhs: Tensor,
-    rhs_scale: Tensor,
-    bias: Tensor | None,
-    tiles: list[int],
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=out_dtype)
+torch.library.register_fake(
+    "narrowgauge::block_mm",
+    lambda lhs, _, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1]),
+)

@@ -10,24 +10,8 @@ Programs are numbered so that `group_m` tiles of rows share the columns they rea
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The constant of the kernel. The sides of the tiles with one scale, powers of two; m, n: of a program, k: of its steps."""
-
-    lhs_rows: int
-    lhs_columns: int
-    rhs_rows: int
-    rhs_columns: int
-    m: int
-    n: int
-    k: int
-    group_m: int
 
 
 @triton.jit
@@ -52,7 +36,7 @@ def block_mm(
     M,
     N,
     K,
-    B: tl.constexpr,  # Blocks
+    B: tl.constexpr,  # triton.Blocks
 ):
     BLOCK_M: tl.constexpr = B.m
     BLOCK_N: tl.constexpr = B.n

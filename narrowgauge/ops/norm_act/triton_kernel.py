@@ -80,11 +80,9 @@ def _known_scale(out, H: tl.constexpr):
 def _store_values(values, scale, out, at, H: tl.constexpr):
     """Stores the values of the `Piece` at, rounded already, and their codes by `scale`, or by those of its blocks."""
     C: tl.constexpr = H.C
-    ROWS: tl.constexpr = H.rows
-    COLUMNS: tl.constexpr = H.columns
     tl.store(out.y + at.start + at.place, values, mask=at.mask)
     if H.scaling == "delayed" or H.scaling == "row":
-        store_both(values, scale, at, out.codes, out.transposed, at.row, at.column, C, ROWS, COLUMNS)
+        store_both(values, scale, at, out.codes, out.transposed, at.down, tl.cast(at.across, tl.int64), C)
     if H.scaling == "block":
         BLOCK: tl.constexpr = H.block
         found, scales = cast_block(values, None, None, at.row[:, None], at.column[None, :], at.columns, C, 1, BLOCK)

@@ -102,11 +102,9 @@ class _Target:
         if plain is None:
             assert self.maxima is not None
             maxima = self.maxima.view(torch.float32)
-            if request.transposed:
-                return CastResult(y, *quantizing.both(y, request.cast, C, maxima, None, None))
-            return CastResult(y, quantizing.one(y, request.cast, C, maxima))
+            return CastResult(y, *quantizing.cast_pair(y, request.cast, cols=request.transposed, amax=maxima))
         if self.maxima is not None and request.live is not None:
-            state = quantizing.amax_state(request.live, self.maxima, plain.scale)
+            state = quantizing.state_of(request.live, self.maxima, plain.scale)
             launch(
                 triton_transpose.settle_both, PARTS, Matrix.of(y), plain.codes, transposed and transposed.codes, state, None,
                 RECORDS=request.records, C=C, PARTS=PARTS, PROGRAMS=PARTS, ROWS=TALL[0], COLUMNS=TALL[1], warps=WARPS,

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.quantize import cpp, definition, triton
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Registry
@@ -37,32 +36,34 @@ from narrowgauge.recipe import Cast
 from narrowgauge.scaling import scale_shape
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import DeviceKey, Key
+    from narrowgauge.ops.random import Key
     from narrowgauge.ops.selfcheck import Check
 
 
-def check_by(casts: str) -> Callable[[], Check[Spec]]:
-    """The check of kernels that are called as this function of selfcheck.py calls them."""
+def check_of(op: str) -> Callable[[], Check[Spec]]:
+    """Loads how kernels of `op` are examined; its module is imported where a kernel is checked alone."""
 
     def load() -> Check[Spec]:
-        from narrowgauge.ops.quantize import selfcheck  # where a kernel is checked alone
+        from narrowgauge.ops.quantize.selfcheck import CHECKS
 
-        return selfcheck.check(getattr(selfcheck, casts))
+        return CHECKS[op]
 
     return load
 
 
 KERNELS: Registry[Spec] = Registry("quantize")
-KERNELS.register(checked("quantize", Kernel("triton", triton.refuse, triton.run), check_by("check_one")))
-KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run, check=check_by("check_one")))
-KERNELS.register(Kernel("reference", lambda spec: None, definition.quantize, by_torch=True))
+KERNELS.register(
+    Kernel("triton", triton.refuse, triton.run, check=check_of("quantize")),
+    Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of("quantize")),
+    Kernel("reference", lambda spec: None, definition.quantize, by_torch=True),
+)
 
 tile_amax = definition.tile_amax
 calibrated_amax = definition.calibrated_amax
 
 
 def plan(
-    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | DeviceKey | None, expand: torch.dtype | None
+    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | None, expand: torch.dtype | None
 ) -> Callable[..., QTensor]:
     """What computes `quantize` for such arguments: run(x, cast, amax, noise, expand), without a check of them.
 
@@ -77,7 +78,7 @@ def quantize(
     cast: Cast,
     *,
     amax: Tensor | None = None,
-    noise: Tensor | Key | DeviceKey | None = None,
+    noise: Tensor | Key | None = None,
     expand: torch.dtype | None = None,
     backend: str | None = None,
 ) -> QTensor:

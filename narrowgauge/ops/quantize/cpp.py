@@ -1,90 +1,158 @@
 """Casts in one pass of C++, the reference's bits. Two kinds:
 
-stochastically   integers with one scale per tensor or row; the pass makes its noise itself
-to nearest       integers, and floats to decoded values for products that are computed in float; tiles of any size
+stochastically   integers with one scale per tensor or row; the pass makes its noise itself (ops/cpp/int4.cpp)
+to nearest       integers, and floats to decoded values for products that are computed in float; tiles of any size (ops/cpp/cast.cpp)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, pointer
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import IntFormat
+from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
+from narrowgauge.ops.cpp import ELEMENTS_PER_THREAD, Library
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
-from narrowgauge.scaling import WHOLE, scale_shape
+from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, FP32, POW2, WHOLE, scale_shape, smallest_scale, tile_sizes
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
 
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of x
+_KINDS = {**DTYPES, torch.int8: 2}
+_RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3}  # as `Rule` in cast.cpp; 0: the scales are given
+_P, _L, _I, _F = c_void_p, c_int64, c_int32, c_float
+LIBRARY = Library(("cast.cpp",), "the kernel that casts", {"cast": (_P, _P, _P, _P, _L, _L, _L, _L, _L)})
+
+
+class Constants(Structure):
+    """`Format` in cast.cpp."""
+
+    _fields_ = (
+        *((name, _I) for name in ("x_narrow", "out_kind", "whole", "has_nan")),
+        *((name, _F) for name in ("max", "smallest_normal", "gaps")),
+        ("rule", _I),
+        ("smallest_scale", _F),
+    )
+
 
 def refuse(spec: Spec) -> Refusal | None:
     """Why this kernel does not quantize such a tensor, or None."""
-    if spec.is_empty:
+    cast, integers = spec.cast, isinstance(spec.cast.format, IntFormat)
+    if 0 in spec.shape:
         return Refusal("shape", "there is nothing to round")
-    return _refuse_nearest(spec) if spec.noise is None else _refuse_stochastic(spec)
+    if spec.noise is not None:
+        if spec.noise != "key" or not integers:
+            return Refusal("rounding", "rounds integers stochastically with the noise of a key, nothing else")
+        if cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or cast.has_global_scale or spec.amax:
+            return Refusal("tile", "takes one scale per tensor or row, from the tensor")
+        from narrowgauge.ops.cpp import int4
 
-
-def _refuse_stochastic(spec: Spec) -> Refusal | None:
-    if spec.noise != "key" or not isinstance(spec.cast.format, IntFormat):
-        return Refusal("rounding", "rounds integers stochastically with the noise of a key, nothing else")
-    if spec.cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or spec.cast.has_global_scale or spec.amax:
-        return Refusal("tile", "takes one scale per tensor or row, from the tensor")
-    from narrowgauge.ops.cpp import int4 as cpp
-
-    return cpp.refuse(spec.device.type)
-
-
-def _refuse_nearest(spec: Spec) -> Refusal | None:
-    from narrowgauge.ops.cpp import cast as cast_kernel
-    from narrowgauge.ops.cpp import int4 as cpp
-
-    if not cast_kernel.rounds(spec.cast.format) or spec.cast.scale.two_level:
+        return int4.refuse(spec.device.type)
+    if not rounds(cast.format) or cast.scale.two_level:
         return Refusal("format", "rounds integers and floats with a mantissa to nearest, by one scale per tile")
-    if spec.expand is None and not isinstance(spec.cast.format, IntFormat):
+    if spec.expand is None and not integers:
         return Refusal("expanded", "makes decoded values of floats, not their codes")
-    if spec.dtype not in cast_kernel.DTYPES:
+    if spec.dtype not in DTYPES:
         return Refusal("dtype", f"reads float32 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}")
-    if (refusal := cpp.refuse_place(spec.device.type)) is not None:
-        return refusal
-    return Refusal("toolchain", cast_kernel.unavailable()) if cast_kernel.unavailable() else None
+    return LIBRARY.refuse(spec.device.type)
+
+
+def rounds(format: Format) -> bool:
+    """Whether cast.cpp knows the format: whole numbers, and floats with a mantissa."""
+    return isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.mantissa > 0)
 
 
 def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None) -> QTensor:
     """See `ops.quantize`."""
-    if noise is None:
-        return _nearest(x, cast, amax, expand)
-    from narrowgauge.ops.cpp import int4 as cpp
-
-    # x.T, as grad_weight may give it, has the noise of its own order: made contiguous, it is read in that.
-    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-    scale = cast.scale(definition.calibrated_amax(x, cast), cast.format)
-    codes = cpp.round_stochastically(x, scale, cast.format.max, (noise.low, noise.high))
-    data = cast.format.pack(codes) if expand is None and cast.format.codes_per_byte > 1 else codes
-    data = data if expand is None else data.to(expand)
-    return QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], checked=True)
-
-
-def _nearest(x: Tensor, cast: Cast, amax: Tensor | None, expand: torch.dtype | None) -> QTensor:
-    from narrowgauge.ops.cpp import cast as cast_kernel
-
-    shape, dtype, shared = (x.shape[0], x.shape[1]), torch.int8 if expand is None else expand, None
-    if amax is None and cast_kernel.makes_scales(x, cast):
-        data, scale = cast_kernel.cast_nearest(x, cast, dtype)
+    shape, dtype, shared = (x.shape[0], x.shape[1]), expand or torch.int8, None
+    if noise is not None and x.stride(1) != 1 and x.shape[1] != 1:
+        # x.T, as grad_weight may give it, has the noise of its own order: made contiguous, it is read in that.
+        x = x.contiguous()
+    if amax is None and noise is None and makes_scales(x, cast):
+        data, scale = _cast_nearest(x, cast, dtype)
     else:
         if amax is None:
             # The reference sums squares and magnitudes in float32; of the largest magnitude the type does not matter.
-            sums = isinstance(cast.calibrate, ClippedRms | LearnedStep)
+            sums = noise is None and isinstance(cast.calibrate, ClippedRms | LearnedStep)
             amax = definition.calibrated_amax(x.to(torch.float32) if sums else x, cast)
         else:
             amax = amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
         scale, shared = definition.scales(amax, cast)
-        data, _ = cast_kernel.cast_nearest(x, cast, dtype, scale if shared is None else scale * shared)
+        if noise is None:
+            data, _ = _cast_nearest(x, cast, dtype, scale if shared is None else scale * shared)
+        else:
+            from narrowgauge.ops.cpp import int4
+
+            assert isinstance(noise.words, tuple)
+            data = int4.round_stochastically(x, scale, cast.format.max, noise.words).to(dtype)
     if expand is None and cast.format.codes_per_byte > 1:
         data = cast.format.pack(data)
     return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=shared, checked=True)
+
+
+def makes_scales(x: Tensor, cast: Cast) -> bool:
+    """Whether the pass to nearest makes the scales as well: from largest magnitudes, and where each thread has whole tiles to itself."""
+    if cast.scale not in _RULES or cast.headroom != 1 or isinstance(cast.calibrate, ClippedRms | LearnedStep):
+        return False
+    if x.numel() < 2 * ELEMENTS_PER_THREAD:  # one thread
+        return True
+    from narrowgauge.ops.cpp.build import parts
+
+    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= parts(x.numel())
+
+
+def _cast_nearest(x: Tensor, cast: Cast, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(the values of x / scale in `dtype`, in x's order in memory; the scales): the plain torch of `formats` and `scaling`, to the bit.
+
+    dtype  float32, bfloat16, or int8 for whole numbers
+    scale  float32, in the shape of the scales of `cast.tile`; None: made here, see `makes_scales`
+    """
+    constants = _constants(cast, scale is None, x.dtype, dtype)
+    if x.stride(0) < x.stride(1):
+        out, scale = _cast(x.T, None if scale is None else scale.T, cast.tile[::-1], constants, dtype)
+        return out.T, scale.T
+    return _cast(x, scale, cast.tile, constants, dtype)
+
+
+def _cast(
+    x: Tensor, scale: Tensor | None, tile: tuple[int, ...], constants: Any, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    a, b = tile_sizes((rows, columns), (tile[0], tile[1]))
+    x = x if x.stride(1) == 1 or columns == 1 else x.contiguous()
+    out = torch.empty((rows, columns), dtype=dtype, device="cpu")
+    if scale is None:
+        scale, shares = torch.empty((-(-rows // a), -(-columns // b)), dtype=torch.float32, device="cpu"), -(-rows // a)
+    else:
+        scale, shares = scale.contiguous(), rows
+    LIBRARY.call("cast", shares, rows * columns, constants, x, out, scale, x.stride(0), rows, columns, a, b)
+    return out, scale
+
+
+@cache
+def _constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
+    """A pointer to `Constants`."""
+    format = cast.format
+    mantissa, smallest_normal, has_nan = 0, 0.0, False
+    if isinstance(format, FloatFormat):
+        mantissa, smallest_normal, has_nan = format.mantissa, format.smallest_normal, format.has_nan
+    found = Constants(
+        x_narrow=DTYPES[x_dtype],
+        out_kind=_KINDS[dtype],
+        whole=isinstance(format, IntFormat),
+        has_nan=has_nan,
+        max=format.max,
+        smallest_normal=smallest_normal,
+        gaps=1.5 * 2.0 ** (FLOAT32_MANTISSA - mantissa),
+        rule=_RULES[cast.scale] if makes_scales else 0,
+        smallest_scale=smallest_scale(format),
+    )
+    return pointer(found)

@@ -24,10 +24,10 @@ from narrowgauge.scaling import (
     tile_sizes,
     times_scale,
     two_level_scales,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import DeviceKey, Key
+    from narrowgauge.ops.random import Key
 
 _SHRINK = 2.0**-100  # of numbers whose squares overflow: nothing that counts beside them vanishes
 
@@ -64,20 +64,17 @@ def tile_rms(x: Tensor, tile: tuple[int, int]) -> Tensor:
     eager mode leaves such a tile infinite: to look for it would be a synchronisation or one more read of x in every call.
     """
     sizes = _tile_sizes(x, tile)
-    rms = _rms(x, tile, sizes)
-    if torch.compiler.is_compiling() or not holds_numbers(x):  # in the same loop; or there is no sum to look at
-        return torch.where(rms.isinf(), _large_rms(x, tile, sizes), rms)
-    if x.device.type == "cpu" and math.isinf(float(rms.sum())):
-        return torch.where(rms.isinf(), _large_rms(x, tile, sizes), rms)
-    return rms
 
+    def rms(x: Tensor) -> Tensor:
+        return _tile_norm(x, tile, 2.0).square().div(sizes).sqrt()
 
-def _rms(x: Tensor, tile: tuple[int, int], sizes: Tensor) -> Tensor:
-    return _tile_norm(x, tile, 2.0).square().div(sizes).sqrt()
-
-
-def _large_rms(x: Tensor, tile: tuple[int, int], sizes: Tensor) -> Tensor:
-    return _rms(x.to(torch.float32) * _SHRINK, tile, sizes) / _SHRINK
+    found = rms(x)
+    looks = not torch.compiler.is_compiling() and holds_numbers(
+        x
+    )  # else it is in the same loop, or there is no sum to look at
+    if looks and (x.device.type != "cpu" or not math.isinf(float(found.sum()))):
+        return found
+    return torch.where(found.isinf(), rms(x.to(torch.float32) * _SHRINK) / _SHRINK, found)
 
 
 def tile_mean(x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -98,13 +95,12 @@ def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
 
 def _tile_sizes(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """Elements of x in each tile, float32, in the shape of the scales."""
-    counts = []
-    for length, size, number in zip(
-        x.shape, tile_sizes(tuple(x.shape), tile), scale_shape(tuple(x.shape), tile), strict=True
-    ):
-        starts = torch.arange(number, device=x.device) * size
-        counts.append((length - starts).clamp(1, size).to(torch.float32))
-    return counts[0][:, None] * counts[1][None, :]
+    shape = (x.shape[0], x.shape[1])
+    rows, columns = (
+        (length - torch.arange(number, device=x.device) * size).clamp(1, size).to(torch.float32)
+        for length, size, number in zip(shape, tile_sizes(shape, tile), scale_shape(shape, tile), strict=True)
+    )
+    return rows[:, None] * columns[None, :]
 
 
 def calibrated_amax(x: Tensor, cast: Cast, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -121,48 +117,25 @@ def calibrated_amax(x: Tensor, cast: Cast, shape: tuple[int, ...] | None = None)
 
 
 def quantize(
-    x: Tensor,
-    cast: Cast,
-    amax: Tensor | None,
-    noise: Tensor | Key | DeviceKey | None,
-    expand: torch.dtype | None,
+    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | None, expand: torch.dtype | None
 ) -> QTensor:
     """See `ops.quantize`; arguments are checked there."""
-    tile = cast.tile
-    shape = (x.shape[0], x.shape[1])
+    tile, format, shape = cast.tile, cast.format, (x.shape[0], x.shape[1])
     if noise is not None and not isinstance(noise, Tensor):
         noise = noise.uniform(shape)
-    if tile[1] == WHOLE and tile[0] in (1, WHOLE) and not cast.scale.two_level:  # as below, without the views of tiles
-        x = x.to(torch.float32)
-        amax = calibrated_amax(x, cast) if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
-        scale, global_scale = scales(amax, cast)
-        y = x / (scale if global_scale is None else scale * global_scale)
-        return _rounded(y, noise, shape, cast, scale, global_scale, expand)
     # Filled up before, and looked at as tiles until after rounding: Inductor (2.13) splits a loop that divides its index by
     # the tile's size, and then drops a vector tail or fails an assertion (try_loop_split in codegen/cpp.py).
-    x = filled_up(x, tile).to(torch.float32)
-    amax = calibrated_amax(x, cast, shape) if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
+    tiled = tile[1] != WHOLE or tile[0] not in (1, WHOLE)
+    x = (filled_up(x, tile) if tiled else x).to(torch.float32)
+    given = None if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
+    amax = calibrated_amax(x, cast, shape if tiled else None) if given is None else given
     scale, global_scale = scales(amax, cast)
-    y = _divided(as_tiles(x, tile), scale, global_scale, cast)
-    noise = None if noise is None else filled_up(noise, tile).reshape(y.shape)
-    return _rounded(y, noise, shape, cast, scale, global_scale, expand, (x.shape[0], x.shape[1]))
-
-
-def _rounded(
-    y: Tensor,
-    noise: Tensor | None,
-    shape: tuple[int, int],
-    cast: Cast,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    expand: torch.dtype | None,
-    filled: tuple[int, int] | None = None,
-) -> QTensor:
-    """y over its scale -> codes, or values of dtype `expand`. filled: the shape of x if y is in tiles of it, filled up."""
-    format = cast.format
+    y = _divided(as_tiles(x, tile) if tiled else x, scale, global_scale, cast)
+    if tiled and noise is not None:
+        noise = filled_up(noise, tile).reshape(y.shape)
     data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
-    if filled is not None:
-        data = data.reshape(filled)[: shape[0], : shape[1]]
+    if tiled:
+        data = data.reshape(x.shape)[: shape[0], : shape[1]]
     if expand is None and format.bits < 8 and format.codes_per_byte > 1:
         data = format.pack(data)
     return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)

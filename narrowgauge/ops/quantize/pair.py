@@ -8,33 +8,32 @@ tensor with an amax that is not finite, a delayed one may leave other codes unde
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.checked import checked
-from narrowgauge.ops.quantize import check_by, definition, quantize, triton
+from narrowgauge.ops.quantize import check_of, definition, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.random import DeviceKey, Key
+from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Kernel, Refusal, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
 
-Noise = Tensor | Key | DeviceKey | None
+Noise = Tensor | Key | None
+Two = tuple[Noise, Noise]  # of x and of x.T
 Pair = tuple[QTensor, QTensor | None, Tensor | None]
 
 
-def _in_turn(
-    x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: tuple[Noise, Noise]
+def in_turn(
+    x: Tensor, cast: Cast, state: Tensor | None, records: bool, cols: bool, noise: Two, backend: str | None = None
 ) -> Pair:
+    """The definition, by the fastest kernel of each cast, or by the one that is named."""
     amax = None
-    if amax_state is not None:
-        amax = update_amax(amax_state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
-    rows = quantize(x, cast, amax=amax, noise=noise[0])
-    return rows, quantize(x.T, cast, amax=amax, noise=noise[1]) if cols else None, amax
+    if state is not None:
+        amax = update_amax(state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
+    rows = quantize(x, cast, amax=amax, noise=noise[0], backend=backend)
+    return rows, quantize(x.T, cast, amax=amax, noise=noise[1], backend=backend) if cols else None, amax
 
 
 def refuse(spec: Spec) -> Refusal | None:
@@ -49,18 +48,16 @@ def refuse(spec: Spec) -> Refusal | None:
 
 
 KERNELS: Registry[Spec] = Registry("quantize_pair")
-KERNELS.register(checked("quantize_pair", Kernel("triton", refuse, triton.pair), check_by("check_pair")))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
-
-
-def _spec(x: Tensor, cast: Cast, delayed: bool, cols: bool, noise: Noise) -> Spec:
-    return replace(Spec.of(x, cast, None, noise), delayed=delayed, cols=cols)
+KERNELS.register(
+    Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op)),
+    Kernel("reference", lambda spec: None, in_turn, by_torch=True),
+)
 
 
 def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     """Whether a kernel gives both orientations, or codes and the next step's amax, from one read of x; else it is done in turn."""
-    noise = Key(0, 0) if cast.rounding == "stochastic" else None
-    return KERNELS.choose(_spec(x, cast, delayed, cols, noise)).kernel.name != "reference"
+    noise = Key((0, 0)) if cast.rounding == "stochastic" else None
+    return KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name != "reference"
 
 
 @torch.no_grad()
@@ -71,7 +68,7 @@ def quantize_pair(
     amax_state: Tensor | None = None,
     records: bool = True,
     cols: bool = True,
-    noise: tuple[Noise, Noise] = (None, None),
+    noise: Two = (None, None),
     backend: str | None = None,
 ) -> Pair:
     """x [outer, inner], not empty if delayed -> (x, x.T, amax) quantized by the same cast, see the module.
@@ -80,6 +77,6 @@ def quantize_pair(
     cols        whether x.T is wanted too; else None
     noise       of x and of x.T, when the cast rounds stochastically; see `quantize`
     """
-    choice = KERNELS.choose(_spec(x, cast, amax_state is not None, cols, noise[0]), backend)
-    pair: Pair = choice.kernel.run(x, cast, amax_state, records, cols, noise)
+    spec = Spec.of(x, cast, noise=noise[0], cols=cols, delayed=amax_state is not None)
+    pair: Pair = KERNELS.choose(spec, backend).kernel.run(x, cast, amax_state, records, cols, noise)
     return pair

@@ -6,34 +6,28 @@ The kernel of the step has every new weight in a register. With one scale per te
     delayed scaling    that, and the codes of w and of w.T by the scale that the next step will use; `quantize_precast` notes the
                        largest magnitude in the window, as casting would, and reads no weight at all
 
-Which scale that is the step has to foretell, for the window moves on only after it (`nn.amax_history`). So the amax that it counted on
-stays beside the codes, and `quantize_precast` compares it on the device with the one that is in use: where another was loaded, or
-the step was not ended, the codes are written anew. On the host the weight must be the one that the step left, by its address and
-version, and each is taken once. So a cast that is out of date is never used; but a weight that is written through `.data` or a raw
-pointer afterwards looks as before, as in every cache (`QLinear.empty_cache` forgets it).
+The step has to foretell that scale, for the window moves on only after it (`nn.amax_history`). So the amax that it counted on stays
+beside the codes, and `quantize_precast` compares it on the device with the one in use: where another was loaded, or the step was not
+ended, it writes the codes anew. On the host the weight must be the one that the step left (`addresses.validity`), and each is taken
+once. So a cast that is out of date is never used.
 
 Which weights: `refuse`. Rows, blocks and MX share a scale among elements that no program of the step has together in both
-orientations; rotations mix elements before they are cast; stochastic rounding draws anew at every forward pass; learned steps change
-after the weight has been written.
+orientations; rotations mix elements before they are cast; learned steps change after the weight has been written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.checked import checked
-from narrowgauge.ops.quantize import definition, selfcheck, tile_amax, triton
+from narrowgauge.addresses import Key, validity
+from narrowgauge.ops.quantize import check_of, definition, tile_amax, triton
 from narrowgauge.ops.quantize.amax_state import IN_USE, AmaxBuffers, update_amax
 from narrowgauge.ops.quantize.spec import Spec
-from narrowgauge.ops.registry import Kernel, Refusal, Registry, device_facts
-from narrowgauge.ops.selfcheck import Comparison
+from narrowgauge.ops.registry import Kernel, Refusal, Registry
 from narrowgauge.ops.triton import cast_constants
-from narrowgauge.ops.validity import Key, validity
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE
@@ -68,13 +62,11 @@ class PrecastWeight:
     @classmethod
     def of(cls, weight: Tensor, cast: Cast, window: AmaxBuffers | None) -> PrecastWeight:
         """With its memory: 256 bytes, and with delayed scaling 2 for each weight."""
-        n, k = weight.shape
-        maxima = torch.zeros(PARTS, dtype=torch.int32, device=weight.device)
-        if window is None:
-            return cls(cast=cast, window=None, maxima=maxima)
-        plain, turned = (weight.new_empty(shape, dtype=cast.format.storage) for shape in ((n, k), (k, n)))
-        expected = torch.zeros(1, dtype=torch.float32, device=weight.device)
-        return cls(cast=cast, window=window, maxima=maxima, plain=plain, turned=turned, expected=expected)
+        made = cls(cast=cast, window=window, maxima=weight.new_zeros(PARTS, dtype=torch.int32))
+        if window is not None:
+            made.plain, made.turned = (weight.new_empty(x.shape, dtype=cast.format.storage) for x in (weight, weight.T))
+            made.expected = weight.new_zeros(1, dtype=torch.float32)
+        return made
 
     @property
     def codes(self) -> tuple[Tensor, Tensor] | None:
@@ -99,14 +91,11 @@ class PrecastWeight:
         self._weight = None
 
     def matches(self, weight: Tensor, cast: Cast, amax_state: Tensor | None) -> bool:
-        """Whether the weight is as the step left it, and wanted by this cast and window."""
+        """Whether the weight is as the step left it, and wanted by this cast and window; not of a CUDA graph, which would repeat it."""
         if self._weight is None or self._weight != validity(weight) or self.cast != cast:
             return False
-        if (None if self.window is None else self.window.live) is not amax_state:
-            return False
-        return not (
-            weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        )  # a graph would take it again and again
+        live = None if self.window is None else self.window.live
+        return live is amax_state and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def refuse(cast: Cast) -> Refusal | None:
@@ -160,93 +149,26 @@ def write(precast: PrecastWeight, weight: Tensor) -> None:
 Both = tuple[QTensor, QTensor, Tensor | None]
 
 
-def _in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
-    own = precast.maxima.amax().view(torch.float32).reshape(1, 1)
+def in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
+    """The definition."""
     cast, codes = precast.cast, precast.codes
-    if amax_state is None or codes is None:
-        return definition.quantize(x, cast, own, None, None), definition.quantize(x.T, cast, own, None, None), None
-    serves = (amax_state[IN_USE] > 0) & (amax_state[IN_USE] == precast.expected)
-    amax = update_amax(amax_state, own, records=records)
-    if not bool(serves):
-        return definition.quantize(x, cast, amax, None, None), definition.quantize(x.T, cast, amax, None, None), amax
-    scale = cast.scale(amax, cast.format)
-    plain = QTensor(data=codes[0], scale=scale, cast=cast, inner=x.shape[1])
-    return plain, QTensor(data=codes[1], scale=scale, cast=cast, inner=x.shape[0]), amax
-
-
-def _in_triton(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
-    from narrowgauge.ops.quantize import triton_launch
-
-    cast, codes = precast.cast, precast.codes
-    constants = cast_constants.constants_of(cast, device_facts(x.device.type, x.device.index).capability)
-    if amax_state is None or codes is None:
-        plain, turned = triton_launch.both(x, cast, constants, precast.maxima.view(torch.float32), None, None)
-        return plain, turned, None
-    assert precast.expected is not None
-    return triton_launch.stepped_delayed(
-        x, cast, constants, codes, precast.maxima, precast.expected, amax_state, records
-    )
-
-
-def _refuse(spec: Spec) -> Refusal | None:
-    return refuse(spec.cast) or triton.refuse(spec)
-
-
-def check(run: Any, spec: Spec, device: torch.device, x: Tensor, poisoned: bool) -> Iterator[Comparison]:
-    """For the self-check: codes that serve, codes by an amax that is not in use, and a first step; the same bits as casting anew."""
-    if x.stride(1) != 1:
-        return  # a weight lies in memory row by row
-    delayed = isinstance(spec.cast.calibrate, Window)
-    for in_use, expected in ((3.0, 3.0), (3.0, 5.0), (3.0, 0.0), (0.0, 3.0)) if delayed else ((0.0, 0.0),):
-        precast = _sample(x.cpu(), spec.cast, expected, device)
-        live = None
-        if precast.window is not None:
-            precast.window.live.copy_(torch.tensor([in_use, 0.5, 0.0]))
-            live = precast.window.live
-        plain, turned, used = run(x, precast, live, True)
-        if live is None:
-            found = selfcheck.compare_both(plain, turned, spec, x)
-        else:
-            before = torch.tensor([in_use, 0.5, 0.0])
-            found = selfcheck.compare_delayed((plain, turned), used, live, before, spec, x, poisoned)
-        for each in found:
-            yield each._replace(name=f"{each.name}, in use {in_use} and expected {expected}")
-
-
-@dataclass
-class _Window:
-    """The buffers of a window."""
-
-    history: Tensor
-    live: Tensor
-    window: Window
-
-
-def _sample(x: Tensor, cast: Cast, expected: float, device: torch.device) -> PrecastWeight:
-    """What the step leaves of x, on the device."""
-    window = None
-    if isinstance(cast.calibrate, Window):
-        window = _Window(torch.zeros(cast.calibrate.length), torch.tensor([expected, 0.0, 0.0]), cast.calibrate)
-    precast = PrecastWeight.of(x, cast, window)
-    if window is not None:
-        assert precast.plain is not None and precast.turned is not None
-        precast.plain.view(torch.uint8).fill_(1)  # what is not written shall be the same everywhere
-        precast.turned.view(torch.uint8).fill_(1)
-    write(precast, x)
-
-    def moved(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(device)
-
-    there = None if window is None else replace(window, history=window.history.to(device), live=window.live.to(device))
-    return PrecastWeight(
-        cast=cast, window=there, maxima=precast.maxima.to(device),
-        plain=moved(precast.plain), turned=moved(precast.turned), expected=moved(precast.expected),
-    )  # fmt: skip
+    own, used = precast.maxima.amax().view(torch.float32).reshape(1, 1), None
+    if amax_state is not None and codes is not None:
+        serves = bool((amax_state[IN_USE] > 0) & (amax_state[IN_USE] == precast.expected))
+        used = update_amax(amax_state, own, records=records)
+        if serves:
+            scale = cast.scale(used, cast.format)
+            rows = QTensor(data=codes[0], scale=scale, cast=cast, inner=x.shape[1])
+            return rows, QTensor(data=codes[1], scale=scale, cast=cast, inner=x.shape[0]), used
+    rows, cols = (definition.quantize(each, cast, own if used is None else used, None, None) for each in (x, x.T))
+    return rows, cols, used
 
 
 KERNELS: Registry[Spec] = Registry("quantize_precast")
-KERNELS.register(checked("quantize_precast", Kernel("triton", _refuse, _in_triton), lambda: selfcheck.check(check)))
-KERNELS.register(Kernel("reference", lambda spec: None, _in_turn, by_torch=True))
+KERNELS.register(
+    Kernel("triton", lambda spec: refuse(spec.cast) or triton.refuse(spec), triton.precast, check=check_of(KERNELS.op)),
+    Kernel("reference", lambda spec: None, in_turn, by_torch=True),
+)
 
 
 @torch.no_grad()

@@ -2,58 +2,61 @@
 
     136 x 272      no multiple of 128 in any axis; blocks of 16 x 16 up to 2**24 apart, among them zeros and subnormal numbers
 
-in the order of memory and as the transpose of it, and the same with a NaN and an infinity in it. Codes and scales must have the bits that
-the reference computes on the CPU: an instruction that rounds ties another way, a quotient that is off by a bit, noise of another
-element, a scale of another tile are seen in a single code. Of delayed scaling the state of the window is compared as well; its codes
-under a scale that is NaN are free (see `pair`).
+in the order of memory and as the transpose of it, and the same with a NaN and an infinity in it. A kernel is called as its op calls it, and
+so is the op's definition, on the CPU. Codes and scales must have the same bits: an instruction that rounds ties another way, a quotient
+that is off by a bit, noise of another element, a scale of another tile are seen in a single code. Of delayed scaling the state of the
+window is compared as well; its codes under a scale that is NaN are free (see `pair`).
 
 Once per cast, type of x, and way of calling. What it does not find: rows longer than 8,192, and every shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import FloatFormat
-from narrowgauge.ops.quantize import definition
-from narrowgauge.ops.quantize.amax_state import update_amax
+from narrowgauge.ops.quantize import definition, pair, precast_weight
+from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device
-from narrowgauge.ops.selfcheck import Check, Comparison
-from narrowgauge.qtensor import QTensor
+from narrowgauge.ops.selfcheck import Check, Comparison, spread_normal
 from narrowgauge.recipe import Window
-from narrowgauge.scaling import WHOLE
 
 ROWS, COLUMNS, SPREAD, SEED = 136, 272, 12, 20260612
-KEY, TURNED_KEY = Key(2**32 - 5, 77), Key(3, 2**31 + 1)
+KEYS = Key((2**32 - 5, 77)), Key((3, 2**31 + 1))
 
-# (run of the kernel, the call it is examined for, device, x on it, whether x is poisoned) -> comparisons with the reference
-Casts = Callable[[Callable[..., Any], Spec, torch.device, Tensor, bool], Iterable[Comparison]]
+Run = Callable[..., Any]
+Call = tuple[
+    tuple[Any, ...], str
+]  # arguments on the CPU, of which with delayed scaling the third is the window's state; words for it
+Calls = Callable[[Spec, Tensor], Iterator[Call]]  # of the call that a kernel is examined for, with x
 
 
-@cache
-def check(casts: Casts) -> Check[Spec]:
-    """Of kernels that are called as `casts` calls them, on both orientations of both samples."""
+def _check(definition: Run, calls: Calls, examples: Callable[[], Iterable[Spec]]) -> Check[Spec]:
+    """Of kernels that are called by `calls`, on both orientations of both samples."""
 
-    def compare(run: Callable[..., Any], kind: Hashable, device: torch.device) -> Iterator[Comparison]:
+    def compare(run: Run, kind: Hashable, device: torch.device) -> Iterator[Comparison]:
         spec = _spec(kind)
         for poisoned in (False, True):
-            x = sample(spec.dtype, poisoned)
             for turned in (False, True):
-                here = x.T.contiguous().to(device).T if turned else x.to(device)
-                where = f"{', x.T in memory' if turned else ''}{', NaN within' if poisoned else ''}"
-                for each in casts(run, spec, device, here, poisoned):
-                    yield each._replace(name=each.name + where)
+                x = sample(spec.dtype, poisoned)
+                for given, call in calls(spec, x.T.contiguous().T if turned else x):
+                    copies = [_moved(each, device) for each in given]
+                    truth, got = definition(*given), run(*copies)
+                    where = f"{call}{', x.T in memory' if turned else ''}{', NaN within' if poisoned else ''}"
+                    window = (copies[2], given[2]) if isinstance(given[2], Tensor) and given[2].ndim == 1 else None
+                    for each in _compared(got, truth, window, poisoned):
+                        yield each._replace(name=each.name + where)
 
-    examples: dict[Casts, Callable[[], Iterable[Spec]]] = {check_one: _examples_of_one, check_pair: _examples_of_pairs}
-    return Check(_kind, compare, examples.get(casts, _examples))
+    return Check(_kind, compare, examples)
 
 
 def _kind(spec: Spec) -> tuple[Hashable, ...]:
@@ -65,37 +68,10 @@ def _spec(kind: Any) -> Spec:
     return Spec(Device("cpu"), dtype, (ROWS, COLUMNS), cast, *rest)
 
 
-def _examples() -> Iterator[Spec]:
-    """The casts of all recipes, of both types of activations."""
-    from narrowgauge import recipes  # who casts needs them not
-
-    gemms = [gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()]
-    for cast in dict.fromkeys(cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None):
-        yield _spec((cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None))
-
-
-def _examples_of_one() -> Iterator[Spec]:
-    """Floats rounded to nearest as decoded values too, for products that are computed in float32."""
-    for spec in _examples():
-        yield spec
-        if spec.noise is None and isinstance(spec.cast.format, FloatFormat):
-            yield replace(spec, expand=torch.float32)
-
-
-def _examples_of_pairs() -> Iterator[Spec]:
-    for spec in _examples():
-        delayed = isinstance(spec.cast.calibrate, Window)
-        for cols in (True, False) if delayed else (True,):
-            yield replace(spec, cols=cols, delayed=delayed)
-
-
 @cache
 def sample(dtype: torch.dtype, poisoned: bool) -> Tensor:
     """[ROWS, COLUMNS] on the CPU; see the module."""
-    generator = torch.Generator().manual_seed(SEED)
-    spread = torch.randint(-SPREAD, SPREAD + 1, (-(-ROWS // 16), -(-COLUMNS // 16)), generator=generator)
-    x = torch.randn(ROWS, COLUMNS, generator=generator)
-    x = torch.ldexp(x, spread.repeat_interleave(16, 0)[:ROWS].repeat_interleave(16, 1)[:, :COLUMNS])
+    x = spread_normal(ROWS, COLUMNS, SPREAD, torch.Generator().manual_seed(SEED))
     x[5:7], x[32:48, 32:48] = 0.0, 0.0
     x[9, :8] = torch.tensor([-0.0, 1e-40, -1e-40, 1e-30, 0.5, -0.5, 1.5, 2.5])
     if poisoned:
@@ -103,64 +79,87 @@ def sample(dtype: torch.dtype, poisoned: bool) -> Tensor:
     return x.to(dtype)
 
 
-def check_one(
-    run: Callable[..., Any], spec: Spec, device: torch.device, x: Tensor, poisoned: bool
-) -> Iterator[Comparison]:
-    """`quantize`."""
+def _moved(given: Any, device: torch.device) -> Any:
+    """A copy on the device of what a kernel reads or writes there."""
+    if isinstance(given, Tensor):
+        return given.to(device, copy=True)
+    if isinstance(given, PrecastWeight):
+        parts = {name: getattr(given, name) for name in ("maxima", "plain", "turned", "expected")}
+        return replace(given, **{name: _moved(part, device) for name, part in parts.items()})
+    return given
+
+
+def _compared(got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poisoned: bool) -> Iterator[Comparison]:
+    """A QTensor, or (that of x, that of x.T, amax), beside the truth; the window of both; the scales ahead of the codes."""
+    if not isinstance(truth, tuple):
+        got, truth = (got, None), (truth, None)
+    if window is not None:
+        yield Comparison("amax", got[2], truth[2])
+        yield Comparison("window", *window)
+    for mine, theirs, of in zip(got[:2], truth[:2], ("", " of x.T"), strict=True):
+        if theirs is None:
+            continue
+        yield Comparison(f"scale{of}", mine.scale, theirs.scale)
+        if theirs.global_scale is not None:
+            yield Comparison(f"tensor's scale{of}", mine.global_scale.reshape(1), theirs.global_scale.reshape(1))
+        if window is None or not poisoned:
+            yield Comparison(f"{'values' if mine.is_expanded else 'codes'}{of}", mine.data, theirs.data)
+
+
+def _calls_of_one(spec: Spec, x: Tensor) -> Iterator[Call]:
     amax = torch.full((1, 1), 3.0) if spec.amax else None
-    key = KEY if spec.noise is not None else None
-    got = run(x, spec.cast, None if amax is None else amax.to(device), key, spec.expand)
-    yield from compared(got, _truth(x, spec, amax, key))
+    yield (x, spec.cast, amax, None if spec.noise is None else KEYS[0], spec.expand), ""
 
 
-def check_pair(
-    run: Callable[..., Any], spec: Spec, device: torch.device, x: Tensor, poisoned: bool
-) -> Iterator[Comparison]:
-    """`quantize_pair`; delayed with an amax of earlier steps and without one."""
+def _calls_of_pairs(spec: Spec, x: Tensor) -> Iterator[Call]:
+    """Delayed with an amax of earlier steps and without one."""
     if not spec.delayed:
-        keys = (KEY, TURNED_KEY) if spec.noise is not None else (None, None)
-        rows, cols, _ = run(x, spec.cast, None, True, True, keys)
-        yield from compare_both(rows, cols, spec, x, keys)
+        yield (x, spec.cast, None, True, True, (None, None) if spec.noise is None else KEYS), ""
         return
     for in_use in (0.0, 3.0):
-        before = torch.tensor([in_use, 0.5, 0.0])
-        here = before.to(device, copy=True)
-        *found, used = run(x, spec.cast, here, True, spec.cols, (None, None))
-        casts = [each for each in found if each is not None]
-        for each in compare_delayed(casts, used, here, before, spec, x, poisoned):
-            yield each._replace(name=f"{each.name}, in use {in_use}")
+        live = torch.tensor([in_use, 0.5, 0.0])
+        yield (x, spec.cast, live, True, spec.cols, (None, None)), f", in use {in_use}"
 
 
-def compare_both(
-    plain: QTensor, turned: QTensor, spec: Spec, x: Tensor, keys: tuple[Key | None, ...] = (None, None)
-) -> Iterator[Comparison]:
-    """The casts of x and of x.T by their own amax."""
-    yield from compared(plain, _truth(x, spec, None, keys[0]))
-    yield from compared(turned, _truth(x.T, spec, None, keys[1]), " of x.T")
+def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[Call]:
+    """Codes that serve, codes by an amax that is not in use, and a first step."""
+    if x.stride(1) != 1:
+        return  # a weight lies in memory row by row
+    if not isinstance(spec.cast.calibrate, Window):
+        precast = PrecastWeight.of(x, spec.cast, None)
+        precast_weight.write(precast, x)
+        yield (x, precast, None, True), ""
+        return
+    for in_use, expected in ((3.0, 3.0), (3.0, 5.0), (3.0, 0.0), (0.0, 3.0)):
+        history, live = torch.zeros(spec.cast.calibrate.length), torch.tensor([expected, 0.0, 0.0])
+        window: Any = SimpleNamespace(history=history, live=live, window=spec.cast.calibrate)
+        precast = PrecastWeight.of(x, spec.cast, window)
+        for codes in precast.codes or ():
+            codes.view(torch.uint8).fill_(1)  # what is not written shall be the same everywhere
+        precast_weight.write(precast, x)
+        state = torch.tensor([in_use, 0.5, 0.0])
+        yield (x, precast, state, True), f", in use {in_use} and expected {expected}"
 
 
-def compare_delayed(
-    found: Sequence[QTensor], used: Tensor, here: Tensor, live: Tensor, spec: Spec, x: Tensor, poisoned: bool
-) -> Iterator[Comparison]:
-    """The casts of x and of x.T, the amax that they used, and the window `here`, which was `live` before."""
-    live = live.clone()
-    amax = update_amax(live, definition.tile_amax(x.cpu(), (WHOLE, WHOLE)))
-    yield Comparison("amax", used, amax)
-    yield Comparison("window", here, live)
-    for got, of in zip(found, (x, x.T), strict=False):
-        truth = compared(got, _truth(of, spec, amax, None))
-        yield from [next(truth)] if poisoned else truth  # the codes under a scale that is NaN are free
+def _examples(op: str) -> Iterator[Spec]:
+    """The casts of all recipes. Floats rounded to nearest as decoded values too, for products that are computed in float32."""
+    from narrowgauge import recipes  # who casts needs them not
+
+    gemms = [gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()]
+    for cast in dict.fromkeys(cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None):
+        delayed = op == "quantize_pair" and isinstance(cast.calibrate, Window)
+        kind = (cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None, False, None)
+        for cols in (True, False) if delayed else (op == "quantize_pair",):
+            yield _spec((*kind, cols, delayed))
+        if op == "quantize" and cast.rounding == "nearest" and isinstance(cast.format, FloatFormat):
+            yield _spec((*kind[:4], torch.float32))
 
 
-def _truth(x: Tensor, spec: Spec, amax: Tensor | None, key: Key | None) -> QTensor:
-    x = x.cpu()
-    return definition.quantize(x, spec.cast, amax, None if key is None else key.uniform(tuple(x.shape)), spec.expand)
-
-
-def compared(got: QTensor, truth: QTensor, of: str = "") -> Iterator[Comparison]:
-    """The scales first."""
-    yield Comparison(f"scale{of}", got.scale, truth.scale)
-    if truth.global_scale is not None:
-        assert got.global_scale is not None
-        yield Comparison(f"tensor's scale{of}", got.global_scale.reshape(1), truth.global_scale.reshape(1))
-    yield Comparison(f"{'codes' if not got.is_expanded else 'values'}{of}", got.data, truth.data)
+CHECKS = {
+    op: _check(definition, calls, partial(_examples, op))
+    for op, definition, calls in (
+        ("quantize", definition.quantize, _calls_of_one),
+        ("quantize_pair", partial(pair.in_turn, backend="reference"), _calls_of_pairs),
+        ("quantize_precast", precast_weight.in_turn, _calls_of_precast),
+    )
+}

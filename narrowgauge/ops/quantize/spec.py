@@ -12,7 +12,7 @@ from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.recipe import Cast
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import DeviceKey, Key
+    from narrowgauge.ops.random import Key
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,11 @@ class Spec:
         x: Tensor,
         cast: Cast,
         amax: Tensor | None = None,
-        noise: Tensor | Key | DeviceKey | None = None,
+        noise: Tensor | Key | None = None,
         expand: torch.dtype | None = None,
+        **of_pair: bool,
     ) -> Spec:
         given = noise if isinstance(noise, Tensor) else None
-        kind: Literal["key", "tensor"] = "key" if given is None else "tensor"
-        return cls(
-            device_of(x, amax, given), x.dtype, (x.shape[0], x.shape[1]), cast,
-            None if noise is None else kind, amax is not None, expand,
-        )  # fmt: skip
-
-    @property
-    def is_empty(self) -> bool:
-        return 0 in self.shape
+        kind: Literal["key", "tensor"] | None = None if noise is None else "key" if given is None else "tensor"
+        device, shape = device_of(x, amax, given), (x.shape[0], x.shape[1])
+        return cls(device, x.dtype, shape, cast, kind, amax is not None, expand, **of_pair)

@@ -98,8 +98,7 @@ def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr,
     """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`."""
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]
-    row, column = tl.arange(0, ROWS) + down * ROWS, tl.arange(0, COLUMNS) + across * COLUMNS
-    store_codes(found, out.codes, row, column, rows, columns, C, ROWS, COLUMNS)
+    store_codes(found, out.codes, down, across, rows, columns, C)
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)

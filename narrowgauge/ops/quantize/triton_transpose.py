@@ -1,23 +1,30 @@
-"""Codes in both orientations from one read, where the scale is of the tensor, of a row, or of a column.
+"""Codes of x, of x.T or of both from one read, where the scale is of the tensor, of a row, or of a column.
 
-    maxima        the bits of the largest magnitude of each row and of each column of x, one read     (not for a scale per tensor)
+    amax          the largest magnitude of a tensor: PARTS programs walk over it and leave a maximum each
+    maxima        the same of each row and of each column of x, one read
     cast_both     casts with the scales of these, and writes the codes of x, of x.T, or of both
-    both_delayed  the same by the tensor's scale of earlier steps, and its amax, from one read        (delayed scaling)
+    cast_rows     one scale per row in one launch, codes of x alone
+    both_delayed  casts by the tensor's scale of earlier steps, and finds its amax, in one read         (delayed scaling)
     settle_both   the window's state, the scale; and the cast itself only where there was none, or one by another scale
 
-A program takes ROWS x COLUMNS elements. The codes of x.T are transposed through shared memory, so both are written in long runs.
-With one scale per tensor, rounded to nearest, the codes of x.T are those of x, and are computed once.
+A program takes ROWS x COLUMNS elements. The codes of x.T are transposed through shared memory, so both are written in long runs. With
+one scale per tensor, rounded to nearest, the codes of x.T are those of x, and are computed once. Where codes of x alone are wanted and
+its memory is dense, the launch gives it as one row of all elements. Two 4-bit codes lie in a byte. What fits in the second-level
+cache (50 MB on Hopper) is read from memory once, even where it is read twice.
 
-x: a `Matrix`; plain, transposed: `Orientation`s; C: `CastConstants`.
+x: a `Matrix`; plain, transposed: `Orientation`s; state: an `AmaxState`; C: `CastConstants`. Maxima are int32, the bits of magnitudes.
 """
 
 import triton
 import triton.language as tl
 
-from narrowgauge.ops.quantize.triton_tensor import IN_USE, settled
 from narrowgauge.ops.triton.elements import encode, magnitude_bits, pack
 from narrowgauge.ops.triton.noise import uniform
 from narrowgauge.ops.triton.scales import divided, divisor, scale_of
+
+IN_USE = tl.constexpr(0)  # the places of `AmaxBuffers.live`
+SEEN = tl.constexpr(1)
+NONFINITE = tl.constexpr(2)
 
 
 @triton.jit
@@ -31,10 +38,21 @@ def place_of_program(columns, COLUMNS: tl.constexpr):
 @triton.jit
 def load_piece(x, down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(values [ROWS, COLUMNS], zero outside of x, row [ROWS], column [COLUMNS]); the places int64."""
-    row = down * ROWS + tl.arange(0, ROWS)
-    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS) + down * ROWS
+    column = tl.arange(0, COLUMNS) + across * COLUMNS
     mask = (row < x.rows)[:, None] & (column < x.columns)[None, :]
     return tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0), row, column
+
+
+@triton.jit
+def amax(x, maxima, n, PARTS: tl.constexpr, RUN: tl.constexpr):
+    """maxima [PARTS] int32: the bits of the largest magnitude that each program saw."""
+    part = tl.program_id(0)
+    largest = tl.zeros((RUN,), tl.int32)
+    for start in range(part.to(tl.int64) * RUN, n, PARTS * RUN):
+        index = start + tl.arange(0, RUN)
+        largest = tl.maximum(largest, magnitude_bits(tl.load(x + index, mask=index < n, other=0.0)))
+    tl.store(maxima + part, tl.max(largest, axis=0))
 
 
 @triton.jit
@@ -58,13 +76,16 @@ def _encoded(values, scale, key, first, second, length, C: tl.constexpr):
 
 
 @triton.jit
-def store_codes(found, codes, row, column, rows, columns, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """found [ROWS, COLUMNS] into codes [rows, columns] uint8, two to a byte where C.packed. row, column: int64."""
+def store_codes(found, codes, down, across, rows, columns, C: tl.constexpr):
+    """The piece (down, across), int64, of a matrix of codes [rows, columns] uint8, two to a byte where C.packed."""
+    ROWS: tl.constexpr = found.shape[0]
+    COLUMNS: tl.constexpr = found.shape[1]
+    row, column = tl.arange(0, ROWS) + down * ROWS, tl.arange(0, COLUMNS) + across * COLUMNS
     inside = (row < rows)[:, None]
     if C.packed:
         found = tl.where(inside & (column < columns)[None, :], found, 0)  # an odd row ends in a nibble of zero
-        width = (columns + 1) // 2
-        byte = tl.min(tl.reshape(column // 2, (COLUMNS // 2, 2)), axis=1)
+        width = columns // 2 + (columns - columns // 2 * 2)  # rounded up, so that Triton sees what divides it
+        byte = tl.arange(0, COLUMNS // 2) + across * (COLUMNS // 2)
         place = row[:, None] * width + byte[None, :]
         tl.store(codes + place, pack(found, ROWS, COLUMNS), mask=inside & (byte < width)[None, :])
     else:
@@ -89,7 +110,10 @@ def cast_both(
 
     PARTS  above zero: one scale, from the largest of plain.maxima [PARTS], in plain.scales; zero: one per row of each
     """
-    down, across = place_of_program(x.columns, COLUMNS)
+    if ROWS == 1:  # x is one row; a quotient of 64 bits takes as long as the cast of two elements
+        down, across = 0, tl.program_id(0).to(tl.int64)
+    else:
+        down, across = place_of_program(x.columns, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
     SAME: tl.constexpr = PARTS > 0 and not C.stochastic
     if PARTS > 0:
@@ -100,39 +124,97 @@ def cast_both(
         scale = whole if PARTS > 0 else _line_scale(plain, row, x.rows, across == 0, C)[:, None]
         found = _encoded(values, scale, plain.key, row[:, None], column[None, :], x.columns, C)
         if plain.codes is not None:
-            store_codes(found, plain.codes, row, column, x.rows, x.columns, C, ROWS, COLUMNS)
+            store_codes(found, plain.codes, down, across, x.rows, x.columns, C)
         if transposed.codes is not None and SAME:
-            store_codes(tl.trans(found), transposed.codes, column, row, x.columns, x.rows, C, COLUMNS, ROWS)
+            store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
     if transposed.codes is not None and not SAME:
         scale = whole if PARTS > 0 else _line_scale(transposed, column, x.columns, down == 0, C)[None, :]
         found = _encoded(values, scale, transposed.key, column[None, :], row[:, None], x.rows, C)
-        store_codes(tl.trans(found), transposed.codes, column, row, x.columns, x.rows, C, COLUMNS, ROWS)
+        store_codes(tl.trans(found), transposed.codes, across, down, x.columns, x.rows, C)
 
 
 @triton.jit
-def store_both(
-    values, scale, x, codes, transposed, row, column, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Casts values [ROWS, COLUMNS] to nearest by one scale and stores both orientations, or the one that is wanted."""
-    found = _encoded(values, scale, None, row, column, x.columns, C)
-    store_codes(found, codes, row, column, x.rows, x.columns, C, ROWS, COLUMNS)
+def cast_rows(x, out, C: tl.constexpr, WHOLE_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes and scales of `Orientation` out: a program finds the largest magnitude of its ROWS rows, and casts them.
+
+    WHOLE_ROW  a row is no longer than COLUMNS and stays in registers; longer ones are read a second time, out of the cache
+    """
+    down = tl.program_id(0).to(tl.int64)
+    row = down * ROWS + tl.arange(0, ROWS)
+    if WHOLE_ROW:
+        values, _, column = load_piece(x, down, 0, ROWS, COLUMNS)
+        scale = scale_of(tl.max(magnitude_bits(values), axis=1), C)
+        found = _encoded(values, scale[:, None], out.key, row[:, None], column[None, :], x.columns, C)
+        store_codes(found, out.codes, down, 0, x.rows, x.columns, C)
+    else:
+        largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+        for across in range(0, tl.cdiv(tl.cast(x.columns, tl.int64), COLUMNS)):
+            values, _, column = load_piece(x, down, across, ROWS, COLUMNS)
+            largest = tl.maximum(largest, magnitude_bits(values))
+        scale = scale_of(tl.max(largest, axis=1), C)
+        for across in range(0, tl.cdiv(tl.cast(x.columns, tl.int64), COLUMNS)):
+            values, _, column = load_piece(x, down, across, ROWS, COLUMNS)
+            found = _encoded(values, scale[:, None], out.key, row[:, None], column[None, :], x.columns, C)
+            store_codes(found, out.codes, down, across, x.rows, x.columns, C)
+    tl.store(out.scales + row, scale, mask=row < x.rows)
+
+
+@triton.jit
+def store_both(values, scale, x, codes, transposed, down, across, C: tl.constexpr):
+    """Casts the values of a piece to nearest by one scale and stores both orientations, or the one that is wanted."""
+    found = _encoded(values, scale, None, None, None, None, C)
+    store_codes(found, codes, down, across, x.rows, x.columns, C)
     if transposed is not None:
-        store_codes(tl.trans(found), transposed, column, row, x.columns, x.rows, C, COLUMNS, ROWS)
+        store_codes(tl.trans(found), transposed, across, down, x.columns, x.rows, C)
 
 
 @triton.jit
 def both_delayed(
-    x, codes, transposed, state, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Codes of x and of x.T by the scale of state.live[IN_USE], if that is above zero; state.maxima, zero before."""
-    down, across = place_of_program(x.columns, COLUMNS)
-    values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
-    largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
-    tl.atomic_max(state.maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
+    x, codes, transposed, state,
+    C: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes of x and of x.T, or of x, by the scale of state.live[IN_USE], if that is above zero; and state.maxima [PARTS].
+
+    PROGRAMS  0: a program for each piece; they share the maxima, which are zero before. Else PARTS, which share the pieces of one row
+    """
+    program = tl.program_id(0).to(tl.int64)
     in_use = tl.load(state.live + IN_USE)
-    if in_use > 0:
-        scale = scale_of(in_use.to(tl.int32, bitcast=True), C)
-        store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)
+    scale = scale_of(in_use.to(tl.int32, bitcast=True), C)
+    if PROGRAMS == 0:
+        down, across = place_of_program(x.columns, COLUMNS)
+        values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
+        largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
+        tl.atomic_max(state.maxima + program % PARTS, largest, sem="relaxed")
+        if in_use > 0:
+            store_both(values, scale, x, codes, transposed, down, across, C)
+    else:
+        seen = tl.zeros((ROWS, COLUMNS), tl.int32)
+        for across in range(program, tl.cdiv(x.columns, COLUMNS), PROGRAMS):
+            values, _, _ = load_piece(x, 0, across, ROWS, COLUMNS)
+            seen = tl.maximum(seen, magnitude_bits(values))
+            if in_use > 0:
+                store_both(values, scale, x, codes, transposed, 0, across, C)
+        tl.store(state.maxima + program, tl.max(tl.max(seen, axis=1), axis=0))
+
+
+@triton.jit
+def settled(state, is_first, RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
+    """(scale, live[IN_USE]) once state.maxima is whole: amax as `update_amax` chooses it; the first program writes both and live."""
+    live = state.live
+    in_use = tl.load(live + IN_USE)
+    own_bits = tl.max(tl.load(state.maxima + tl.arange(0, PARTS)), axis=0)
+    own = own_bits.to(tl.float32, bitcast=True)
+    finite = own_bits < 0x7F800000
+    amax = tl.where(finite & (in_use > 0), in_use, own)
+    scale = scale_of(amax.to(tl.int32, bitcast=True), C)
+    if is_first:
+        tl.store(state.amax, amax)
+        tl.store(state.scale, scale)
+        if RECORDS:  # nobody else reads these two
+            seen = tl.load(live + SEEN)
+            tl.store(live + SEEN, tl.where(finite, tl.maximum(seen, own), seen))
+            tl.store(live + NONFINITE, tl.where(finite, tl.load(live + NONFINITE), 1.0))
+    return scale, in_use
 
 
 @triton.jit
@@ -140,12 +222,13 @@ def settle_both(
     x, codes, transposed, state, expected,
     RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After both_delayed, or whatever else left state.maxima: what `triton_tensor.settle` does for one orientation.
+    """After both_delayed, or whatever else left state.maxima: state.scale and state.amax, as `update_amax` chooses it, and state.live.
 
     Casts only where no earlier step gave a scale, or, of codes that were written by expected[0] while the window's amax was still
-    to come, where it is another now. PROGRAMS share the pieces; 0: there is a program for each, which takes fewer registers.
+    to come, where it is another now. An amax that is not finite makes the scale NaN; the codes stay as they are, since that scale
+    makes NaN of all of them. PROGRAMS share the pieces; 0: there is a program for each, which takes fewer registers.
     """
-    program = tl.program_id(0)
+    program = tl.program_id(0).to(tl.int64)
     scale, in_use = settled(state, program == 0, RECORDS, C, PARTS)
     serves = in_use > 0
     if expected is not None:
@@ -153,10 +236,11 @@ def settle_both(
     if not serves:
         if PROGRAMS == 0:
             down, across = place_of_program(x.columns, COLUMNS)
-            values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
-            store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)
+            values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
+            store_both(values, scale, x, codes, transposed, down, across, C)
         else:
             width = tl.cdiv(x.columns, COLUMNS)
-            for piece in range(program.to(tl.int64), tl.cdiv(x.rows, ROWS) * width, PROGRAMS):
-                values, row, column = load_piece(x, piece // width, piece % width, ROWS, COLUMNS)
-                store_both(values, scale, x, codes, transposed, row, column, C, ROWS, COLUMNS)
+            for piece in range(program, tl.cdiv(x.rows, ROWS) * width, PROGRAMS):
+                down, across = piece // width, piece % width
+                values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
+                store_both(values, scale, x, codes, transposed, down, across, C)

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.checked import checked
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
 from narrowgauge.ops.selfcheck import Check, Comparison
 from narrowgauge.ops.triton import refuse_tensors
@@ -126,5 +125,5 @@ _EXAMPLES = [
 ]
 CHECK: Check[Spec] = Check(lambda spec: (spec.dtypes, spec.head), _compare, lambda: _EXAMPLES)
 KERNELS: Registry[Spec] = Registry("rotary")
-KERNELS.register(checked("rotary", Kernel("triton", refuse, in_triton), lambda: CHECK))
+KERNELS.register(Kernel("triton", refuse, in_triton, check=lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, reference, by_torch=True))

@@ -19,7 +19,7 @@ import narrowgauge as ng
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.quantize import precast_weight, triton_launch, triton_transpose
+from narrowgauge.ops.quantize import precast_weight, triton, triton_launch, triton_transpose
 from narrowgauge.ops.quantize import selfcheck as of_casts
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
@@ -106,8 +106,8 @@ def compare(
 def examine(cast: Cast, dtype: torch.dtype) -> None:
     """What a GPU is asked for before it takes up what a step left."""
     spec = Spec.of(torch.zeros(2, 2, dtype=dtype), cast)
-    check = of_casts.check(precast_weight.check)
-    verdict = examined("quantize_precast", precast_weight._in_triton, check, check.kind(spec), torch.device("cpu"))
+    check = of_casts.CHECKS["quantize_precast"]
+    verdict = examined("quantize_precast", triton.precast, check, check.kind(spec), torch.device("cpu"))
     assert verdict.reason is None, verdict.reason
 
 

@@ -50,7 +50,7 @@ from tests.compare import assert_same
 from tests.ops.registries import registries
 from tests.ops.triton.cases import Case
 
-KEY, TURNED_KEY = Key(123456789, 4000000000), Key(2**32 - 1, 9)
+KEY, TURNED_KEY = Key((123456789, 4000000000)), Key((2**32 - 1, 9))
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E3M0, E2M1, INT8, INT4, INT4X2)
 TILED = (
     Cast(format=E4M3),
@@ -92,12 +92,12 @@ def words(key: Key | None) -> Tensor | None:
 def compare(x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tensor | None = None) -> None:
     """One orientation."""
     key = KEY if cast.rounding == "stochastic" else None
-    got = triton_launch.one(x, cast, constants_of(cast, (0, 0), expand is not None), amax, words(key), expand)
+    got = triton_launch.cast_pair(x, cast, amax=amax, noise=(key, None), expand=expand)[0]
     expected = quantize(x, cast, amax=amax, noise=key, expand=expand, backend="reference")
     same(got, expected)
 
 
-def same(got: triton_launch.QTensor, expected: triton_launch.QTensor) -> None:
+def same(got: QTensor, expected: QTensor) -> None:
     assert_same(got.scale.contiguous(), expected.scale.contiguous(), any_nan=True, at="scale")
     assert_same(got.data, expected.data, any_nan=True, at="data")
     assert_same(got.global_scale, expected.global_scale, any_nan=True, at="global scale")
@@ -105,7 +105,7 @@ def same(got: triton_launch.QTensor, expected: triton_launch.QTensor) -> None:
 
 def compare_both(x: Tensor, cast: Cast) -> None:
     key, turned = (KEY, TURNED_KEY) if cast.rounding == "stochastic" else (None, None)
-    got = triton_launch.both(x, cast, constants_of(cast, (0, 0)), None, words(key), words(turned))
+    got = triton_launch.cast_pair(x, cast, cols=True, noise=(key, turned))
     same(got[0], quantize(x, cast, noise=key, backend="reference"))
     same(got[1], quantize(x.T, cast, noise=turned, backend="reference"))
 
@@ -116,7 +116,7 @@ def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None
     if spoiled is not None:
         x[3, 5] = spoiled
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
-    got, used = triton_launch.delayed(x, cast, constants_of(cast, (0, 0)), live, records, None)
+    got, _, used = triton_launch.cast_delayed(x, cast, live, records, False)
     amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)), records=records)
     expected = quantize(x, cast, amax=amax, backend="reference")
     assert_same(live, expected_live, at="live")
@@ -134,7 +134,7 @@ def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool)
         x[3, 5] = spoiled
     x = x.T.contiguous().T if transposed else x
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
-    *found, used = triton_launch.both_delayed(x, cast, constants_of(cast, (0, 0)), live, True)
+    *found, used = triton_launch.cast_delayed(x, cast, live, True, True)
     amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)))
     assert_same(live, expected_live, at="live")
     assert_same(used, amax, any_nan=True, at="amax")
@@ -165,7 +165,7 @@ def check(op: str, kernel: Kernel[Any], spec: Any) -> None:
 
     run = decoded if op == "mm" else kernel.run
     how = kernel.check()
-    result = selfcheck.examine(op, run, how, how.resolve(how.kind(spec)), torch.device("cpu"))
+    result = selfcheck.examine(op, run, how, how.kind(spec), torch.device("cpu"))
     assert result.reason is None, result.reason
 
 
@@ -177,12 +177,11 @@ def find_a_broken_kernel() -> None:
     ):
         C = replace(constants_of(cast, (0, 0)), **change)
 
-        def broken(x: Tensor, cast: Cast, amax: None, key: None, expand: None, C: object = C) -> triton_launch.QTensor:
-            return triton_launch.one(x, cast, C, amax, key, expand)
-
         spec = Spec.of(torch.zeros(2, 2, dtype=torch.bfloat16), cast)
-        check = of_casts.check(of_casts.check_one)
-        result = selfcheck.examine("quantize", broken, check, check.kind(spec), torch.device("cpu"))
+        check = of_casts.CHECKS["quantize"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_launch, "constants", lambda *given, C=C: C)
+            result = selfcheck.examine("quantize", triton.run, check, check.kind(spec), torch.device("cpu"))
         assert result.reason is not None and "is wrong on cpu" in result.reason, result
 
 
@@ -309,7 +308,7 @@ def cases() -> Iterator[Case]:
                 lambda in_use=in_use, value=value: compare_both_delayed(in_use, value, in_use > 0),
             )
     for op, kernel, spec in checked_by_interpreter():
-        kind = " ".join(map(str, kernel.check().kind(spec)))
+        kind = " ".join(map(str, spec.casts if op == "mm" else kernel.check().kind(spec)))
         yield f"check of {op}: {kind}", lambda call=(op, kernel, spec): check(*call)
     yield "broken kernels", find_a_broken_kernel
     for recipe, kernel, exact in LAYERS:

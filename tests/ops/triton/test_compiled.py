@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8
+from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
@@ -16,9 +17,8 @@ from tests.ops.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
 from tests.selection import quick
 
 from narrowgauge.ops.triton import has_conversions  # isort: skip
-from narrowgauge.ops.quantize import triton_launch  # isort: skip
+from narrowgauge.ops.quantize import triton_launch as casting  # isort: skip
 from narrowgauge.ops.hadamard import encoding  # isort: skip
-from narrowgauge.ops.triton.cast_constants import constants_of  # isort: skip
 
 CASTS = {
     "tensor": Cast(format=E4M3),
@@ -56,15 +56,14 @@ MATRIX = [
 def kernels(cast: str, way: str, sm: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -> list[Compiled]:
     """What quantizing a matrix would launch. The numbers do not matter, so most of its memory is never touched."""
     how, x = CASTS[cast], torch.empty(512, columns, dtype=dtype)
-    C = constants_of(how, TARGETS[sm])
-    key = torch.zeros(2, dtype=torch.int64) if C.stochastic else None
+    key = Key((1, 2)) if how.rounding == "stochastic" else None
     calls = {
-        "one": lambda: triton_launch.one(x, how, C, None, key),
-        "both": lambda: triton_launch.both(x, how, C, None, key, key),
-        "delayed": lambda: triton_launch.delayed(x, how, C, torch.zeros(3), True, None),
-        "both-delayed": lambda: triton_launch.both_delayed(x, how, C, torch.zeros(3), True),
+        "one": lambda: casting.cast_pair(x, how, noise=(key, None)),
+        "both": lambda: casting.cast_pair(x, how, cols=True, noise=(key, key)),
+        "delayed": lambda: casting.cast_delayed(x, how, torch.zeros(3), True, False),
+        "both-delayed": lambda: casting.cast_delayed(x, how, torch.zeros(3), True, True),
     }
-    return list(compiled([triton_launch], sm, calls[way]).values())
+    return list(compiled([casting], sm, calls[way]).values())
 
 
 def check(cast: str, way: str, sm: int) -> None:
@@ -73,7 +72,9 @@ def check(cast: str, way: str, sm: int) -> None:
     assert casting, [each.name for each in found]
     for each in found:
         assert each.spills == 0, f"{each.name}: {each.usage}"
-        assert not any(".NaN" in name for name in each.instructions()), "see narrowgauge/triton: maxima are integers"
+        assert not any(".NaN" in name for name in each.instructions()), (
+            "see narrowgauge/ops/triton: maxima are integers"
+        )
         assert not any(name.startswith("div.full") or "approx" in name for name in each.instructions())
         if each.name in IN_PAIRS and (has_conversions(TARGETS[sm]) or CASTS[cast].rounding == "nearest"):
             assert each.usage["REG"] <= 128, "two programs do not fit beside each other"
@@ -126,11 +127,8 @@ def test_the_rotation_uses_tensor_cores(order, dtype, sm, monkeypatch):
 @pytest.mark.parametrize(("cast", "scales"), [("tensor", 1), ("row", 512)])
 def test_a_given_amax_and_decoded_values_compile(cast, scales):
     """What a window or a caller brings, and what a GEMM without narrow units reads."""
-    x, constants = torch.empty(512, 4096, dtype=torch.bfloat16), constants_of(CASTS[cast], TARGETS[90], True)
-    amax = torch.ones(scales, 1)
-    found = compiled(
-        [triton_launch], 90, lambda: triton_launch.one(x, CASTS[cast], constants, amax, None, torch.bfloat16)
-    )
+    x, amax = torch.empty(512, 4096, dtype=torch.bfloat16), torch.ones(scales, 1)
+    found = compiled([casting], 90, lambda: casting.cast_pair(x, CASTS[cast], amax=amax, expand=torch.bfloat16))
     assert found and all(each.spills == 0 for each in found.values())
     assert any("neg.f32" in each.instructions() for each in found.values()), "0 - x, of Triton before 3.9, loses -0"
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.ops.quantize import triton_launch
+from narrowgauge.ops.quantize import triton_launch as casting
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.triton.cast_constants import constants_of
@@ -116,15 +116,9 @@ def test_other_formats_compile_without_spills(format, monkeypatch):
 
 @pytest.mark.parametrize("sm", quick([90], [80, 90]))
 def test_what_takes_it_up_compiles_without_spills(sm):
-    x, C = torch.zeros(512, 1024, dtype=torch.bfloat16), constants_of(DELAYED, TARGETS[sm])
+    x = torch.zeros(512, 1024, dtype=torch.bfloat16)
     left = Left(x, DELAYED).stepped
-    found = compiled(
-        [triton_launch],
-        sm,
-        lambda: triton_launch.stepped_delayed(
-            x, DELAYED, C, left.codes, left.maxima, left.expected, torch.zeros(3), True
-        ),
-    )["settle_both"]
+    found = compiled([casting], sm, lambda: casting.precast(x, left, torch.zeros(3), True))["settle_both"]
     assert found.spills == 0, found.usage
-    assert not any(".NaN" in name for name in found.instructions()), "see narrowgauge/triton: maxima are integers"
+    assert not any(".NaN" in name for name in found.instructions()), "see narrowgauge/ops/triton: maxima are integers"
     assert any(name.startswith("ld.global.v4") for name in found.instructions()), "16 bytes per load"
