@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.ops.quantize.triton_block import cast_block, store_block
-from narrowgauge.ops.quantize.triton_tensor import IN_USE
-from narrowgauge.ops.quantize.triton_transpose import place_of_program, store_both
+from narrowgauge.ops.quantize.triton_transpose import IN_USE, place_of_program, store_both
 from narrowgauge.ops.triton.elements import magnitude_bits
 from narrowgauge.ops.triton.scales import scale_of
 
