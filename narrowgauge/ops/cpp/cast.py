@@ -11,7 +11,8 @@ from torch import Tensor
 from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
-from narrowgauge.ops.cpp.build import ELEMENTS_PER_THREAD, in_rows, library, parts
+from narrowgauge.ops.cpp import build
+from narrowgauge.ops.cpp.build import in_rows, library, parts
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, FP32, POW2, scale_shape, smallest_scale, tile_sizes
 
@@ -53,7 +54,7 @@ def makes_scales(x: Tensor, cast: Cast) -> bool:
     """Whether `cast_nearest` makes the scales as well: from largest magnitudes, and where each thread has whole tiles to itself."""
     if cast.scale not in _RULES or cast.headroom != 1 or isinstance(cast.calibrate, ClippedRms | LearnedStep):
         return False
-    if x.numel() < 2 * ELEMENTS_PER_THREAD:  # one thread
+    if x.numel() < 2 * build.ELEMENTS_PER_THREAD:  # one thread
         return True
     return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= parts(x.numel())
 
