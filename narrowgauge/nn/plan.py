@@ -83,11 +83,6 @@ class OperandPlan:
         return found
 
     @property
-    def reads_codes(self) -> bool:
-        """Whether rows are codes of t as it is, which a kernel may make beside other things."""
-        return self.rows is not None and self.rows_expand is None and self.rows_rotate is None
-
-    @property
     def serves_a_step(self) -> tuple[bool, bool]:
         """Whether rows, and cols, are the same at every call between two optimizer steps."""
         return (
