@@ -162,27 +162,19 @@ class SharedInputs:
         return SharedInputs, ()
 
 
-class GradientCasts:
+class GradientCasts(dict[Key, tuple[Tensor, Casts]]):
     """The casts of gradients that a backward pass has computed and not read yet.
 
     A gradient comes back through views and as another object, so it is known by its memory, which is held until its casts are taken or the
     step ends, and by its version, which every view of it shares.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[Key, tuple[Tensor, Casts]] = {}
-
     def put(self, gradient: Tensor, casts: Casts) -> None:
         """Hands over `casts` with a gradient, contiguous, that nobody else holds."""
         if (key := validity(gradient.view(-1))) is not None:
-            self._held[key] = gradient, casts
+            self[key] = gradient, casts
 
     def lookup(self, operand: Operand) -> Casts | None:
         """Once, if the tensor is a view of the same elements, unchanged."""
-        if not self._held or not operand.tensor.is_contiguous():
-            return None
-        key = validity(operand.tensor.view(-1))
-        return self._held.pop(key)[1] if key in self._held else None
-
-    def clear(self) -> None:
-        self._held.clear()
+        key = validity(operand.tensor.view(-1)) if self and operand.tensor.is_contiguous() else None
+        return None if key is None or key not in self else self.pop(key)[1]

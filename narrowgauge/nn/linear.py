@@ -212,9 +212,8 @@ class QLinear(nn.Linear):
         steps, sampling, out_dtype = self.steps, self.sampling, _out_dtype(x)
         is_cold, sampled = steps is not None and steps.is_cold, () if sampling is None else sampling.active
         if torch.compiler.is_compiling():
-            return LinearContext(
-                plan_of(self._recipe, x.device), out_dtype, self.training, is_cold=is_cold, sampled=sampled
-            )
+            plan = plan_of(self._recipe, x.device)
+            return LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled)
         sources: dict[str, list[Any]] = {}
         if cache is not None:
             sources["w"] = [cache] if self.precast is None else [PrecastSource(self.precast, cache), cache]
@@ -268,15 +267,14 @@ class QLinear(nn.Linear):
         variance = None if sampling is None or not self.training else sampling.variance
         if steps is None:
             return None, None, variance
-        fresh = {}
+        fresh: dict[str, Tensor] = {}
         if steps.is_cold:
             from narrowgauge.nn.straight_through import steps_from_data
 
             fresh = steps_from_data(steps, _rows(x), weight, context.plan.recipe, writes=self.training)
-        x_step, w_step = (
-            fresh[role] if role in fresh and not self.training else steps.get(role) for role in ("x", "w")
-        )
-        return x_step, w_step, variance
+        if self.training:  # they were written
+            fresh = {}
+        return fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w")), variance
 
     def train(self, mode: bool = True) -> QLinear:
         """As ever; and `eval`, or a change of mode, forgets the quantized weight, since averaged weights are swapped in around it."""

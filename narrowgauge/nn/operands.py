@@ -96,7 +96,7 @@ class Operand:
         state = self.state if plan.is_delayed else None
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
             return
-        if casts.rows is None and plan.reads_codes and cast is not None:
+        if casts.rows is None and cast is not None and plan.rows_expand is None and plan.rows_rotate is None:
             delayed, both = isinstance(cast.calibrate, Window), plan.pairs and self._keeps_cols(cast)
             if delayed == (state is not None) and (delayed or both) and plan.reads_once(self.tensor, delayed, both):
                 from narrowgauge.ops.quantize.pair import quantize_pair

@@ -83,11 +83,6 @@ class OperandPlan:
         return found
 
     @property
-    def reads_codes(self) -> bool:
-        """Whether rows are codes of t as it is, which a kernel may make beside other things."""
-        return self.rows is not None and self.rows_expand is None and self.rows_rotate is None
-
-    @property
     def serves_a_step(self) -> tuple[bool, bool]:
         """Whether rows, and cols, are the same at every call between two optimizer steps."""
         return (
@@ -128,11 +123,9 @@ class LinearPlan:
         """
         of = partial(plan, hidden_by=hidden_by) if hidden_by else plan
         plans = {name: of(gemm, device) for name, gemm in recipe.gemms().items()}
-        if wide:
-            plans = {
-                name: each if each.expand is None else replace(each, expand=torch.float32)
-                for name, each in plans.items()
-            }
+        for name, each in plans.items():
+            if wide and each.expand is not None:
+                plans[name] = replace(each, expand=torch.float32)
         operands = [_operand_plan(role, kind, recipe, plans) for role, kind in kinds.items()]
         return cls(recipe, plans["output"], plans["grad_input"], plans["grad_weight"], *operands)
 
@@ -162,9 +155,8 @@ def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, P
     first, second = PRODUCTS[role]
     rotations = getattr(recipe, first).rotate, getattr(recipe, second).rotate
     expands = plans[first].expand, plans[second].expand
-    same = rows == cols and (
-        expands[0] == expands[1] or role == "x"
-    )  # codes of x are kept, and decoded when they are read
+    # Codes of x are kept, and decoded when they are read.
+    same = rows == cols and (expands[0] == expands[1] or role == "x")
     unrotated = rotations[0] is rotations[1] is None
     pairs = unrotated and rows is not None and rows == cols and expands[0] is expands[1] is None
     transposes = same and unrotated and (rows is None or (rows.is_symmetric and rows.format.codes_per_byte == 1))

@@ -111,8 +111,11 @@ class CodedOperand(Operand):
         return self
 
     def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
-        """In backward, what forward made of the tensor. kept: what follows the scale in `saved`."""
-        raise NotImplementedError
+        """What forward made of the tensor, from what `saved` keeps behind the scale."""
+        packed, bits, residual, rows = kept
+        width = rotated_length(self.inner, self.plan.rows_rotate)
+        codes = None if packed is None else decode(packed, cast.format, width)  # None: a frozen weight
+        return Coded(cast, codes, scale, bits, residual, rows)
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where the operand was not clipped, turned back: [outer, inner] float32; and the gradient of the step."""
@@ -171,12 +174,6 @@ class CodedInput(CodedOperand):
             kept = (coded.scale, coded.packed, coded.bits, coded.residual, coded.rows)
         return self.rotation.signs, self.tensor if self.needs[1] and (not reads or coded is None) else None, *kept
 
-    def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
-        packed, bits, residual, rows = kept
-        width = rotated_length(self.inner, self.plan.rows_rotate)
-        codes = None if packed is None else decode(packed, cast.format, width)  # None: a frozen weight
-        return Coded(cast, codes, scale, bits, residual, rows)
-
 
 class CodedWeight(CodedOperand):
     """w [N, K]. Its codes are made again in backward."""
@@ -184,16 +181,15 @@ class CodedWeight(CodedOperand):
     scale: Tensor | None = None
 
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
-        self.rotation, cast, made = rotation, self.plan.rows, self.casts.rows
-        if made is None and cast is None:
-            made = high_precision(rotation(self.tensor), self.context.out_dtype)
-        elif made is None:
-            assert cast is not None
-            made = _coded(self.tensor, rotation, cast, self.state)[0].operand(self.plan.rows_expand)
-        if not rotation.is_random:
-            self.casts.rows = made
+        self.rotation, cast = rotation, self.plan.rows
+        if (made := self.casts.rows) is None:
+            if cast is None:
+                made = high_precision(rotation(self.tensor), self.context.out_dtype)
+            else:
+                made = _coded(self.tensor, rotation, cast, self.state)[0].operand(self.plan.rows_expand)
+            if not rotation.is_random:
+                self.casts.rows = made
         self.scale = made.scale if isinstance(made, QTensor) else None
-        assert made is not None
         return made
 
     def saved(self) -> Saved:

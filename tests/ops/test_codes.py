@@ -36,7 +36,7 @@ from narrowgauge.ops.quantize.cpp import rounds
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same, sqnr_db
 
 needs_compiler = pytest.mark.skipif(bool(cpp.LIBRARY.missing), reason="needs a C++ compiler")
@@ -144,8 +144,14 @@ NARROW = [format for format in formats.ALL if rounds(format)]
 @pytest.mark.parametrize("special", ["plain", "poisoned", "edges"])
 @pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
 @pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (5, 7), (WHOLE, 16)], ids=str)
-def test_rounding_to_nearest_is_the_reference(tile, layout, special):
-    """Values of every format in both types, and codes of integers, to the bit; a NaN of a poisoned tile may be any NaN."""
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rounding_to_nearest_is_the_reference(threads, tile, layout, special, monkeypatch):
+    """Scales, values of every format in both types, and codes of integers, to the bit; a NaN of a poisoned tile may be any NaN.
+
+    On several threads, a tensor whose tiles do not suffice for all of them has its largest magnitudes from torch.
+    """
+    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = torch.randn(37, 70) * torch.randn(37, 70).mul(3).exp()
     if special == "poisoned":
         x[3, 5], x[20, 40] = math.nan, -math.inf
@@ -153,7 +159,7 @@ def test_rounding_to_nearest_is_the_reference(tile, layout, special):
         x[::3], x[1::3], x[2::3] = 0.0, torch.tensor([1e-38, -1e-38]).repeat(35), torch.arange(70) * 0.5 - 17
         x[0, 0], x[3, :13] = -0.0, torch.tensor([0.0 if not math.isfinite(edge) else edge for edge in EDGES])
     x = {"rows": x, "columns": x.T, "strided": x[:, ::2]}[layout]
-    for format, scale, dtype in itertools.product(NARROW, (FP32, E8M0_FLOOR), (torch.float32, torch.bfloat16)):
+    for format, scale, dtype in itertools.product(NARROW, (FP32, POW2, E8M0_FLOOR), (torch.float32, torch.bfloat16)):
         cast = Cast(format=format, tile=tile, scale=scale)
         for expand in (torch.float32, torch.bfloat16) if isinstance(format, FloatFormat) else (torch.float32, None):
             found, expected = (

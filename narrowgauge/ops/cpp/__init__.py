@@ -14,8 +14,6 @@ from narrowgauge.addresses import address
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Refusal
 
-ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
-
 
 @dataclass(frozen=True, eq=False)
 class Library:

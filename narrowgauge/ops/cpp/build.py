@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.cpp import ELEMENTS_PER_THREAD
 from narrowgauge.storage import refuse_shared
 
 # No contraction and no -ffast-math: the numbers are part of the contract. Without errno and traps square roots vectorize.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+ELEMENTS_PER_THREAD = 1 << 16  # below it a thread costs more than it saves
 
 
 def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) -> ctypes.CDLL:

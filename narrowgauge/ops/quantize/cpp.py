@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
-from narrowgauge.ops.cpp import ELEMENTS_PER_THREAD, Library
+from narrowgauge.ops.cpp import Library
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal
@@ -102,11 +102,11 @@ def makes_scales(x: Tensor, cast: Cast) -> bool:
     """Whether the pass to nearest makes the scales as well: from largest magnitudes, and where each thread has whole tiles to itself."""
     if cast.scale not in _RULES or cast.headroom != 1 or isinstance(cast.calibrate, ClippedRms | LearnedStep):
         return False
-    if x.numel() < 2 * ELEMENTS_PER_THREAD:  # one thread
-        return True
-    from narrowgauge.ops.cpp.build import parts
+    from narrowgauge.ops.cpp import build
 
-    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= parts(x.numel())
+    if x.numel() < 2 * build.ELEMENTS_PER_THREAD:  # one thread
+        return True
+    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= build.parts(x.numel())
 
 
 def _cast_nearest(x: Tensor, cast: Cast, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
