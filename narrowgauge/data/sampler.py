@@ -1,9 +1,5 @@
 """A batch sampler for torch's DataLoader that follows a plan; works in any loop and in transformers' Trainer.
 
-    sampler = LengthBatchSampler(examples.lengths, Batching(token_budget=4096), rank=rank)
-    loader = DataLoader(examples, batch_sampler=sampler, collate_fn=Collator(pad_id, widths=sampler.widths))
-    for batch in loader: ...           # each pass is the next epoch
-
 Each rank makes a sampler with the same lengths and settings and draws its part of the same plan. Do not wrap it in a
 DistributedSampler or let accelerate prepare the loader: both would divide the batches again.
 """
@@ -26,12 +22,10 @@ Segment = tuple[Batching, int]  # settings, and the steps of this epoch done wit
 
 
 class LengthBatchSampler(Sampler[list[Any]]):
-    """Yields the batches of one rank, lists of indices (of tuples of indices if the plan packs), epoch after epoch.
+    """Yields the batches of one rank, lists of indices (of tuples of indices if the plan packs); each pass is the next epoch.
 
     The state is the epoch and the step in it. If the settings differ from those of the state (such as another world size), the
-    remaining examples of the epoch are planned again: no example is repeated or lost.
-
-    plan    the plan of the rest of this epoch
+    remaining examples of the epoch are planned again: no example is repeated or lost. `plan` is that of the rest of this epoch.
     """
 
     def __init__(self, lengths: Sequence[int] | Indices, batching: Batching, *, rank: int = 0):

@@ -67,11 +67,12 @@ def train_bpe(
     notes = []
     if (used_bytes := sum(len(text.encode()) for text in sample)) < total_bytes:
         notes.append(f"The tokenizer was trained on a sample of {used_bytes} of {total_bytes} bytes.")
-    if not _sealed(path):
+    tokenizer = _sealed(path)
+    if tokenizer is None:
         if path.exists():
             notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
         _train(sample, vocab_size, path)
-    tokenizer = load(path)
+        tokenizer = load(path)
     if len(tokenizer) < vocab_size:
         notes.append(f"The text yields {len(tokenizer)} vocabulary entries, fewer than the {vocab_size} asked for.")
     return TrainedTokenizer(tokenizer, path, notes)
@@ -114,7 +115,7 @@ def _train(sample: list[str], vocab_size: int, path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-    with new_folder(path, _sealed) as draft:
+    with new_folder(path, lambda path: _sealed(path) is not None) as draft:
         try:
             tokenizer.save_pretrained(draft)
         except OSError:
@@ -125,11 +126,14 @@ def _train(sample: list[str], vocab_size: int, path: Path) -> None:
         (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
 
 
-def _sealed(path: Path) -> bool:
+def _sealed(path: Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer at `path`, if it is there and as it was saved."""
     try:
-        return bool(json.loads((path / SEAL).read_bytes())["fingerprint"] == fingerprint(load(path)))
+        tokenizer = load(path)
+        is_whole = json.loads((path / SEAL).read_bytes())["fingerprint"] == fingerprint(tokenizer)
+        return tokenizer if is_whole else None
     except (OSError, ValueError, KeyError, TypeError, DataError):
-        return False
+        return None
 
 
 def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:

@@ -7,8 +7,8 @@ techniques of this package keep in their own way (codes, selectively kept output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +100,9 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         return tensor
 
     with ExitStack() as stack:
-        stack.enter_context(_undisturbed(model))
+        devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
+        stack.enter_context(torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)))
+        stack.callback(_put_back, [(buffer, buffer.detach().clone()) for buffer in model.buffers()])
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.callback(_ACTIVE.reset, _ACTIVE.set(meter))
@@ -124,15 +126,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         return meter.result()
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Buffers and torch's random generators are put back when it ends."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+def _put_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)

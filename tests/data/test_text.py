@@ -138,3 +138,15 @@ def test_a_file_name_that_is_not_utf8_can_be_read_and_shown(tmp_path):
         handle.write(b"one")
     [document] = documents(os.fsdecode(path))
     assert document.origin.endswith(r"caf\xe9.txt")
+
+
+# Pieces
+
+
+@given(st.text("ab\n"), st.integers(1, 12))
+def test_pieces_join_to_the_text(text, size):
+    """Exact: none is too long, and each ends at a line end where it can."""
+    parts = list(text_module.pieces(text, size))
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= size for part in parts)
+    assert all(part.endswith("\n") or (len(part) == size and "\n" not in part) for part in parts[:-1])
