@@ -66,7 +66,7 @@ def settings(text: str, name: str) -> Given:
     values = _tomllib(text, name)
     origins = {key: _place(name, text, key) for key in values}
     known = by_key()
-    problems = [(key, reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
+    problems = [((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
     return {key: (value, origins[key]) for key, value in values.items()}
