@@ -24,7 +24,12 @@ WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 def train(config: str = "", **given: Any) -> int:
     """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
     settings = configuration(config, given)
-    _refuse_unknown_recipes(settings)
+    from narrowgauge import recipes  # imports torch
+
+    own = {settings.recipe, *settings.layers_recipe.values()} - {recipes.AUTO}
+    later = {entry.recipe for entry in switch_syntax.parse(settings.switch)}
+    for name in ({*own, settings.compare or NO_RECIPE} - {NO_RECIPE}) | later:
+        recipes.get(name)  # refused before data are read
     from narrowgauge.train import loop
 
     return loop.run(settings)
@@ -55,16 +60,6 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
             "the CONFIG of a new run."
         )
     return {}
-
-
-def _refuse_unknown_recipes(config: TrainConfig) -> None:
-    """Raises ConfigError for an unknown recipe. Imports torch."""
-    from narrowgauge import recipes
-
-    own = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO}
-    later = [entry.recipe for entry in switch_syntax.parse(config.switch)]
-    for name in {*own, config.compare or NO_RECIPE} - {NO_RECIPE} | set(later):
-        recipes.get(name)
 
 
 def flag(key: str) -> str:

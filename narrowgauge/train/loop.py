@@ -92,7 +92,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
 
 
 def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, stop: StopRequest) -> int:
-    path = folder.compared(config.compare)
+    path = folder.path / f"compare-{config.compare}"
     reference = replace(
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
     )

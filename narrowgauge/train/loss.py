@@ -64,20 +64,17 @@ def check_labels(labels: Tensor, classes: int) -> bool:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of one model; called with a micro-batch.
+    """The loss of one model; called with a micro-batch."""
 
-    forward  the model below its head, or the whole model where head is None; compiled if the run is
-    options  that it is called with besides the batch
-    description  how the loss is computed, and why not in chunks
-    head     the Linear whose product and loss are taken in chunks; None holds the logits once more in float32
-    softcap  of the logits, or None
-    """
-
-    forward: Callable[..., Any]
-    options: Mapping[str, Any]
-    description: str = ""
-    head: nn.Linear | None = None
-    softcap: float | None = None
+    forward: Callable[
+        ..., Any
+    ]  # the model below its head, or the whole model where head is None; compiled if the run is
+    options: Mapping[str, Any]  # that it is called with besides the batch
+    description: str = ""  # how the loss is computed, and why not in chunks
+    head: nn.Linear | None = (
+        None  # its product and the loss are taken in chunks; None: float32 logits are held once more
+    )
+    softcap: float | None = None  # of the logits
 
     @classmethod
     def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Self:

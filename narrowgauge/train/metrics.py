@@ -28,7 +28,14 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
         self.path = path
-        self._board, self._board_folder = _board(tensorboard) if tensorboard else None, tensorboard or path
+        self._board: Any = None
+        self._board_folder = tensorboard or path
+        if tensorboard:
+            if not importlib.util.find_spec("tensorboard"):
+                raise ConfigError("tensorboard = true: the package is not installed. Run: pip install tensorboard.")
+            from torch.utils.tensorboard import SummaryWriter  # 2 s of imports, for those who ask
+
+            self._board = SummaryWriter(str(tensorboard))
         with storage.refusals("append to", path):
             self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (open as long as the log)
             _cut_torn_line(self._file)
@@ -72,11 +79,3 @@ def _cut_torn_line(file: IO[bytes]) -> None:
     file.seek(0)
     lines = file.read()
     file.truncate(lines.rfind(b"\n") + 1)
-
-
-def _board(folder: Path) -> Any:
-    if not importlib.util.find_spec("tensorboard"):
-        raise ConfigError("tensorboard = true: the package is not installed. Run: pip install tensorboard.")
-    from torch.utils.tensorboard import SummaryWriter  # 2 s of imports, for those who ask
-
-    return SummaryWriter(str(folder))

@@ -87,18 +87,12 @@ def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
 
 @dataclass(frozen=True)
 class ModelClass:
-    """A class of models of transformers.
+    """A class of models of transformers."""
 
-    auto     its Auto class
-    words    for messages
-    options  that override the model's own configuration
-    new      whether a head that the folder has no weights for may start at random
-    """
-
-    auto: Any
-    words: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    new: bool = False
+    auto: Any  # its Auto class
+    words: str  # for messages
+    options: Mapping[str, Any] = field(default_factory=dict)  # that override the model's own configuration
+    new: bool = False  # whether a head that the folder has no weights for may start at random
 
 
 CAUSAL_LM = ModelClass(transformers.AutoModelForCausalLM, "causal language model")
@@ -207,11 +201,11 @@ def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key
 
 @dataclass(frozen=True)
 class Stage:
-    """One switch. step: the first that computes with it. changes: layer -> its recipe before and after."""
+    """One switch."""
 
-    step: int
-    switch: str
-    changes: dict[str, tuple[Recipe, Recipe]]
+    step: int  # the first that computes with it
+    switch: str  # as it was written
+    changes: dict[str, tuple[Recipe, Recipe]]  # layer -> its recipe before and after
 
     def apply(self, model: nn.Module) -> None:
         for name, (_, recipe) in self.changes.items():

@@ -71,10 +71,6 @@ class RunFolder:
             return True
         return self.checkpoints.is_dir() and any(STEP.fullmatch(each.name) for each in self.checkpoints.iterdir())
 
-    def compared(self, recipe: str) -> Path:
-        """The run folder of the reference that `--compare recipe` trains."""
-        return self.path / f"compare-{recipe}"
-
     def write_config(self, config: TrainConfig) -> None:
         storage.replace_file(self.config, toml.dump(config))
 

@@ -44,20 +44,14 @@ MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no lo
 
 
 class Trainer:
-    """The parts of a run in progress.
-
-    step            finished optimizer steps
-    trained_s       over all resumptions
-    skipped_steps   in a row, of float16
-    stages          the switches of its recipes
-    no_cast_reason  why the optimizer's step is not asked to cast weights, or ''
-    """
+    """The parts of a run in progress."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog) -> None:
         """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one."""
         self.config, self.folder, self.task, self.log = config, folder, task, log
-        self.step = self.saved_step = self.skipped_steps = 0
-        self.trained_s = 0.0
+        self.step = self.saved_step = 0  # finished optimizer steps
+        self.skipped_steps = 0  # in a row, of float16
+        self.trained_s = 0.0  # over all resumptions
         self.resumed_from = ""
         self.nonfinite_counts: dict[tuple[str, str], int] = {}
         self.device = device = chosen_device(config.device)
@@ -81,6 +75,7 @@ class Trainer:
         self.generators = state.generators()
         backward = partial(self._backward, self.objective, checked=True)
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
+        # Why the optimizer's step is not asked to cast weights, or ''.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
 
     def _resume(self) -> None:

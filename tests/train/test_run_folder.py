@@ -143,7 +143,6 @@ def test_a_read_only_folder_is_refused(tmp_path):
 def test_naming_a_folder_touches_nothing(tmp_path):
     folder = RunFolder(tmp_path / "absent")
     assert not folder.has_run() and not folder.path.exists()
-    assert folder.compared("bf16") == tmp_path / "absent" / "compare-bf16"
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.train.config import switch_syntax
 
 TASKS = ("text", "causal-lm", "classification", "seq2seq")
 WRITING = ("text", "causal-lm", "seq2seq")  # tasks whose models write samples
+Problem = tuple[tuple[str, ...], str]  # the keys whose values break a rule; the message
 TABLE = Mapping[str, str]  # the one type of setting besides bool, int, float and str
-
-
-class Problem(NamedTuple):
-    """A broken rule, and the keys whose values break it, with spaces between."""
-
-    keys: str
-    message: str
 
 
 # Rules of one setting
@@ -110,7 +104,7 @@ def refuse(each: Field[Any], value: Any) -> Problem | None:
     reason = _refuse_type(each.type, value)
     if not reason and rule and (broken := rule.refuse(value)):
         reason = f"must be {broken}"
-    return Problem(key, f"{key} = {shown(value)}: {reason}.") if reason else None
+    return ((key,), f"{key} = {shown(value)}: {reason}.") if reason else None
 
 
 def _refuse_type(kind: Any, value: Any) -> str:
@@ -284,10 +278,11 @@ class InvalidSettings(ConfigError):
 
     def __init__(self, problems: Iterable[Problem], origins: Mapping[str, str] | None = None) -> None:
         self.problems = tuple(problems)
-        origins = origins or {}
-        places = [next(filter(None, map(origins.get, problem.keys.split())), "") for problem in self.problems]
-        lines = zip(places, self.problems, strict=True)
-        super().__init__("\n".join(f"{place}: {each.message}" if place else each.message for place, each in lines))
+        lines = []
+        for keys, message in self.problems:
+            place = next(filter(None, map((origins or {}).get, keys)), "")
+            lines.append(f"{place}: {message}" if place else message)
+        super().__init__("\n".join(lines))
 
 
 def by_key() -> dict[str, Field[Any]]:
@@ -305,7 +300,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 # Rules between settings, once each value is right by itself
 
-Check = tuple[object, str, str]  # true if the rule is broken; the keys that break it; the message
+Check = tuple[object, str, str]  # true if the rule is broken; the keys that break it, with spaces; the message
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size")
 
 
@@ -314,10 +309,10 @@ def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
     for key, because in _without_effect(config):
         value, reason = shown(getattr(config, key)), shown(getattr(config, because))
         name = key_of(config.__dataclass_fields__[because])
-        yield Problem(key, f"{key} = {value}: has no effect with {name} = {reason}. Remove one of them.")
+        yield ((key,), f"{key} = {value}: has no effect with {name} = {reason}. Remove one of them.")
     for broken, keys, message in (*_task_checks(config), *_training_checks(config)):
         if broken:
-            yield Problem(keys, message)
+            yield (tuple(keys.split()), message)
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -25,20 +25,13 @@ FORM = "the form is [LAYERS=]RECIPE@START[:PRODUCTS], such as fp8-current@80% or
 
 @dataclass(frozen=True)
 class Switch:
-    """One entry.
+    """One entry."""
 
-    text      as it was written, which names it in the log
-    layers    pattern of layers
-    recipe    name of the wider recipe
-    after     finished steps before it: a whole number of them, or a share of the run below 1
-    products  of a Linear, by their names
-    """
-
-    text: str
-    layers: str
-    recipe: str
-    after: Fraction
-    products: tuple[str, ...]
+    text: str  # as it was written, which names it in the log
+    layers: str  # pattern of layers
+    recipe: str  # name of the wider recipe
+    after: Fraction  # finished steps before it: a whole number of them, or a share of the run below 1
+    products: tuple[str, ...]  # of a Linear, by their names
 
     def after_step(self, steps: int) -> int:
         """Finished steps before the switch, in a run of `steps`; a share is rounded down."""

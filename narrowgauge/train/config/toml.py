@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config.settings import TABLE, InvalidSettings, Problem, TrainConfig, by_key, key_of
+from narrowgauge.train.config.settings import TABLE, InvalidSettings, TrainConfig, by_key, key_of
 
 MAX_BYTES = 2**16
 MULTILINE = re.compile(r"(?s)(\"{3}|'{3}).*?\1")
@@ -66,7 +66,7 @@ def settings(text: str, name: str) -> Given:
     values = _tomllib(text, name)
     origins = {key: _place(name, text, key) for key in values}
     known = by_key()
-    problems = [Problem(key, reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
+    problems = [((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
     if problems:
         raise InvalidSettings(problems, origins)
     return {key: (value, origins[key]) for key, value in values.items()}

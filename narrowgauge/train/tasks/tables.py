@@ -33,18 +33,13 @@ OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camem
 
 @dataclass
 class TableTask(TrainTask):
-    """Encoded examples of both sides.
-
-    model_class  the class of models that it trains
-    longest      most tokens that an example may have, None for no limit
-    known        what run.json says of the data
-    """
+    """Encoded examples of both sides, and the class of models that learns them."""
 
     model_class: ModelClass
     train: data.Examples
     validation: data.Examples
-    longest: int | None
-    known: dict[str, Any]
+    longest: int | None  # most tokens that an example may have; None: no limit is known
+    known: dict[str, Any]  # what run.json says of the data
 
     default_metric: ClassVar[str] = "loss"
 
@@ -132,7 +127,7 @@ class TableTask(TrainTask):
         """The collator's batch with labels where the logits are that they are compared with."""
         return batch
 
-    def feed(self, model: Any) -> Feed:
+    def feed(self, model: Any) -> "TableFeed":
         train = self.train
         sampler = data.LengthBatchSampler(train.lengths, self._batching)
         collate = data.Collator(pad_id=data.pad_id_of(self.tokenizer), widths=sampler.widths)

@@ -22,16 +22,11 @@ Score = Callable[[Batch], tuple[Tensor, Tensor | None]]  # `Objective.scored` of
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one optimizer step.
+    """The micro-batches of one optimizer step."""
 
-    batches  labels are aligned with the logits, as `objective` has them
-    inputs   tokens that the model reads, padding not counted; of a pair of texts the longer one's
-    facts    further keys of the step's event
-    """
-
-    batches: list[Batch]
-    inputs: int
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    batches: list[Batch]  # labels are aligned with the logits, as `objective` has them
+    inputs: int  # tokens that the model reads, padding not counted; of a pair of texts the longer one's
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further keys of the step's event
 
 
 class Feed(ABC):
@@ -55,22 +50,15 @@ class Feed(ABC):
 
 @dataclass
 class TrainTask(ABC):
-    """Examples to learn from, and how.
-
-    name            as the configuration has it
-    options         what the model is called with besides a batch
-    default_metric  chooses the best weights unless the configuration names one; '' keeps none
-    tokenizer       the export saves it beside the model
-    notes           what a user should know about the data, in sentences
-    """
+    """Examples to learn from, and how."""
 
     config: TrainConfig
-    tokenizer: Any
-    notes: list[str]
+    tokenizer: Any  # the export saves it beside the model
+    notes: list[str]  # what a user should know about the data, in sentences
 
-    name: ClassVar[str]
-    options: ClassVar[Mapping[str, Any]] = NO_CACHE
-    default_metric: ClassVar[str] = ""
+    name: ClassVar[str]  # as the configuration has it
+    options: ClassVar[Mapping[str, Any]] = NO_CACHE  # what the model is called with besides a batch
+    default_metric: ClassVar[str] = ""  # chooses the best weights unless the configuration names one; '' keeps none
 
     @classmethod
     @abstractmethod

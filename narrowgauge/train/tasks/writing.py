@@ -129,10 +129,9 @@ class CausalTask(TableTask):
     def align(self, batch: Batch, model: Any) -> Batch:
         return batch | {"labels": shifted_labels(batch["labels"], "causal-lm")}
 
-    def feed(self, model: Any) -> Feed:
+    def feed(self, model: Any) -> TableFeed:
         feed = super().feed(model)
         if self.config.packing:
-            assert isinstance(feed, TableFeed)
             with suspended(model):  # one scale for a whole tensor ties documents together, by rounding alone
                 data.check_packing(model, feed.collate)
         return feed

@@ -125,6 +125,7 @@ def test_resolved_writes_out_the_sizes_that_depend_on_others():
     ("text", "expected"),
     [
         ("steps = 3\nlayres = 3", "tiny.toml:2: 'layres' is not a setting. Closest: 'layers'."),
+        ("steps = 3\n'my key' = 3", "tiny.toml:2: 'my key' is not a setting."),
         ("Hidden-Size = 3", "tiny.toml:1: 'Hidden-Size' is not a setting. Closest: 'hidden_size'."),
         ("# a comment\n\nlayers = '3'", "tiny.toml:3: layers = '3': must be a whole number"),
         ("steps = 1e3", "tiny.toml:1: steps = 1000.0: must be a whole number"),
