@@ -76,7 +76,7 @@ class Form:
 
 @cache
 def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
-    """The constants of a kind of task; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
+    """The constants of a kind of step; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
     wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
     casts = NOTHING
     if kind.cast is not None:
