@@ -28,6 +28,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, param_groups, rules
 from narrowgauge.optim.cuda_graph import ReplayedStep
+from narrowgauge.optim.masters import Master
 from narrowgauge.optim.moments import States
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
@@ -191,7 +192,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return param_steps
 
     def replayable(self) -> ReplayedStep:
-        """The step for a CUDA graph, to be made before its capture; see `replay`."""
+        """The step for a CUDA graph, to be made before its capture; see `cuda_graph`."""
         return ReplayedStep(self)
 
     def _kernel(self, param_step: ParamStep) -> Kernel[backends.Spec]:
@@ -239,9 +240,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             )
         if found is None or not found.holds(parameter, state):
             self._refuse_converted(parameter, group, state)
-            found = ParamStep.of(
-                parameter, self._rule_of(group), _states(parameter, group), group["master"], state, asked=asked
-            )
+            found = ParamStep.of(parameter, *self._kept_as(parameter, group), state, asked=asked)
             self._param_steps[parameter] = found
             self._kept.clear()  # or it would keep what the old step holds
         stepped = None if self.casting is None else self.casting.of(parameter)
@@ -263,8 +262,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "built."
             )
 
+    def _kept_as(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Rule, States, Master]:
+        """What `new_state` and `ParamStep.of` make of a parameter is decided by."""
+        return self._rule_of(group), moments.STATES[param_groups.kept_as(parameter, group)[0]], group["master"]
+
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
-        return new_state(parameter, self._rule_of(group), _states(parameter, group), group["master"], device)
+        return new_state(parameter, *self._kept_as(parameter, group), device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none."""
@@ -283,10 +286,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor)
             }
         self._forget_steps()
-
-
-def _states(parameter: Tensor, group: Mapping[str, Any]) -> States:
-    return moments.STATES[param_groups.kept_as(parameter, group)[0]]
 
 
 def _usable(gradient: Tensor | None) -> Tensor:

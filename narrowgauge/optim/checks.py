@@ -19,16 +19,14 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
 
 _LARGEST_BETA2 = 0.99
-_ROUNDING_OPTIONS = ("bf16_stochastic_round",)  # torchao's name for it
 
 
 def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
     """Sentences, one for each kind of failure; empty if none was found. Looks at dtypes and betas, not at values."""
     if isinstance(optimizer, NarrowOptimizer):
         return []
-    stochastic = any(
-        getattr(optimizer, option, False) or optimizer.defaults.get(option, False) for option in _ROUNDING_OPTIONS
-    )
+    option = "bf16_stochastic_round"  # torchao's name for it
+    stochastic = getattr(optimizer, option, False) or optimizer.defaults.get(option, False)
     found: dict[str, None] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

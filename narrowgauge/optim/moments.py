@@ -171,7 +171,12 @@ class SmallFloat(Moment):
         log_k = self._expansion(x)
         scale, inverse, x = _scaled(x, POW2_DROPS)
         t = x.abs() * inverse
-        y = _expanded(t, log_k) * self.top
+        y = t
+        if log_k is not None:  # t^(2^log_k) by repeated squares or square roots
+            wide = log_k[..., None]
+            for times in (1, 2):
+                y = torch.where(wide >= times, y * y, torch.where(wide <= -times, square_root(y), y))
+        y = y * self.top
         if self.signed:
             shift = self.power_below(y) * (1.5 * 2 ** (23 - self.mantissa))
             nearest = (y + shift) - shift
@@ -285,16 +290,6 @@ def _wide(scale: Tensor | None) -> Tensor:
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     """float32, sent to a device once."""
     return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-def _expanded(t: Tensor, log_k: Tensor | None) -> Tensor:
-    """t ^ (2 ^ log_k) by repeated squares or square roots, log_k [r, t] in -2 ... 2."""
-    if log_k is None:
-        return t
-    wide = log_k[..., None]
-    for times in (1, 2):
-        t = torch.where(wide >= times, t * t, torch.where(wide <= -times, square_root(t), t))
-    return t
 
 
 WIDE = Moment(name="fp32", kind=1, dtype=torch.float32, bits=32, has_scale=False)

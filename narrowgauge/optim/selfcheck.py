@@ -4,15 +4,15 @@
     short tile, and two lines of the table
 
 Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, columns that stay the same (so
-that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay);
-then weights, masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a
-square root or a quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
+that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay). After each step weights,
+masters, codes, scales and expansions must have the bits that plain torch computes on the CPU. A wrong noise, a square root or a
+quotient off by a bit, a scale of another tile, a code rounded the other way are seen in a single element.
 
-Where the step leaves the weight's cast as well, its largest magnitude and codes are compared after every step, of 35 (48) rows and of 9
-(16): more than a band of programs, and less than a program. The codes under a scale that a NaN will make NaN are compared too.
+Where the step leaves the weight's cast as well, its largest magnitude and codes are compared too, of 35 (48) rows and of 9 (16): more
+than a band of programs, and less than a program; and so are the codes under a scale that a NaN will make NaN.
 
-Once per process, device, and form of a tensor's step (`triton_step.Form`): about ten milliseconds of a processor, the compilation that the
-step needs anyway, and a wait for the device.
+Once per process, device, and form of a tensor's step (`triton.launch.Form`): about ten milliseconds of a processor, the compilation
+that the step needs anyway, and a wait for the device.
 """
 
 from __future__ import annotations
@@ -72,15 +72,12 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
             if each.stepped is not None:
                 precast_weight.write(each.stepped, each.weight)
         run(found)
-        for wanted, got in zip(expected, found, strict=True):
-            if (reason := _cast_difference(wanted, got, device)) is not None:
-                return float("inf"), f"{reason} in step {step}"
-    for place, (got, wanted) in enumerate(zip(found, expected, strict=True)):
-        for name, x in {"weight": wanted.weight, **wanted.state}.items():
-            computed = got.weight if name == "weight" else got.state[name]
-            reason = selfcheck.difference(f"{name} of tensor {place}", computed, x, device)
-            if reason is not None:
-                return float("inf"), reason
+        for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
+            computed = _left(got)
+            for name, x in _left(wanted).items():
+                reason = selfcheck.difference(f"{name} of tensor {place}", computed[name], x, device)
+                if reason is not None:
+                    return float("inf"), f"{reason} in step {step}"
     return 0.0, None
 
 
@@ -111,18 +108,14 @@ def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
     return found
 
 
-def _cast_difference(wanted: ParamStep, got: ParamStep, device: torch.device) -> str | None:
-    """What differs in what two steps left of the weight's cast."""
-    if wanted.stepped is None or got.stepped is None:
-        return None
-    place, found = wanted.number, got.stepped
-    largest, truth = (each.maxima.amax().view(torch.float32).reshape(1) for each in (found, wanted.stepped))
-    reason = selfcheck.difference(f"amax of tensor {place}", largest, truth, device)
-    for name, x in (("expected amax", "expected"), ("codes", "plain"), ("codes of the transpose", "turned")):
-        expected = getattr(wanted.stepped, x)
-        if expected is not None and reason is None:
-            reason = selfcheck.difference(f"{name} of tensor {place}", getattr(found, x), expected, device)
-    return reason
+def _left(param_step: ParamStep) -> dict[str, Tensor]:
+    """By name all that a step changes, and what it leaves of the weight's cast."""
+    found = {"weight": param_step.weight, **param_step.state}
+    if (stepped := param_step.stepped) is not None:
+        found["amax"] = stepped.maxima.amax().view(torch.float32).reshape(1)
+        cast = {"expected amax": stepped.expected, "codes": stepped.plain, "codes of the transpose": stepped.turned}
+        found |= {name: x for name, x in cast.items() if x is not None}
+    return found
 
 
 def _gradient(param_step: ParamStep, step: int, dtype: torch.dtype) -> Tensor:

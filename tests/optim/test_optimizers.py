@@ -469,7 +469,8 @@ def test_stepping_in_backward_lets_go_of_each_gradient(states):
     seen: list[weakref.ref[torch.Tensor]] = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append(weakref.ref(p.grad)))
-    in_backward(AdamW(model.named_parameters(), states=states))
+    optimizer = AdamW(model.named_parameters(), states=states)  # held, see test_in_backward.py
+    in_backward(optimizer)
     for _ in range(2):
         model(torch.randn(4, 64)).square().mean().backward()
         assert len(seen) == 4 and not any(gradient() is not None for gradient in seen)

@@ -419,8 +419,8 @@ template <class FIRST, class SECOND> void encode(const Job& job, Updated<FIRST, 
 
 // The first pass of a tile.
 template <class RULE, class FIRST, class SECOND>
-void update(const Job& job, const Place& at, int n, float* weights, const float* gradients, Updated<FIRST, SECOND>& tile) {
-  const Constants c = *job.constants;  // apart from the memory that is written
+void update(const Job& job, const Constants& c, const Place& at, int n, float* weights, const float* gradients,
+            Updated<FIRST, SECOND>& tile) {
   const FIRST first = format_of<FIRST>(job.first, at.tile);
   const SECOND second = format_of<SECOND>(job.second, at.tile);
   uint8_t *const firsts = codes_of<FIRST>(job.first, at), *const seconds = codes_of<SECOND>(job.second, at);
@@ -478,6 +478,7 @@ void update(const Job& job, const Place& at, int n, float* weights, const float*
 template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job, int64_t from, int64_t to) {
   Updated<FIRST, SECOND> updated[2];
   float w_buffer[TILE], g_buffer[TILE];
+  const Constants c = *job.constants;  // apart from the memory that is written
   const bool direct = job.weight_dtype == FLOAT32, wide_gradient = job.gradient_dtype == FLOAT32;
   const int64_t tiles = (job.columns + job.tile - 1) / job.tile;
   for (int64_t t = from; t < to; t++) {
@@ -489,7 +490,7 @@ template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job,
     const float* g = wide_gradient ? static_cast<const float*>(job.gradient) + at.element : g_buffer;
     if (!direct) load_weight(job, at, n, w);
     if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at.element, n, g_buffer);
-    update<RULE>(job, at, n, w, g, updated[t % 2]);
+    update<RULE>(job, c, at, n, w, g, updated[t % 2]);
     if (!direct) store_weight(job, w, at, n);
     if constexpr (FIRST::IS_NARROW) if (t > from) encode(job, updated[(t - 1) % 2]);
   }

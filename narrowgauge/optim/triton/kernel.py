@@ -5,7 +5,7 @@ may be short. Which tensor that is stands in `which`, and where its parts lie in
 once and written once, and none is ever float32 in memory. Elements are counted in int64.
 
     which   int32 [programs]         the line of a program
-    table   int64 [lines, F.fields]  what stays from step to step: see `launch.Batch`
+    table   int64 [lines, FIELDS]  what stays from step to step: see `launch.Batch`
     step_args   int64 [HEAD + lines]     what a step brings: key of the noise, nine float32 as bits, addresses of gradients
     tables  float32 [84]             constants of the expanded E4M3, see `moments.expansion_tables`
 
@@ -37,6 +37,7 @@ from narrowgauge.optim.triton.moment_codes import (
 )
 
 HEAD = tl.constexpr(16)
+FIELDS = tl.constexpr(22)
 WEIGHTS = tl.constexpr(0x5BD1E995)
 
 FLOAT32 = tl.constexpr(0)
@@ -291,7 +292,7 @@ def _own_tiles(first, per_row, total, F: tl.constexpr):
 def step(which, table, step_args, tables, F: tl.constexpr):
     """See the module; F: a `launch.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
-    line = table + number * F.fields
+    line = table + number * FIELDS
     columns, per_row, total = tl.load(line + 1), tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
     WIDTH: tl.constexpr = F.width
     FIRST: tl.constexpr = F.first  # as arguments, the bare attributes do not compile before Triton 3.9
@@ -337,7 +338,7 @@ def step(which, table, step_args, tables, F: tl.constexpr):
 
 
 @triton.jit
-def foresee(table, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+def foresee(table, BLOCK: tl.constexpr):
     """Ahead of `step`, a program for each line: what `step` adds to, and counts on.
 
     The largest magnitude of the last step is forgotten. With delayed scaling (the expected amax has an address) it is worked out which

@@ -40,7 +40,6 @@ ELEMENTS, WARPS = 2048, 4
 EXPANDING_ELEMENTS = 1024
 HEAD = 16  # whole numbers of step arguments before the addresses
 ALIGNMENT = 16  # bytes of an address, and elements of a row, for loads of 16 bytes
-FIELDS, CAST_FIELDS = 14, 22  # of a line of a Batch's table
 NOTHING, AMAX, CODES = range(3)  # what is left of the weight's cast
 BAND = 32  # rows that programs of CODES take together, see the kernel
 HISTORY_BLOCK, HISTORY_WARPS = 1024, 4  # of `foresee`
@@ -74,14 +73,10 @@ class Form:
     cast: CastConstants | None = None
     turns_aligned: bool = False
 
-    @property
-    def fields(self) -> int:
-        return CAST_FIELDS if self.casts else FIELDS
-
 
 @cache
 def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
-    """The constants of a kind of task; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
+    """The constants of a kind of step; the same object for the same kind. capability: of the GPU, which decides how codes are made."""
     wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
     casts = NOTHING
     if kind.cast is not None:
@@ -132,13 +127,13 @@ def kind_of(param_step: ParamStep) -> Kind:
 class Batch:
     """Tensors that one launch steps, and what the GPU is told of them once.
 
-    which  int32 [programs], table int64 [tensors, form.fields], each line
+    which  int32 [programs], table int64 [tensors, 22], each line
 
         0 first program   1 columns   2 tiles of a row   3 tiles   4 weight   5 master   6 its scale   7, 8, 9 codes, scale and
         expansion of the first moment   10, 11, 12 of the second   13 what its number adds to the noise
 
-    and where the cast of the weight is left: 14, 15 codes of w and of w.T   16 largest magnitudes   17 amax to expect   18, 19 live and
-    history of its window   20 entries of it that count   21 what is multiplied by, float32 as bits
+    and where the cast of the weight is left, else zeros: 14, 15 codes of w and of w.T   16 largest magnitudes   17 amax to expect
+    18, 19 live and history of its window   20 entries of it that count   21 what is multiplied by, float32 as bits
     """
 
     def __init__(self, form: Form, param_steps: Sequence[ParamStep]) -> None:
@@ -178,7 +173,7 @@ class Batch:
 
         form, count = self.form, len(self.param_steps)
         if form.casts:
-            launch(kernel.foresee, count, self.table, FIELDS=form.fields, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS)
+            launch(kernel.foresee, count, self.table, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS)
         tables = _tables(step_args.device)
         launch(kernel.step, self.programs, self.which, self.table, step_args, tables, F=form, warps=WARPS)
         for each in self.param_steps:
@@ -234,11 +229,11 @@ def run(batches: Sequence[Batch], step_args: Tensor) -> None:
 def _of_cast(stepped: PrecastWeight | None) -> list[int]:
     """The rest of a tensor's line."""
     if stepped is None:
-        return []
+        return [0] * 8
     line = [*map(address, (stepped.plain, stepped.turned, stepped.maxima, stepped.expected))]
     window = stepped.window
     if window is None:
-        return line + [0] * (CAST_FIELDS - FIELDS - len(line))
+        return line + [0] * 4
     how = window.window
     (factor,) = struct.unpack("<i", struct.pack("<f", 2.0**how.margin))
     counts = how.length - 1 if how.algorithm == "max" else 0

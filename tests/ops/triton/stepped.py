@@ -307,4 +307,6 @@ def find_the_broken_kernel() -> None:
         worst, reason = selfcheck.compare(run, PROVEN["8bit"], torch.device("cpu"))
     finally:
         kernel.noise_bits = whole
-    assert worst == float("inf") and reason is not None and reason.startswith("its weight of tensor 0 is wrong"), reason
+    assert worst == float("inf") and reason is not None and reason.startswith("its exp_avg_sq of tensor 0 is wrong"), (
+        reason
+    )
