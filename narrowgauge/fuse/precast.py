@@ -42,10 +42,13 @@ class FusedModule(FusedForward):
     sources: tuple[nn.Module, ...] = ()
     stats: CacheStats = field(default_factory=CacheStats, init=False)
 
-    def __call__(self, x: Tensor, *more: Any, **options: Any) -> Tensor:
+    def __call__(self, x: Tensor, *more: Any, **options: Any) -> Any:
         if more or options or torch.compiler.is_compiling():
-            own: Tensor = self.own(x, *more, **options)
-            return own
+            return self.own(x, *more, **options)
+        return self.forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the module's own code computes, in eager mode."""
         parameters = [getattr(self.module, name, None) for name in ("weight", "bias")]
         return self.compute((x, *(each for each in parameters if each is not None)), lambda: self.own(x))
 
@@ -57,7 +60,7 @@ class FusedModule(FusedForward):
         return None
 
     def compute(self, tensors: Sequence[Tensor], otherwise: Callable[[], Tensor]) -> Tensor:
-        """y of the tensors, in eager mode. otherwise: what computes it without a kernel."""
+        """y of the tensors. otherwise: what computes it without a kernel."""
         x, reader = tensors[0], self.reader()
         if reader is None or x.numel() == 0:
             return otherwise()
@@ -131,10 +134,8 @@ class FusedMlp(FusedModule):
 
     names: tuple[str, ...] = field(kw_only=True)
 
-    def __call__(self, x: Tensor, *more: Any, **options: Any) -> Tensor:
-        if more or options or torch.compiler.is_compiling():
-            own: Tensor = self.own(x, *more, **options)
-            return own
+    def forward(self, x: Tensor) -> Tensor:
+        """As above."""
         gate, up, down = (self.module.get_submodule(name) for name in self.names)
         g, u = gate(x), up(x)
         y: Tensor = down(self.compute((g, u), lambda: nn.functional.silu(g) * u))
