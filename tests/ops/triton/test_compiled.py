@@ -72,7 +72,9 @@ def check(cast: str, way: str, sm: int) -> None:
     assert casting, [each.name for each in found]
     for each in found:
         assert each.spills == 0, f"{each.name}: {each.usage}"
-        assert not any(".NaN" in name for name in each.instructions()), "see narrowgauge/ops/triton: maxima are integers"
+        assert not any(".NaN" in name for name in each.instructions()), (
+            "see narrowgauge/ops/triton: maxima are integers"
+        )
         assert not any(name.startswith("div.full") or "approx" in name for name in each.instructions())
         if each.name in IN_PAIRS and (has_conversions(TARGETS[sm]) or CASTS[cast].rounding == "nearest"):
             assert each.usage["REG"] <= 128, "two programs do not fit beside each other"
