@@ -69,17 +69,11 @@ def tile_rms(x: Tensor, tile: tuple[int, int]) -> Tensor:
         return _tile_norm(x, tile, 2.0).square().div(sizes).sqrt()
 
     found = rms(x)
-    looks = not torch.compiler.is_compiling() and holds_numbers(
-        x
-    )  # else it is in the same loop, or there is no sum to look at
+    # A compiler has both in one loop; of a tensor without numbers there is no sum to look at.
+    looks = not torch.compiler.is_compiling() and holds_numbers(x)
     if looks and (x.device.type != "cpu" or not math.isinf(float(found.sum()))):
         return found
     return torch.where(found.isinf(), rms(x.to(torch.float32) * _SHRINK) / _SHRINK, found)
-
-
-def tile_mean(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """mean |x| of each tile, in the shape of the scales."""
-    return _tile_norm(x, tile, 1.0) / _tile_sizes(x, tile)
 
 
 def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
@@ -112,7 +106,8 @@ def calibrated_amax(x: Tensor, cast: Cast, shape: tuple[int, ...] | None = None)
     if isinstance(cast.calibrate, ClippedRms):
         return tile_rms(x, cast.tile) * cast.calibrate.clip
     if isinstance(cast.calibrate, LearnedStep):
-        return tile_mean(x, cast.tile) * (2 * math.sqrt(cast.format.max))
+        mean = _tile_norm(x, cast.tile, 1.0) / _tile_sizes(x, cast.tile)
+        return mean * (2 * math.sqrt(cast.format.max))
     return tile_amax(x, cast.tile)
 
 
