@@ -437,9 +437,9 @@ class Recipe:
                     "Use rotate=None there."
                 )
         for role, cast in self._casts():
-            if role == "gy" and isinstance(cast.calibrate, LearnedStep | Window):
+            if isinstance(cast.calibrate, LearnedStep | Window if role == "gy" else Window):
                 self._refuse(
-                    f"gy is cast with a {cast.calibrate}, which backward='straight-through' has no place for. "
+                    f"{role} is cast with a {cast.calibrate}, which backward='straight-through' has no place for. "
                     "Use CURRENT or ClippedRms."
                 )
 

@@ -312,6 +312,10 @@ def straight(forward: Cast = RMS, **changes: object) -> Recipe:
         (lambda: straight(Cast(format=E4M3)), "needs integers with one scale per tensor"),
         (lambda: straight(grad_weight=Gemm(rhs=RMS, rotate=Hadamard())), "grad_weight has a rotation of its own"),
         (lambda: straight(grad_input=Gemm(lhs=STEP, rhs=RMS)), "gy is cast with a learned step"),
+        (
+            lambda: straight(output=Gemm(lhs=DELAYED), grad_input=Gemm(), grad_weight=Gemm()),
+            "x is cast with a window.* which backward='straight-through' has no place for",
+        ),
     ],
 )
 def test_four_bit_settings_that_cannot_work_are_refused_in_words(build, words):
