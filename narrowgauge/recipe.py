@@ -439,7 +439,7 @@ class Recipe:
         for role, cast in self._casts():
             if isinstance(cast.calibrate, LearnedStep | Window if role == "gy" else Window):
                 self._refuse(
-                    f"{role} is cast with a {cast.calibrate}, which backward='straight-through' has no place for. "
+                    f"{role} is calibrated by '{cast.calibrate}', for which backward='straight-through' has no place. "
                     "Use CURRENT or ClippedRms."
                 )
 

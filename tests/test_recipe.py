@@ -311,10 +311,13 @@ def straight(forward: Cast = RMS, **changes: object) -> Recipe:
         (lambda: straight(replace(RMS, rounding="stochastic")), "does not serve both orientations"),
         (lambda: straight(Cast(format=E4M3)), "needs integers with one scale per tensor"),
         (lambda: straight(grad_weight=Gemm(rhs=RMS, rotate=Hadamard())), "grad_weight has a rotation of its own"),
-        (lambda: straight(grad_input=Gemm(lhs=STEP, rhs=RMS)), "gy is cast with a learned step"),
+        (
+            lambda: straight(grad_input=Gemm(lhs=STEP, rhs=RMS)),
+            "gy is calibrated by 'learned step', for which backward='straight-through' has no place",
+        ),
         (
             lambda: straight(output=Gemm(lhs=DELAYED), grad_input=Gemm(), grad_weight=Gemm()),
-            "x is cast with a window.* which backward='straight-through' has no place for",
+            r"x is calibrated by 'delayed \(max of 16\)', for which",
         ),
     ],
 )
