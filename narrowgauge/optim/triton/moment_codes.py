@@ -64,16 +64,15 @@ def uniform(noise):
 
 @triton.jit
 def _scales(amax, DROPS: tl.constexpr):
-    """Bits of the largest magnitudes [T] -> (scales as they are stored, int16 [T]; 1 / scale [T, 1], 0 for NaN; which are NaN [T, 1])."""
+    """Bits of the largest magnitudes [T] -> (scales as they are stored, int16 [T]; 1 / scale [T, 1], 0 for NaN)."""
     bits = tl.maximum((amax + DROPS) & ~DROPS, LEAST_SCALE)
-    poisoned = amax > MOST_AMAX
-    bits = tl.where(poisoned, NAN, bits)
+    bits = tl.where(amax > MOST_AMAX, NAN, bits)
     if DROPS == POW2_DROPS:
         inverse = number_of((254 << 23) - bits)
     else:
         scale = number_of(bits)
         inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    return (bits >> 16).to(tl.int16), tl.where(poisoned, 0.0, inverse)[:, None], poisoned[:, None]
+    return (bits >> 16).to(tl.int16), tl.where(bits == NAN, 0.0, inverse)[:, None]
 
 
 @triton.jit
@@ -133,8 +132,8 @@ def encode_moment(x, noise, decays, tables, M: tl.constexpr):
     sizes = bits_of(x) & 0x7FFFFFFF
     amax = tl.max(sizes, axis=1)
     log_k = _expansion(sizes, amax, M)
-    scale, inverse, poisoned = _scales(amax, DROPS)
-    x = tl.where(poisoned, 0.0, x)
+    scale, inverse = _scales(amax, DROPS)
+    x = tl.where((scale == NAN >> 16)[:, None], 0.0, x)
     if M.kind == DYNAMIC4:
         share = tl.abs(x) * inverse
         size = tl.zeros(x.shape, tl.int32)
@@ -225,7 +224,7 @@ def decode_master(codes, scale):
 @triton.jit
 def encode_master(x, noise):
     """x float32 [T, TILE] -> (codes float16, scale int16 [T]), |codes| = 2^15 |x| / scale."""
-    scale, inverse, _ = _scales(tl.max(bits_of(x) & 0x7FFFFFFF, axis=1), POW2_DROPS)
+    scale, inverse = _scales(tl.max(bits_of(x) & 0x7FFFFFFF, axis=1), POW2_DROPS)
     size = tl.abs(x) * inverse
     size = tl.where(size > 1.0, 1.0, size) * 32768.0  # NaN stays, as it would not in a minimum
     gap_bits = bits_of(_power_below(size, 15)) - (10 << 23)
