@@ -147,7 +147,14 @@ def _refuse_fast_path(model: nn.Module) -> None:
 
     Layers with a recipe compute by their modules, as in training; the others as torch decides. torch has no switch of one layer for
     it but the number that says which activation the kernel would compute: 0, none that it knows.
+
+    nn.TransformerEncoder, which packs what is not padding into a nested tensor for those kernels, leaves that to them; None in its
+    switch says that it was on.
     """
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and getattr(encoder, "use_nested_tensor", False) is not False:
+            has_recipe = any(isinstance(each, QLinear) and each.recipe for each in encoder.modules())
+            encoder.use_nested_tensor = None if has_recipe else True  # type: ignore[assignment]
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             known = {"relu": 1, "gelu": 2, "ReLU": 1, "GELU": 2}
