@@ -327,7 +327,10 @@ def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Mo
     if type(layer) not in (nn.Linear, QLinear):
         if nn.utils.parametrize.is_parametrized(layer):
             return "it is parametrized: convert it first, and parametrize it then"
-        return f"{type(layer).__name__} has a forward of its own"
+        kind = type(layer).__name__
+        if type(layer).forward is not nn.Linear.forward:
+            return f"{kind} has a forward of its own"
+        return f"{kind} is a class of its own: its weight may be read without calling it, as torch's attention does"
     if min(layer.in_features, layer.out_features) < SMALLEST:
         return f"fewer than {SMALLEST} features on one side"
     last = name.rpartition(".")[2]
