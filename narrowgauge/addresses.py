@@ -2,7 +2,8 @@
 
 A tensor of a class with a `__torch_dispatch__` of its own (DTensor, FakeTensor, FunctionalTensor) computes in its own way, and its memory
 is elsewhere or nowhere: `data_ptr()` is 0 or that of something else, and a kernel that is given it ends the process. The same holds
-inside torch.func's transforms, and while a mode makes tensors fake or traces them: then a kernel's own buffers are wrappers too.
+inside torch.func's transforms and torch.jit.trace, and while a mode makes tensors fake or traces them: then a kernel's own buffers are
+wrappers too.
 
     wrapper     asked where kernels are chosen (`ops.registry`): those that read memory refuse, torch's operators compute
     address     what every kernel takes addresses from, so that one that nobody refused raises instead of crashing
@@ -28,6 +29,7 @@ Made = TypeVar("Made")
 
 is_compiling = torch.compiler.is_compiling  # names of this module: asked at every call
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+_is_traced = torch._C._is_tracing
 _PLAIN = Tensor.__torch_dispatch__
 _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional: not what users define
 
@@ -46,7 +48,9 @@ def wrapper(*tensors: Tensor | None) -> str:
         for key in _TRACING:
             if (mode := torch._C._get_dispatch_mode(key)) is not None:
                 return type(mode).__name__
-    return "transform of torch.func" if _transforms() else ""
+    if _transforms():
+        return "transform of torch.func"
+    return "torch.jit.trace" if _is_traced() else ""
 
 
 def refuse_wrappers(*tensors: object) -> None:

@@ -1,4 +1,4 @@
-"""What every autograd function here needs: `no_double_backward` for its backward, `alias_while_compiling` for its result."""
+"""What autograd functions need here: `no_double_backward` for backward, `alias_while_compiling` for a result, `tied` for a draw."""
 
 from __future__ import annotations
 
@@ -41,3 +41,16 @@ def alias_while_compiling(y: Tensor) -> Tensor:
     into, and says nothing: every gradient behind it is zero.
     """
     return y.view(y.shape) if torch.compiler.is_compiling() else y
+
+
+def tied(x: Tensor, to: Tensor) -> Tensor:
+    """x [...], finite or NaN, as a number that needs `to`, while torch.compile traces; else x itself. The numbers are those of x.
+
+    The partitioner of torch.compile (torch 2.13) keeps a random number from being drawn again in backward only where forward's
+    result needs it. What backward alone reads it computes in parts on both sides, from two draws: a sample's rows and their numbers
+    were of different rows, and the two operands of a rotated product rotated by different signs, without a word. So a draw of
+    forward is needed by its result, and one of backward needs the gradient.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    return x + to.reshape(-1)[:1].isnan().sum() * 0.0

@@ -28,7 +28,7 @@ from narrowgauge.recipe import (
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2, WHOLE
 
 SUMMARIES: dict[str, str] = {
-    "bf16": "every operand in bfloat16: the reference that the others are compared with",
+    "bf16": "every operand in bfloat16, of a float16 model in float16: the reference that the others are compared with",
     "fp8-delayed": "one scale per tensor, from the largest magnitudes of earlier steps",
     "fp8-current": "one scale per tensor, from the tensor at hand",
     "fp8-row": "one power-of-two scale per row of each operand",

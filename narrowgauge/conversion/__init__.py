@@ -17,7 +17,7 @@ block's number ("layers.11.*", "layers.[0-9]*.*").
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -147,7 +147,14 @@ def _refuse_fast_path(model: nn.Module) -> None:
 
     Layers with a recipe compute by their modules, as in training; the others as torch decides. torch has no switch of one layer for
     it but the number that says which activation the kernel would compute: 0, none that it knows.
+
+    nn.TransformerEncoder, which packs what is not padding into a nested tensor for those kernels, leaves that to them; None in its
+    switch says that it was on.
     """
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and getattr(encoder, "use_nested_tensor", False) is not False:
+            has_recipe = any(isinstance(each, QLinear) and each.recipe for each in encoder.modules())
+            encoder.use_nested_tensor = None if has_recipe else True  # type: ignore[assignment]
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             known = {"relu": 1, "gelu": 2, "ReLU": 1, "GELU": 2}
@@ -194,22 +201,36 @@ def _warn(model: nn.Module) -> None:
         )
 
 
-def _matching(model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Iterable[str]) -> dict[str, list[str]]:
-    """Each Linear's first name -> the patterns that match any of its names. ConfigError for a pattern without a match."""
+def _matching(
+    model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Mapping[str, object]
+) -> dict[str, list[str]]:
+    """Each Linear's first name -> the patterns that match any of its names. patterns: with what they give.
+
+    ConfigError for a pattern without a match, and for two that give one Linear different recipes by different names.
+    """
     names_by_id = {id(layer): name for name, layer in linears.items()}
-    found: dict[str, list[str]] = {name: [] for name in linears}
+    found: dict[str, dict[str, set[str]]] = {name: {} for name in linears}
     aliases = [(alias, id(module)) for alias, module in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:
-        named = {names_by_id[key] for alias, key in aliases if key in names_by_id and matches(alias, pattern)}
+        named = [(names_by_id[key], alias) for alias, key in aliases if key in names_by_id and matches(alias, pattern)]
         if not named:
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
                 + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}.")
             )
-        for name in named:
-            found[name].append(pattern)
-    return found
+        for name, alias in named:
+            found[name].setdefault(pattern, set()).add(alias)
+    for by_pattern in found.values():
+        *earlier, (last, names) = by_pattern.items() or [("", set())]
+        for pattern, others in earlier:
+            if patterns[pattern] != patterns[last] and not others & names:
+                first, second = (getattr(patterns[each], "name", patterns[each]) for each in (pattern, last))
+                raise ConfigError(
+                    f"convert: {min(others)!r} and {min(names)!r} are one Linear, to which {pattern!r} gives {first} and "
+                    f"{last!r} gives {second}. Name it once."
+                )
+    return {name: list(by_pattern) for name, by_pattern in found.items()}
 
 
 def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, str]:
@@ -306,7 +327,10 @@ def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Mo
     if type(layer) not in (nn.Linear, QLinear):
         if nn.utils.parametrize.is_parametrized(layer):
             return "it is parametrized: convert it first, and parametrize it then"
-        return f"{type(layer).__name__} has a forward of its own"
+        kind = type(layer).__name__
+        if type(layer).forward is not nn.Linear.forward:
+            return f"{kind} has a forward of its own"
+        return f"{kind} is a class of its own: its weight may be read without calling it, as torch's attention does"
     if min(layer.in_features, layer.out_features) < SMALLEST:
         return f"fewer than {SMALLEST} features on one side"
     last = name.rpartition(".")[2]

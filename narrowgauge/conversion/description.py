@@ -175,6 +175,9 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         yield Note(str(layer.decision))
     if layer.is_suspended:
         yield Note("suspended")
+    operands = [cast for gemm in layer.recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs)] if layer.recipe else []
+    if None in operands and layer.weight.dtype == torch.float16:
+        yield Note("16-bit operands are float16, as its weight")
     if not layer.weight.requires_grad:
         yield Note("weight frozen: no grad_weight")
     if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:

@@ -348,16 +348,28 @@ def _out_dtype(x: Tensor) -> torch.dtype:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuses in words what the products would compute wrongly or stumble over."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise ConfigError(
-            "linear: a recipe has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute inside "
-            "`with narrowgauge.suspended(model):`."
-        )
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            raise ConfigError(
+                "linear: a recipe has no rule for transforms of torch.func (grad, vmap, jvp, ...). Use torch.autograd, or compute "
+                "inside `with narrowgauge.suspended(model):`."
+            )
+        if torch._C._is_tracing():
+            raise ConfigError(
+                "linear: torch.jit.trace cannot record a recipe. Use torch.export, or trace inside "
+                "`with narrowgauge.suspended(model):`."
+            )
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is None and name == "bias":
             continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS or tensor.layout != torch.strided:
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dtype not in _FLOATS
+            or tensor.layout != torch.strided
+            or tensor.is_nested
+        ):
             kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            kind = f"nested {kind}" if isinstance(tensor, Tensor) and tensor.is_nested else kind
             raise ShapeError(
                 f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. Convert it first."
             )

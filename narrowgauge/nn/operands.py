@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowgauge.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
@@ -42,7 +43,8 @@ class Rotation:
             return _NONE
         from narrowgauge.ops.hadamard import draw_signs
 
-        return cls(hadamard, draw_signs(hadamard, operand.shape[1], operand.device), hadamard.signs == "random")
+        signs, is_random = draw_signs(hadamard, operand.shape[1], operand.device), hadamard.signs == "random"
+        return cls(hadamard, tied(signs, operand) if is_random and signs is not None else signs, is_random)
 
     def __call__(self, operand: Tensor) -> Tensor:
         if self.hadamard is None:
@@ -95,6 +97,11 @@ class Operand:
         plan, casts, cast = self.plan, self.casts, self.plan.rows
         state = self.state if plan.is_delayed else None
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
+            return
+        if state is not None and plan.role == "w" and not self.context.records:
+            # A weight may be another than the window saw: averaged, merged, copied in. Evaluation scales it by itself.
+            if casts.amax is None:
+                casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             return
         if casts.rows is None and cast is not None and plan.rows_expand is None and plan.rows_rotate is None:
             delayed, both = isinstance(cast.calibrate, Window), plan.pairs and self._keeps_cols(cast)

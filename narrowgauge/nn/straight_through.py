@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.autograd_rules import tied
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation, Saved
@@ -151,7 +152,7 @@ class CodedInput(CodedOperand):
         offset = None
         if isinstance(cast.calibrate, LearnedStep) and self.context.records:
             # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
-            offset = torch.rand((), device=self.tensor.device, dtype=torch.float32)
+            offset = _offset(self.tensor.device)
         if self.casts.codes is None:
             self.casts.codes = self._code(cast, offset)
         made: QTensor = self.casts.codes.operand(self.plan.rows_expand)
@@ -161,8 +162,10 @@ class CodedInput(CodedOperand):
         x, (masks, reads) = self.tensor, self._asks
         if not masks or not isinstance(cast.calibrate, LearnedStep):
             return _coded(x, self.rotation, cast, self.state, packed=reads, bits=masks)[0]
-        coded, rotated = _coded(x, self.rotation, cast, self.state, packed=True, bits=True)
-        rows = _drawn_rows(len(x), cast.calibrate.residual_every, x.device, offset)
+        offset = _offset(x.device) if offset is None else offset
+        step = None if self.state is None else tied(self.state, offset)
+        coded, rotated = _coded(x, self.rotation, cast, step, packed=True, bits=True)
+        rows = _drawn_rows(len(x), cast.calibrate.residual_every, offset)
         some = self.rotation(x[rows]) if rotated is None else rotated[rows]
         return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
 
@@ -300,11 +303,14 @@ def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
     return step.detach().reshape(1, 1) + x.sum(dtype=torch.float32) * 0.0
 
 
-def _drawn_rows(rows: int, every: int, device: torch.device, offset: Tensor | None = None) -> Tensor:
-    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row alike. offset: uniform in [0, 1), else drawn here."""
+def _offset(device: torch.device) -> Tensor:
+    return torch.rand((), device=device, dtype=torch.float32)
+
+
+def _drawn_rows(rows: int, every: int, offset: Tensor) -> Tensor:
+    """One row of each of ceil(rows / every) equal stretches, [n] int64: every row alike. offset: uniform in [0, 1), [] float32."""
     count = -(-rows // every)
-    offset = torch.rand((), device=device, dtype=torch.float32) if offset is None else offset
-    places = (torch.arange(count, device=device, dtype=torch.float64) + offset) * (rows / max(count, 1))
+    places = (torch.arange(count, device=offset.device, dtype=torch.float64) + offset) * (rows / max(count, 1))
     return places.to(torch.int64).clamp(max=max(rows - 1, 0))
 
 

@@ -216,3 +216,18 @@ def test_a_layer_that_was_parametrized_before_says_what_to_do() -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
     with pytest.raises(ConfigError, match="it is parametrized: convert it first, and parametrize it then"):
         ng.convert(nn.Sequential(layer), "int8")
+
+
+def test_one_linear_under_two_names_takes_one_recipe():
+    """The last pattern won, without a word. One that names it by all its names, or again by the same, still decides."""
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    with pytest.raises(ConfigError, match=r"'a' and 'b' are one Linear, to which 'a' gives bf16 and 'b' gives fp8-row"):
+        ng.convert(model, {"a": "bf16", "b": "fp8-row"})
+    assert type(shared) is nn.Linear
+    for patterns in (
+        {"a": "bf16", "b": "bf16"},
+        {"*": "fp8-row", "b": "bf16"},
+        {"a": "int8", "b": "fp8-row", "*": "bf16"},
+    ):
+        assert ng.convert(model, patterns)["a"].recipe.name == "bf16"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -26,16 +27,32 @@ def test_describe_says_why_a_layer_was_kept() -> None:
 
 def test_frozen_and_subclassed_layers_are_told() -> None:
     class Own(nn.Linear):
-        pass
+        def forward(self, x):
+            return super().forward(x)
 
-    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32), nn.Linear(32, 8), nn.Linear(32, 40))
+    attention = nn.MultiheadAttention(32, 2)
+    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32), nn.Linear(32, 8), nn.Linear(32, 40), attention.out_proj)
     model[0].weight.requires_grad_(False)
     rows = ng.describe(ng.convert(model, "fp8-current"))
-    assert [row.recipe for row in rows] == ["fp8-current", "none", "none", "fp8-current"]
+    assert [row.recipe for row in rows] == ["fp8-current", "none", "none", "fp8-current", "none"]
     assert "frozen" in rows[0].note
     assert "Own has a forward of its own" in rows[1].note
     assert "fewer than 16" in rows[2].note
     assert "multiples of 16" in rows[3].note
+    assert "NonDynamicallyQuantizableLinear is a class of its own: its weight may be read without" in rows[4].note
+
+
+def test_it_is_said_which_16_bits_a_product_takes() -> None:
+    """Of a float16 model the recipe bf16 multiplies in float16."""
+    types: list[bool] = []
+    for recipe, dtype in itertools.product(("bf16", "fp8-current"), (torch.float16, torch.bfloat16)):
+        model = ng.convert(nn.Sequential(nn.Linear(32, 32, dtype=dtype)), recipe)
+        [row] = ng.describe(model)
+        assert ("16-bit operands are float16" in row.note) == (recipe == "bf16" and dtype == torch.float16)
+        if recipe == "bf16":
+            model[0].observer = lambda gemm, role, original, operand, dtype=dtype: types.append(operand.dtype == dtype)
+            model(torch.randn(4, 32, dtype=dtype)).sum().backward()
+    assert len(types) == 8 and all(types)
 
 
 def unconverted(model: nn.Module, reason: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.errors import ShapeError
 from narrowgauge.structure import read_weights
 from tests.compare import assert_same
 
@@ -40,6 +41,25 @@ def test_a_weight_that_its_owner_multiplies_by_is_told_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ng.convert(model, {"*.qkv": None, "*.tied": None})
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage")
+def test_an_encoder_with_a_padding_mask_hands_no_nested_tensor_to_its_linears():
+    """In evaluation it packs them; where nothing is padding its output is that of its layers (exact)."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    with torch.no_grad():
+        plain = encoder(x, src_key_padding_mask=padding)
+        ng.convert(encoder, "int8")
+        found = encoder(x, src_key_padding_mask=padding)
+        assert (found - plain)[~padding].norm() < 0.05 * plain[~padding].norm()
+        ng.convert(encoder, None)
+        assert_same(encoder(x, src_key_padding_mask=padding), plain)
+        with pytest.raises(ShapeError, match=r"x is a nested torch.float32.*dense tensor"):
+            ng.QLinear(32, 32, recipe="int8")(torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(2, 32)]))
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()])

@@ -346,6 +346,18 @@ def test_transforms_of_torch_func_are_refused_in_words(recipe: Recipe, transform
     assert_same(torch.func.functional_call(layer, parameters, (x,)), layer(x))  # no transform: calls the layer as it is
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("recipe", NARROW, ids=lambda recipe: recipe.name)
+def test_torch_jit_trace_is_refused_in_words(recipe: Recipe) -> None:
+    """By then kernels had run, and one of four bits ended Python: torch looks for who called on a thread that has no interpreter."""
+    layer, x = layer_of(recipe), torch.randn(4, 64)
+    with pytest.raises(ConfigError, match=r"torch.jit.trace cannot record a recipe.*torch.export.*suspended"):
+        torch.jit.trace(layer, x)
+    with suspended(layer):
+        traced = torch.jit.trace(layer, x)
+        assert_same(traced(x), layer(x))
+
+
 @pytest.mark.parametrize("recipe", NARROW, ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 def test_nonfinite_input_shows_itself(recipe: Recipe, poison: float) -> None:
