@@ -79,6 +79,10 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     casts = cast_summary(trainer.optimizer, trainer.no_cast_reason)
     if casts and trainer.device.type == "cuda":
         show.say(f"Weights cast by the optimizer's step: {'; '.join(casts)}.")
+    if not trainer.has_own_peak:
+        show.say(
+            "This system knows the peak memory of a whole process alone, so that of this second run is not recorded."
+        )
     for fusion in fusions(model):
         if fusion.reason:
             show.say(f"Not fused: {fusion}")
