@@ -374,6 +374,25 @@ def test_a_model_that_is_converted_later_is_refused(backend, steps_before, maste
     return None
 
 
+def test_the_state_of_torchs_optimizer_goes_on_in_the_same_groups():
+    class Embedded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(9, 16), nn.Linear(16, 16)
+
+    model = Embedded()
+    theirs = torch.optim.AdamW(model.parameters())
+    run(theirs, 0, 2)
+    with pytest.raises(
+        CheckpointError, match=r"groups of \[3\] parameters, this optimizer \[2, 1\].* model.parameters\(\) is one"
+    ):
+        AdamW(model).load_state_dict(theirs.state_dict())
+    ours = AdamW(model.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    for parameter, state in theirs.state.items():
+        assert_same(ours.state[parameter]["exp_avg"], state["exp_avg"])
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
