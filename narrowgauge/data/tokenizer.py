@@ -174,7 +174,7 @@ def _closest_folder(name: str) -> str:
     parent, own = os.path.split(name)
     try:
         beside = [] if os.path.isdir(name) else [each.name for each in os.scandir(parent or ".") if each.is_dir()]
-    except OSError:
+    except (OSError, ValueError):  # ValueError of a zero byte
         return ""
     near = closest(own, beside, limit=1)
     return f"The folder with the closest name is {near}. " if near else ""

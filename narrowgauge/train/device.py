@@ -51,8 +51,11 @@ def peak_bytes(device: torch.device) -> int:
     """Most memory in use since `reset_peak`: allocated on the GPU, or resident in the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if STATUS.exists():  # ru_maxrss counts what the process was before it became Python
-        return 1024 * int(re.findall(r"VmHWM:\s*(\d+) kB", STATUS.read_text(encoding="utf-8"))[0])
+    status = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
+    if found := re.search(
+        r"VmHWM:\s*(\d+) kB", status
+    ):  # ru_maxrss counts what the process was before it became Python
+        return 1024 * int(found[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
