@@ -13,7 +13,8 @@ def recipes(name: str = "", /) -> int:
     """
     from narrowgauge import recipes as registry
 
-    for recipe in map(registry.get, (name,) if name else registry.names()):
+    shown = [registry.get(each) for each in ((name,) if name else registry.names())]
+    for recipe in shown:
         print(f"{recipe.name}: {registry.SUMMARIES[recipe.name]}")
         for product, gemm in recipe.gemms().items():
             print(f"    {product:<12} {gemm}" + (", fast accumulation" if gemm.fast_accumulate else ""))
@@ -21,6 +22,9 @@ def recipes(name: str = "", /) -> int:
             print(f"    {'kept':<12} x as codes")
         print()
     for shorthand, (recipe_name, why) in registry.SHORTHANDS.items():
-        print(f"  {shorthand} stands for {recipe_name}: {why}.")
-    print(f"  {registry.AUTO} chooses, {registry.AUTO_SUMMARY}.\n\n{LEGEND}")
+        if recipe_name in [recipe.name for recipe in shown]:
+            print(f"  {shorthand} stands for {recipe_name}: {why}.")
+    if not name:
+        print(f"  {registry.AUTO} chooses, {registry.AUTO_SUMMARY}.\n")
+    print(LEGEND)
     return 0

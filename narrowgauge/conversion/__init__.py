@@ -43,6 +43,7 @@ ROUTERS = ("router", "gate", "shared_expert_gate")
 KEPT = dict.fromkeys(HEADS, "output head") | dict.fromkeys(
     ROUTERS, "router: a small error flips which expert is chosen"
 )
+_WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
 SMALLEST = ALIGNMENT  # fewer rows or columns than one hardware tile: filling it up would cost more than it saves
 
 Patterns = str | Recipe | Mapping[str, "str | Recipe | None"]
@@ -83,13 +84,13 @@ def convert(
     if not linears:
         raise ConfigError(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
-            "Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first."
+            f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}"
         )
     matching = {name: patterns for name, patterns in _matching(model, linears, resolved).items() if patterns}
     head = output_head(model)
     kept = {name: reason_to_keep(name, linears[name], patterns, head) for name, patterns in matching.items()}
     if all(kept.values()):
-        raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}.")
+        raise ConfigError(f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}")
     given: dict[str, tuple[Recipe | None, str, Decision | None]] = {}  # layer -> its recipe, reason and decision
     wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> why it stays wide
     left_to_auto: dict[str, nn.Linear] = {}
@@ -312,8 +313,8 @@ def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
     """The first three reasons, and a hint for models built from Conv1D (GPT-2 of transformers)."""
     words = [f"{name!r} ({reason})" for name, reason in list(kept.items())[:3]]
     others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
-    hint = f". Its {others} Conv1D layers are no nn.Linear: replace them first, or train without a recipe"
-    return "; ".join(words) + hint * (others > 0)
+    hint = f" Its {others} Conv1D layers are no nn.Linear: replace them first. {_WITHOUT}"
+    return "; ".join(words) + "." + hint * (others > 0)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

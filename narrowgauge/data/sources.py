@@ -122,7 +122,7 @@ def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[
         empty = False
         yield document
     if empty:
-        held = f"{passed_over} documents, all blank" if passed_over else "no document"
+        held = f"{passed_over} document{'s' * (passed_over > 1)}, all blank" if passed_over else "no document"
         raise DataError(f"{shown(name)}: {held}. Pass a source that holds text.")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from narrowgauge.data.cache import new_folder
 from narrowgauge.data.text import pieces, reason, shown
-from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.errors import ConfigError, DataError, closest
 
 if TYPE_CHECKING:
     import tokenizers
@@ -144,13 +144,16 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     if not os.path.isdir(name) and (
         isinstance(path, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1
     ):
-        raise DataError(f"{shown(name)}: no such folder. Pass a folder with tokenizer.json, or a name on the Hub.")
+        raise DataError(
+            f"{shown(name)}: no such folder. {_closest_folder(name)}Pass a folder with tokenizer.json, or a name on the Hub."
+        )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the libraries raise bare Exception for a malformed file
         raise DataError(
             f"{shown(name)}: {'' if os.path.isdir(name) else 'no folder here, and on the Hub '}no usable tokenizer: "
-            f"{type(error).__name__}: {reason(error)} Pass a folder with tokenizer.json, or a model's name on the Hub."
+            f"{type(error).__name__}: {reason(error)} {_closest_folder(name)}Pass a folder with tokenizer.json, or a model's name on "
+            "the Hub."
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
@@ -164,6 +167,17 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
             "configuration, in which all text is unknown. Name the model's tokenizer with --tokenizer, or copy its files into the folder."
         )
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _closest_folder(name: str) -> str:
+    """A sentence on a folder beside which `name` may be a slip of the pen; '' if there is none, or it is a folder itself."""
+    parent, own = os.path.split(name)
+    try:
+        beside = [] if os.path.isdir(name) else [each.name for each in os.scandir(parent or ".") if each.is_dir()]
+    except (OSError, ValueError):  # ValueError of a zero byte
+        return ""
+    near = closest(own, beside, limit=1)
+    return f"The folder with the closest name is {near}. " if near else ""
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = True) -> tokenizers.Tokenizer:

@@ -87,14 +87,15 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
         for depth in range(len(parts), 0, -1):
             below.setdefault(".".join(parts[:depth]), set()).add(parameter)
     found: set[nn.Parameter] = set()
-    for pattern in (one for each in wanted for one in expanded(each)):
+    for typed, pattern in ((each, one) for each in wanted for one in expanded(each)):
         meant = [parameters for name, parameters in below.items() if matches(name, pattern)]
         if not meant:
             ends = [".".join(name.split(".")[-1 - pattern.count(".") :]) for name in below]
             near = closest(pattern.replace("*", "").strip("."), [*ends, *below])
             first = f"The first parameter is {next(iter(below))!r}." if below else "The model has no parameters."
             hint = f"Closest: {near}." if near else first
-            raise ConfigError(f"{verb}: pattern {pattern!r} matched no parameter or module. {hint}")
+            within = f"{pattern!r} of " if pattern != typed else ""
+            raise ConfigError(f"{verb}: {within}pattern {typed!r} matched no parameter or module. {hint}")
         found = found.union(*meant)
     return found
 

@@ -76,7 +76,8 @@ def chunked_cross_entropy(
     checked  the caller knows that targets lie in range: nothing is read back from a GPU, and ignored tokens are computed
     ->       loss float32 (float64 for float64), count int64, both 0-d; 0 and 0 if no target is valid
 
-    Divide the loss by the count, or by that of all micro-batches. Differentiable once in hidden, weight and bias, by as many
+    Targets are those of their own positions: a language model's are shifted, hidden[:, :-1] and ids[:, 1:]. Divide the loss by the
+    count, at least 1, or by that of all micro-batches. Differentiable once in hidden, weight and bias, by as many
     backward passes as keep the graph. Raises ShapeError and, for a target outside 0 ... V - 1, DataError (which synchronises with
     a GPU). While compiling, targets are not checked and ignored tokens are computed, since both depend on data.
     """

@@ -54,6 +54,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.steps_in_backward = False
         self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
         super().__init__(self._not_empty(params), defaults | {"form": moments.FORM})
+        self._refuse_master_without_effect()
 
     def _not_empty(self, params: Any) -> Any:
         """What torch takes as parameters or groups. Raises ConfigError if there are none, and says why."""
@@ -124,6 +125,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if reason := param_groups.refuse(parameter, group["master"]):
                 raise ConfigError(f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}")
+
+    def _refuse_master_without_effect(self) -> None:
+        """Raises ConfigError for a master where every parameter is float32; beside 16-bit ones, some may be."""
+        found = [group["master"] for group in self.param_groups if group["master"] is not None]
+        if found and all(parameter.dtype == torch.float32 for parameter, _, _ in self._numbered()):
+            raise ConfigError(
+                f"{type(self).__name__}: master = {found[0]!r} has no effect: all parameters are float32, and such a weight is its own "
+                "master. Leave it out, or convert the model to bfloat16 before the optimizer is built."
+            )
 
     # Not compiled: what a step keeps from the last one, Dynamo would take for constants. Torch's own optimizers import it as well.
     @_disable_dynamo

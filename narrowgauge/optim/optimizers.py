@@ -18,7 +18,7 @@ class AdamW(NarrowOptimizer):
     params      parameters, named parameters, groups, or a model (then `groups(model)`). A group may have its own `states`, and its own
                 `rule` ("lion", or a `rules.Rule`) with that rule's options
     states      bytes per parameter of both moments: fp32 8, 8bit 2.02, fp8 2.05, fp8-lm 3.02, 4bit 1.03
-    master      for 16-bit weights, see masters.py; None for float32 weights
+    master      for 16-bit weights, see masters.py; None if all are float32 (else ConfigError)
     embeddings  "fp32": parameters whose name is that of an embedding keep float32 states (their rows are rarely seen, and
                 then move far); "same" treats them as any other. Names are known from a model or named parameters only.
     seed        of all stochastic rounding

@@ -49,7 +49,8 @@ def _other_groups(state_dict: Mapping[str, Any], own: list[dict[str, Any]]) -> I
     sizes, here = ([len(group["params"]) for group in groups] for groups in (saved_groups, own))
     if sizes != here:
         yield (
-            f"the saved state has groups of {sizes} parameters, this optimizer {here}. Build it with the groups that were saved."
+            f"the saved state has groups of {sizes} parameters, this optimizer {here}. Build it with the groups that were saved: "
+            "model.parameters() is one group; a model, or ng.optim.groups(model), has another one for its embeddings."
         )
     if strangers := set(state_dict["state"]) - {place for group in saved_groups for place in group["params"]}:
         yield (

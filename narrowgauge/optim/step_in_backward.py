@@ -67,7 +67,7 @@ def in_backward(
     clip_norm: float | None = None,
     clip_parameter_norm: float | None = None,
 ) -> InBackward:
-    """From now on `loss.backward()` also steps. `optimizer.step()` finds no gradients and does nothing.
+    """From now on `loss.backward()` also steps. `optimizer.step()` finds no gradients. A converted model needs `advance` after backward.
 
     clip_parameter_norm  scales each parameter's own gradient down to this 2-norm; not the same as clip_norm
     Raises ConfigError for what needs all gradients at once. Schedulers work as ever: they change lr between the passes.

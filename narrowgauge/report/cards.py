@@ -72,7 +72,8 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
     if peak is not None:
         pair = comparison.peak_bytes if comparison else None
         size = format_text.size_parts(peak)
-        yield card("Peak memory", *size, note(pair, format_text.size, "largest of all steps"))
+        apart = f"; that of {comparison.reference_name} was not measured" if comparison else ""
+        yield card("Peak memory", *size, note(pair, format_text.size, f"largest of all steps{apart}"))
 
 
 def unit(recorded: Recorded) -> str:

@@ -29,7 +29,9 @@ class Console:
             tell(text)
 
     def step(self, step: int, *, loss: float, tokens_per_s: float, peak_bytes: int) -> None:
-        words, speed, peak = f"{loss:.4f}", f"{tokens_per_s:,.0f} tokens/s", f"{peak_bytes / 2**30:.2f} GiB"
+        """peak_bytes: 0 if it was not measured."""
+        words, speed = f"{loss:.4f}", f"{tokens_per_s:,.0f} tokens/s"
+        peak = f"{peak_bytes / 2**30:.2f} GiB" if peak_bytes else "-"
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=step, loss=words, speed=speed, peak=peak)
         elif step % self._every == 0 or step == self._total:

@@ -8,10 +8,13 @@ and met under ATEN_CPU_CAPABILITY=avx2 left half of its lanes unwritten.
 """
 
 import ctypes
+import gc
+import re
 import resource
 import sys
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +22,8 @@ from narrowgauge import storage
 from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, processor_name, threads_words
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.cpp.build import cache_folder, user_cache
+
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux; "5" resets VmHWM
 
 
 def chosen_device(name: str) -> torch.device:
@@ -43,11 +48,31 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory in use so far: allocated on the GPU, or resident in the process on a CPU."""
+    """Most memory in use since `reset_peak`: allocated on the GPU, or resident in the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
+    if found := re.search(
+        r"VmHWM:\s*(\d+) kB", status
+    ):  # ru_maxrss counts what the process was before it became Python
+        return 1024 * int(found[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Gives free memory back and begins the peak of `peak_bytes` anew; False where the system keeps that of the whole process."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    if trim := _of_glibc("malloc_trim"):
+        trim(0)
+    try:
+        CLEAR_REFS.write_text("5", encoding="utf-8")
+    except OSError:
+        return False
+    return True
 
 
 def keep_freed_memory() -> bool:
@@ -58,11 +83,14 @@ def keep_freed_memory() -> bool:
     The setting is the process's and stays. Memory that is free between steps stays resident; the peak is what it was, but
     for what fragments.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    mallopt = _of_glibc("mallopt")
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
     return mallopt is not None and bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+
+
+def _of_glibc(name: str) -> Any:
+    """A function of the C library that glibc has; None elsewhere."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None  # musl has neither
 
 
 def refuse_without_compiler(device: torch.device) -> None:

@@ -14,7 +14,13 @@ from narrowgauge.train import run_metadata
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import Console, tell
-from narrowgauge.train.device import chosen_device, keep_freed_memory, refuse_without_compiler, use_own_caches
+from narrowgauge.train.device import (
+    chosen_device,
+    keep_freed_memory,
+    refuse_without_compiler,
+    reset_peak,
+    use_own_caches,
+)
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model_files import export
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
@@ -97,24 +103,30 @@ def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, st
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
     )
     with RunFolder.claim(path, resume=True) as own:  # the run before has shown the same data
-        return _train_and_log(reference, own, task, stop, reference, preview=False)
+        return _train_and_log(reference, own, task, stop, reference, is_first=False)
 
 
 def _train_and_log(
-    config: TrainConfig, folder: RunFolder, task: TrainTask, stop: StopRequest, asked: TrainConfig, preview: bool = True
+    config: TrainConfig,
+    folder: RunFolder,
+    task: TrainTask,
+    stop: StopRequest,
+    asked: TrainConfig,
+    is_first: bool = True,
 ) -> int:
     """One run from its newest checkpoint, or from the start, to its end.
 
     asked     what the folder's config.toml is to say, once it is known that the run can go on so
-    preview   whether an example of the data is shown
+    is_first  of this process: an example of the data is shown
     """
     with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
-        trainer = Trainer(config, folder, task, log)
+        has_own_peak = reset_peak(chosen_device(config.device)) or is_first
+        trainer = Trainer(config, folder, task, log, has_own_peak)
         folder.write_config(asked)
         with Console(config.steps, config.log_every, trainer.step) as show:
             known = run_metadata.of_run(trainer)
             folder.write_run(known)
-            run_metadata.announce(trainer, show, preview)
+            run_metadata.announce(trainer, show, is_first)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:

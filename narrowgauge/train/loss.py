@@ -140,10 +140,13 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up over warmup_steps, then a half cosine down to min_learning_rate at the last step; step counts from 1."""
+    """Linear warm-up over warmup_steps, then a half cosine; step counts from 1.
+
+    It would reach min_learning_rate in the step after the last: at the last one, a rate of 0 would make an update of nothing.
+    """
     peak, lowest, warmup_steps = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step <= warmup_steps:
         return peak * step / warmup_steps
-    done = (step - warmup_steps) / max(1, config.steps - warmup_steps)
+    done = (step - warmup_steps) / (config.steps + 1 - warmup_steps)
     cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0), dtype=torch.float64)).item())
     return lowest + (peak - lowest) * cosine

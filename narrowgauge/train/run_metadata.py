@@ -43,6 +43,11 @@ def notes(config: TrainConfig) -> Iterator[str]:
             f"warmup_steps = {config.warmup_steps} does not end within the {config.steps} steps of the run: the learning rate "
             "rises to the last step. Lower warmup_steps, or train longer."
         )
+    own, other = (recipes.SHORTHANDS.get(name, (name,))[0] for name in (config.recipe, config.compare))
+    if own == other and not (config.layers_recipe or config.switch or config.save):
+        yield (
+            f"compare = {config.compare!r} is the recipe of the run itself: the same numbers are computed twice. Name another, as bf16."
+        )
     names = {config.recipe, *config.layers_recipe.values()} - {recipes.AUTO, NO_RECIPE}
     sampling = sorted(name for name in names if recipes.get(name).samples())
     if config.compile and sampling:
@@ -79,6 +84,10 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     casts = cast_summary(trainer.optimizer, trainer.no_cast_reason)
     if casts and trainer.device.type == "cuda":
         show.say(f"Weights cast by the optimizer's step: {'; '.join(casts)}.")
+    if not trainer.has_own_peak:
+        show.say(
+            "This system knows the peak memory of a whole process alone, so that of this second run is not recorded."
+        )
     for fusion in fusions(model):
         if fusion.reason:
             show.say(f"Not fused: {fusion}")

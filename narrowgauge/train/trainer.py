@@ -46,8 +46,14 @@ MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no lo
 class Trainer:
     """The parts of a run in progress."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog) -> None:
-        """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one."""
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog, has_own_peak: bool = True
+    ) -> None:
+        """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one.
+
+        has_own_peak  the peak of memory is this run's; else it is of the runs before as well, and is not recorded
+        """
+        self.has_own_peak = has_own_peak
         self.config, self.folder, self.task, self.log = config, folder, task, log
         self.step = self.saved_step = 0  # finished optimizer steps
         self.skipped_steps = 0  # in a row, of float16
@@ -156,7 +162,7 @@ class Trainer:
             numbers, inputs = self._watched_step(monitor, show)
             spent_s = time.monotonic() - started_at_s
             self.trained_s += spent_s
-            speed, peak = inputs / spent_s, peak_bytes(self.device)
+            speed, peak = inputs / spent_s, peak_bytes(self.device) if self.has_own_peak else 0
             compiled = {"compiled_graphs": launches.compiled_graphs()} if config.compile else {}
             self.log.write(
                 "step", self.step, **numbers, tokens_per_s=speed, elapsed_s=self.trained_s, peak_bytes=peak, **compiled

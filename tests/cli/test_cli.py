@@ -1,6 +1,7 @@
 """The command line: quick, strict, and no traceback for what a user can mend (exact)."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -70,6 +71,16 @@ def test_the_front_imports_the_standard_library_alone():
 
 
 # The front
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("fp8-block", []), ("fp8", ["fp8"]), ("int4-hq-bs", ["int4"]), ("", ["fp8", "int4"])]
+)
+def test_recipes_explain_the_shorthands_of_what_they_list(name, said, capsys):
+    assert cli.main(["recipes", *([name] if name else [])]) == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"(\w+) stands for", printed) == said
+    assert ("auto chooses" in printed) == (not name) and "A cast reads" in printed
 
 
 def test_help_lists_every_verb_and_each_has_its_file(capsys):

@@ -55,7 +55,7 @@ def test_rows_become_documents(dataset):
         ({"text": [5]}, None, r"row 1: column 'text' holds a number \(5\), not a string"),
         ({"title": ["a"], "body": ["b"]}, None, "Name it with `column`, one of 'title', 'body'"),
         ({"title": ["a"], "body": ["b"]}, "boby", "no column 'boby'. Closest: 'body'"),
-        ({"text": [" "]}, None, "1 documents, all blank"),
+        ({"text": [" "]}, None, "1 document, all blank"),
     ],
 )
 def test_what_is_no_text_is_refused(dataset, columns, column, message):

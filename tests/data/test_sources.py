@@ -83,7 +83,7 @@ def test_a_folder_that_may_not_be_listed_is_a_storage_error(tree, monkeypatch):
 @pytest.mark.parametrize("content", ["", " \n\t\n", "\f\f\n"])
 def test_blank_data_is_an_error(tmp_path, content):
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=r"a\.txt: \d documents, all blank\. Pass a source that holds text"):
+    with pytest.raises(DataError, match=r"a\.txt: (1 document|3 documents), all blank\. Pass a source that holds text"):
         read(tmp_path / "a.txt")
 
 

@@ -192,6 +192,17 @@ def test_load_refuses_a_missing_folder_without_asking_the_hub(tmp_path):
             load(name)
 
 
+def test_load_names_the_folder_that_was_meant(tmp_path, monkeypatch):
+    (tmp_path / "my-encoder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"no such folder\. The folder with the closest name is 'my-encoder'"):
+        load("./my-encodr")
+    with pytest.raises(
+        DataError, match=r"no folder here, and on the Hub.* The folder with the closest name is 'my-enc"
+    ):
+        load("my-encodr")
+
+
 def test_load_refuses_an_unknown_model():
     with pytest.raises(DataError, match="no folder here, and on the Hub no usable tokenizer"):
         load("no-such-organisation/no-such-model")

@@ -138,3 +138,8 @@ def test_a_machine_without_proc(monkeypatch):
 
 def _refuse(encoding):
     raise FileNotFoundError(encoding)
+
+
+def test_a_reason_is_said_once():
+    words = verdicts(machine.info(), "cpu")["int4-row-sr"]
+    assert words.count("one scale per tensor or per row") <= 1

@@ -75,7 +75,7 @@ def test_freezing_adds_up_and_train_only_decides_all():
     ("patterns", "words"),
     [
         ("embd*", "'embd\\*' matched no parameter or module. Closest: 'embed_tokens'"),
-        ("layers.0-9", "pattern 'layers.4' matched no"),
+        ("layers.0-9", "'layers.4' of pattern 'layers.0-9' matched no"),
         ("lm_head,layers.17", "'layers.17' matched no .*Closest: 'layers.1'"),
         (" , ", "no pattern was given"),
     ],

@@ -329,6 +329,11 @@ def test_an_empty_parameter_and_a_scalar():
         (lambda: AdamW([matrix(torch.float64)]), "trains float32, bfloat16 and float16"),
         (lambda: AdamW([matrix()], states="8bits"), "no states '8bits'. Closest: '8bit'"),
         (lambda: AdamW([matrix()], master="fp23"), "no master 'fp23'. Closest: 'fp32'"),
+        (
+            lambda: AdamW([matrix()], master="stochastic"),
+            "master = 'stochastic' has no effect: all parameters are float32",
+        ),
+        (lambda: SGD([{"params": [matrix()], "master": "fp32"}]), "master = 'fp32' has no effect"),
         (lambda: AdamW([matrix()], backend="cuda"), "backend = 'cuda'"),
         (lambda: AdamW([matrix()], lr=-1.0), "lr = -1.0"),
         (lambda: AdamW([matrix()], lr="fast"), "lr = 'fast': must be a number"),
@@ -356,7 +361,8 @@ def test_what_cannot_work_is_refused(build, words):
 def test_a_model_that_is_converted_later_is_refused(backend, steps_before, master, dtype, words):
     """Its state has no master: the compiled step would read one from nowhere."""
     layer = nn.Linear(300, 16)
-    optimizer = AdamW(layer, master=master, backend=backend)
+    beside = [matrix(torch.bfloat16)] if master else []  # a master needs a weight that it is for
+    optimizer = AdamW([*layer.parameters(), *beside], master=master, backend=backend)
     run(optimizer, 0, steps_before)
     layer.to(dtype)
     before = layer.weight.detach().clone()
@@ -366,6 +372,25 @@ def test_a_model_that_is_converted_later_is_refused(backend, steps_before, maste
         run(optimizer, 1, 2)
     assert_same(layer.weight.detach(), before)
     return None
+
+
+def test_the_state_of_torchs_optimizer_goes_on_in_the_same_groups():
+    class Embedded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(9, 16), nn.Linear(16, 16)
+
+    model = Embedded()
+    theirs = torch.optim.AdamW(model.parameters())
+    run(theirs, 0, 2)
+    with pytest.raises(
+        CheckpointError, match=r"groups of \[3\] parameters, this optimizer \[2, 1\].* model.parameters\(\) is one"
+    ):
+        AdamW(model).load_state_dict(theirs.state_dict())
+    ours = AdamW(model.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    for parameter, state in theirs.state.items():
+        assert_same(ours.state[parameter]["exp_avg"], state["exp_avg"])
 
 
 @pytest.mark.parametrize(

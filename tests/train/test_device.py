@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from narrowgauge.train import device
 from tests.processes import PYTHON, run_ok
 
 FAULTS = """
@@ -31,3 +33,14 @@ def test_freed_memory_is_kept_for_the_next_step():
     if not kept or min(given_back) < 16_000:
         pytest.skip("no mallopt in this C library, or huge pages, which fault too seldom to show a difference")
     assert max(kept[-4:]) < 1000, kept
+
+
+def test_a_peak_is_measured_where_the_system_tells_none_of_its_own(monkeypatch, tmp_path):
+    """A sandbox may have /proc without VmHWM, and nothing that resets it."""
+    cpu = torch.device("cpu")
+    own = device.peak_bytes(cpu)
+    (tmp_path / "status").write_text("VmRSS:\t 1 kB\n", encoding="utf-8")
+    for status in (tmp_path / "status", tmp_path / "none"):
+        monkeypatch.setattr(device, "STATUS", status)
+        monkeypatch.setattr(device, "CLEAR_REFS", tmp_path / "none" / "clear_refs")
+        assert device.peak_bytes(cpu) >= own / 2 and not device.reset_peak(cpu)

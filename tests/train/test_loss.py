@@ -170,17 +170,22 @@ def rate(step, **changes):
 def test_corners_of_the_schedule():
     assert rate(1) == pytest.approx(1e-4, rel=1e-12)  # one tenth of the peak
     assert rate(10) == 1e-3
-    assert rate(55) == pytest.approx((1e-3 + 1e-4) / 2, rel=1e-12)  # half of the way down
-    assert rate(100) == pytest.approx(1e-4, rel=1e-12)
-    assert rate(101) == pytest.approx(1e-4, rel=1e-12)  # beyond the end it stays
+    assert rate(55, steps=99) == pytest.approx((1e-3 + 1e-4) / 2, rel=1e-12)  # half of the way down
+    assert rate(101) == pytest.approx(1e-4, rel=1e-12)  # after the last step
+    assert rate(102) == pytest.approx(1e-4, rel=1e-12)  # beyond the end it stays
 
 
 def test_schedule_without_warm_up_and_with_nothing_else():
-    assert rate(1, warmup_steps=0) == pytest.approx(1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 100)), rel=1e-12)
+    assert rate(1, warmup_steps=0) == pytest.approx(1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 101)), rel=1e-12)
     assert rate(100, warmup_steps=100) == 1e-3
     assert rate(50, warmup_steps=200) == pytest.approx(2.5e-4, rel=1e-12)
-    assert rate(1, steps=1, warmup_steps=0) == 1e-4
+    assert rate(1, steps=1, warmup_steps=0) == pytest.approx((1e-3 + 1e-4) / 2, rel=1e-12)
     assert rate(1, steps=1, warmup_steps=1) == 1e-3
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 10, 99, 100])
+def test_the_last_update_changes_something(warmup_steps):
+    assert rate(100, warmup_steps=warmup_steps, min_learning_rate=0.0) > 0
 
 
 def test_the_rate_rises_then_falls():

@@ -153,7 +153,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     "native-int8": (
         Need("operands", lambda s: all(isinstance(format, IntFormat) for format in s.formats), "needs two integer operands"),
-        Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "the integer GEMM takes one scale per tensor or per row"),
+        Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
         Need("capability", lambda s: s.device.type != "cpu" or s.device.int8_gemm, CPU_IS_SLOW),
         Need("device", lambda s: s.device.type in ("cpu", "cuda"), lambda s: f"no integer GEMM on {s.device.type}"),

@@ -19,12 +19,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from narrowgauge import data
+from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, check_sizes, own_configuration, pretrained
 from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, Score, StepBatch, TrainTask
 
+FEW = 20  # examples to validate on; below, a note
 EVAL_ORDER = b"evaluation"
 ALIGNED = 16  # tokens: so that runs on nearly the same data share what recipe "auto" measured
 # Their first position has the number of the padding token plus one, so as many fewer tokens fit.
@@ -202,6 +204,11 @@ def read(
     else:
         train, validation = split_rows(examples, config.validation_fraction)
         split = f"{config.validation_fraction:.4g} of the rows, by their hash"
+    if len(validation) < FEW:
+        notes.append(
+            f"The validation loss is of {plural(len(validation), 'example')} alone, too few to tell runs apart or to choose weights by. "
+            "Raise validation_fraction, or pass validation_data."
+        )
     content = [examples.summary["content_hash"], held_out.summary["content_hash"], repr(task), asdict(limits)]
     summary = {
         "source": examples.summary["source"],

@@ -19,6 +19,7 @@ import torch
 from narrowgauge import data
 from narrowgauge.conversion import suspended
 from narrowgauge.data.targets import shifted_labels
+from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
@@ -82,7 +83,7 @@ class TextTask(TrainTask):
         known = self.corpus.summary
         return (
             f"{known['train_tokens']:,} training tokens, {known['validation_tokens']:,} held out of "
-            f"{known['documents']:,} documents"
+            f"{plural(known['documents'], 'document')}"
         )
 
     def model(self) -> Any:

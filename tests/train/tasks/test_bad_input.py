@@ -257,6 +257,7 @@ def test_a_table_without_a_header_row(make, tmp_path):
     )
     assert loop.run(config) == 0
     facts = json.loads(Path(config.output, "run.json").read_text("utf-8"))["data"]
+    assert not any("The validation loss is of" in note for note in facts["notes"])
     assert facts["train_examples"] == facts["validation_examples"] == 60 and facts["classes"] == ["0", "1"]
 
 
@@ -310,6 +311,7 @@ def test_classes_are_told_with_their_counts_and_held_out_examples_of_one(make, t
     settings = {"data": write(tmp_path / "own.csv", "text,label", *rows), "steps": 1}
     assert loop.run(make("classification", **settings, validation_data=held_out)) == 0
     said = capfd.readouterr().err
+    assert "The validation loss is of 7 examples alone" in said
     assert "Note: Classes, with examples to train on and held out: a 30 and 7, b 30 and 0." in said
     assert "Every held-out example (7) is of class a, so mcc is 0 whatever the model says. Pass validation_data" in said
 
@@ -325,7 +327,8 @@ def test_a_model_without_linears_trains_without_a_recipe(make, tmp_path):
     transformers.GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
     given = {"model": str(tmp_path / "gpt2"), "data": folders.prompts(tmp_path / "own.jsonl"), "steps": 1}
     with pytest.raises(
-        ConfigError, match=r"Conv1D layers are no nn.Linear: replace them first, or train without a recipe"
+        ConfigError,
+        match=r"Conv1D layers are no nn.Linear: replace them first. .* with --recipe none",
     ):
         loop.run(make("completion", **given))
     config = make("completion", "without", **given, recipe="none")
