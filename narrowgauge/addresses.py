@@ -5,6 +5,8 @@ is elsewhere or nowhere: `data_ptr()` is 0 or that of something else, and a kern
 inside torch.func's transforms and torch.jit.trace, and while a mode makes tensors fake or traces them: then a kernel's own buffers are
 wrappers too.
 
+Nor does the memory of a view that torch negates as it reads it (`z.conj().imag`) hold the view's numbers.
+
     wrapper     asked where kernels are chosen (`ops.registry`): those that read memory refuse, torch's operators compute
     address     what every kernel takes addresses from, so that one that nobody refused raises instead of crashing
     identity    to tell tensors apart by their memory, without reading it
@@ -44,6 +46,8 @@ def wrapper(*tensors: Tensor | None) -> str:
     for x in tensors:
         if x is not None and type(x).__torch_dispatch__ is not _PLAIN:
             return type(x).__name__
+        if x is not None and x.is_neg():
+            return "view that negates its numbers"
     if _modes():
         for key in _TRACING:
             if (mode := torch._C._get_dispatch_mode(key)) is not None:
@@ -65,7 +69,7 @@ def address(x: Tensor | None) -> int:
     if x is None:
         return 0
     found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
-    if found == 0 and x.numel():
+    if (found == 0 or x.is_neg()) and x.numel():
         raise BackendError(
             f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, whose memory is elsewhere. "
             "Pass plain tensors, or take the backend of plain torch."

@@ -244,3 +244,38 @@ def llama():
         num_key_value_heads=2,
     )
     return lambda: transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "int8", "int4-hq-bs", "nvfp4"])
+def test_numbers_that_a_view_negates_are_read_negated(recipe):
+    """Their memory holds the others: z.conj().imag, and what autograd makes of it."""
+    x, gy = torch.randn(32, 64), torch.randn(32, 16)
+
+    def results(sign):
+        torch.manual_seed(0)
+        layer = ng.convert(nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 16)), recipe)[0]
+        given = sign(x).requires_grad_()
+        torch.manual_seed(0)
+        y = layer(given)
+        y.backward(sign(gy))
+        return y, given.grad, layer.weight.grad
+
+    assert_same(results(torch._neg_view), results(torch.neg))
+
+
+def test_a_gradient_that_a_view_negates_steps_the_right_way():
+    found = []
+    for sign in (torch._neg_view, torch.neg):
+        parameter = nn.Parameter(torch.ones(64, 64))
+        parameter.grad = sign(torch.ones(64, 64))
+        ng.optim.AdamW([parameter], lr=1e-3).step()
+        found.append(parameter.detach())
+    assert_same(*found)
+
+
+def test_quantize_reads_a_negated_view():
+    x = torch.randn(6, 1, dtype=torch.complex64).conj().imag
+    cast = Cast(format=INT4, tile=(1, -1))
+    assert_same(ng.dequantize(ng.quantize(x, cast)), ng.dequantize(ng.quantize(x.resolve_neg(), cast)))
+    with pytest.raises(BackendError, match="view that negates its numbers"):
+        ng.quantize(x, cast, backend="native-cpp")

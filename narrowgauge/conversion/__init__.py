@@ -275,7 +275,7 @@ def advance(model: nn.Module) -> None:
     per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
     """
     layers = dict(_quantized(model))
-    step_end.end_steps({name: layer for name, layer in layers.items() if not layer.step_ended})
+    step_end.end_steps({layer: name for name, layer in layers.items() if not layer.step_ended})
     for layer in layers.values():
         layer.step_ended = False
 

@@ -137,14 +137,14 @@ def _step(parameter: Tensor) -> Tensor:
     return (parameter * RATE).exp().clamp(SMALLEST_STEP, LARGEST_STEP)
 
 
-def warn_of_untrained(layers: dict[str, LearnedSteps]) -> None:
-    """Ends an optimizer step: warns, once, of learned steps that no optimizer moves. layers: name -> the steps of a layer."""
-    untrained = {name: steps for name, steps in layers.items() if steps.missed >= WATCHED and not steps.is_held}
-    for steps in untrained.values():
+def warn_of_untrained(layers: list[tuple[str, LearnedSteps]]) -> None:
+    """Ends an optimizer step: warns, once, of learned steps that no optimizer moves. layers: (name, the steps of a layer)."""
+    untrained = [(name, steps) for name, steps in layers if steps.missed >= WATCHED and not steps.is_held]
+    for _, steps in untrained:
         steps.is_held = True  # said once
     if untrained:
         warnings.warn(
-            f"advance: in {WATCHED} optimizer steps no learned step of {len(untrained)} layers, {next(iter(untrained))!r} the first, was "
+            f"advance: in {WATCHED} optimizer steps no learned step of {len(untrained)} layers, {untrained[0][0]!r} the first, was "
             "moved, though weights were: no optimizer holds them, as when it is built before convert. Build it after convert, or "
             "give it the steps: optimizer.add_param_group({'params': [p for n, p in model.named_parameters() if '.steps.' in n]}). "
             "If they shall stay as they are, let them not require a gradient.",

@@ -46,13 +46,13 @@ def forget(layer: QLinear) -> None:
     _LAYERS.discard(layer)
 
 
-def end_steps(layers: dict[str, QLinear]) -> None:
-    """Name -> layer. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide."""
-    learned = {name: layer.steps for name, layer in layers.items() if layer.steps is not None}
-    samplings = [layer.sampling for layer in layers.values() if layer.sampling is not None]
-    for layer in layers.values():
+def end_steps(layers: dict[QLinear, str]) -> None:
+    """Layer -> name. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide."""
+    learned = [(name, layer.steps) for layer, name in layers.items() if layer.steps is not None]
+    samplings = [layer.sampling for layer in layers if layer.sampling is not None]
+    for layer in layers:
         layer.end_step()
-    for steps in learned.values():
+    for _, steps in learned:
         steps.advance()
     if learned:
         from narrowgauge.nn.learned_step import warn_of_untrained
@@ -62,7 +62,7 @@ def end_steps(layers: dict[str, QLinear]) -> None:
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    roll_history([each for layer in layers.values() for each in (layer.scaling or {}).values()])
+    roll_history([each for layer in layers for each in (layer.scaling or {}).values()])
 
 
 @torch.no_grad()
@@ -84,6 +84,6 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             ended |= {each: name for name, each in model.named_modules() if each in _LAYERS}
     ended |= {each: "" for each in alone if each not in ended}
     if ended:
-        end_steps({name or f"layer {number}": each for number, (each, name) in enumerate(ended.items())})
+        end_steps({each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())})
     for layer in ended:
         layer.step_ended = True

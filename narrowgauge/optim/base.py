@@ -304,4 +304,4 @@ def _usable(gradient: Tensor | None) -> Tensor:
         raise ConfigError("narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.")
     if gradient.dtype not in DTYPES:
         gradient = gradient.to(torch.float32)
-    return gradient if gradient.is_contiguous() else gradient.contiguous()
+    return gradient.resolve_neg().contiguous()

@@ -121,6 +121,16 @@ def test_only_models_of_the_optimizer_end_their_step():
     assert float(first[0].window("x").live[1]) == 0 < float(second[0].window("x").live[1])
 
 
+def test_models_whose_layers_have_the_same_names_all_end_their_step():
+    """Two models, or two parts of one, in one optimizer: what `advance` would do after it is done for each."""
+    first, second = built("fp8-delayed"), built("fp8-delayed")
+    for model in (first, second):
+        accumulated(model)
+    torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1).step()
+    for model in (first, second):
+        assert float(model[0].window("x").live[1]) == 0 < float(model[0].window("x").history[0])
+
+
 def test_accumulating_without_a_step_ends_none_and_a_skipped_step_neither():
     model = built()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
