@@ -9,6 +9,7 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.diagnose import machine
+from narrowgauge.ops import triton
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Result
 
@@ -21,6 +22,7 @@ def simulate(monkeypatch, device_is):
         device_is(cpu or Device("cpu"))
         if cuda is not None:
             device_is(Device("cuda", cuda))
+            monkeypatch.setattr(triton, "unavailable", lambda: "")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda is not None))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cuda)

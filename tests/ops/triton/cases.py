@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.ops import triton
+
 Case = tuple[str, Callable[[], object]]
 
 
@@ -50,5 +52,6 @@ def check(found: dict[str, str], modules: list[Any], part: str) -> None:
 
 
 if __name__ == "__main__":
+    triton.unavailable = lambda: ""  # the interpreter needs no C compiler
     for name in sys.argv[2:]:
         tell(import_module(f"tests.ops.triton.{name}"), sys.argv[1])
