@@ -6,6 +6,7 @@ Torch takes whatever a group says, and a step finds out; here it is refused when
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -57,8 +58,10 @@ def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raises ConfigError for a number that cannot be, and for what looks like an option and is none: torch passes over both."""
     for name in ("lr", "weight_decay", "eps"):
-        if name in group and (not _is_number(group[name]) or not group[name] >= 0):
-            raise ConfigError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0.")
+        if name in group and (not _is_number(group[name]) or not 0 <= group[name] < math.inf):
+            raise ConfigError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0, and finite.")
+    if type(group["seed"]) is not int:
+        raise ConfigError(f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.")
     for betas in (group.get("betas", (0.0, 0.0)), (group.get("momentum", 0.0),)):
         if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
@@ -83,7 +86,9 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None
 
 def _is_number(value: object) -> bool:
     """A learning rate may be a tensor, as torch's schedulers allow."""
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def refuse(parameter: Tensor, master: str | None) -> str:
