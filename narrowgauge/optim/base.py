@@ -105,7 +105,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-        except ConfigError:
+        except BaseException:
             self.param_groups.pop()
             raise
         if self._hook_group is not None:

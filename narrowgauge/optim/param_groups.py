@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.optim import masters, moments
+from narrowgauge.optim import masters, moments, rules
 from narrowgauge.optim.step import DTYPES, shape_of
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
+_OF_RULES = {option for rule in rules.BUILT_IN.values() for option in rule.options}
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
@@ -67,20 +68,25 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None
             raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
     if "betas" in group and len(group["betas"]) != 2:
         raise ConfigError(f"{kind}: betas = {group['betas']}: must be two numbers.")
-    if group.get("nesterov") and not group["momentum"]:
+    if "momentum" in group and group.get("nesterov") and not group["momentum"]:
         raise ConfigError(
             f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out."
         )
     for option, names in (("states", moments.STATES), ("master", masters.KINDS)):
-        if group[option] not in names:
+        if group[option] not in list(names):  # by equality: a group may name what has no hash
             given = [str(each) for each in names if each is not None]
             near = closest(str(group[option]), given) or ", ".join(map(repr, given))
             raise ConfigError(f"{kind}: no {option} {group[option]!r}. Closest: {near}.")
     if group["embeddings"] not in ("fp32", "same"):
         raise ConfigError(f"{kind}: embeddings = {group['embeddings']!r}; it is 'fp32' or 'same'.")
     for name in group:
-        found = [] if name in known or name in _ADDED_BY_TORCH else difflib.get_close_matches(str(name), known, 1, 0.8)
-        if found:
+        if name in known or name in _ADDED_BY_TORCH:
+            continue
+        if name in _OF_RULES:
+            raise ConfigError(
+                f"{kind}: a group has {name!r}, which its rule does not know. Leave it out, or give a rule."
+            )
+        if found := difflib.get_close_matches(str(name), known, 1, 0.8):
             raise ConfigError(f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.")
 
 

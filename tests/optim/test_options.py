@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.optim import SGD, AdamW, Lion
+from narrowgauge.optim import SGD, AdamW, Lion, param_groups
 from tests.compare import assert_same
 
 SHAPES = [(64, 64), (64,), (96, 64), (96, 128)]
@@ -36,6 +36,10 @@ def parameters() -> list[torch.nn.Parameter]:
         (Lion, {"weight_decays": 0.1}, "Closest: 'weight_decay'"),
         (SGD, {"nesterov": True, "momentum": 0.0}, "nesterov = True with momentum = 0"),
         (SGD, {"embeddings": "8bit"}, "embeddings = '8bit'"),
+        (AdamW, {"nesterov": True}, "a group has 'nesterov', which its rule does not know"),
+        (AdamW, {"rule": 5}, "no rule 5. Closest: 'adamw', 'lion', 'sgd'"),
+        (AdamW, {"rule": ["lion"]}, "no rule .'lion'.. Closest: 'lion'"),
+        (AdamW, {"states": ["8bit"]}, "no states .'8bit'.. Closest: '8bit'"),
     ],
 )
 def test_a_group_is_refused_as_arguments_are(rule: Any, group: dict[str, Any], words: str) -> None:
@@ -44,6 +48,19 @@ def test_a_group_is_refused_as_arguments_are(rule: Any, group: dict[str, Any], w
     optimizer = rule(parameters())
     with pytest.raises(ConfigError, match=words):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_whose_check_fails_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the check."""
+    optimizer = AdamW(parameters())
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(param_groups, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})
     assert len(optimizer.param_groups) == 1
 
 
