@@ -99,6 +99,8 @@ def _is_number(value: object) -> bool:
 
 def refuse(parameter: Tensor, master: str | None) -> str:
     """Why a parameter cannot be trained with this master, or ''."""
+    if _overlaps(parameter):
+        return "some of its elements share memory, as those of expand() do. Give each its own: nn.Parameter(x.contiguous())."
     if parameter.dtype == torch.float32:
         return ""
     if parameter.dtype not in DTYPES:
@@ -115,6 +117,16 @@ def refuse(parameter: Tensor, master: str | None) -> str:
             f"master={master!r} is for bfloat16. Choose master='fp32' or 'fp16-scaled', or load the model in bfloat16."
         )
     return ""
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements share memory: an axis steps by less than what those of smaller strides span."""
+    span = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < span:
+            return x.numel() > 0
+        span += stride * (size - 1)
+    return False
 
 
 def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:

@@ -51,6 +51,15 @@ def test_a_group_is_refused_as_arguments_are(rule: Any, group: dict[str, Any], w
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_parameter_whose_elements_share_memory_is_refused() -> None:
+    whole = torch.zeros(6, 8, 4)
+    for shared in (torch.ones(1, 64).expand(64, 64), whole.as_strided((3, 4), (1, 1)), whole[:1, ::3].expand(2, -1, 4)):
+        with pytest.raises(ConfigError, match=r"some of its elements share memory.*contiguous\(\)"):
+            AdamW([torch.nn.Parameter(shared)])
+    for own in (whole.mT, whole[::2, 1:7:3], whole.diagonal(), whole.permute(2, 0, 1), whole[:0].expand(0, 8, 4)):
+        AdamW([torch.nn.Parameter(own)])
+
+
 def test_a_group_whose_check_fails_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ends the check."""
     optimizer = AdamW(parameters())
