@@ -16,7 +16,7 @@ GradScaler does it). It is never hidden either: float32 states take it up elemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -69,6 +69,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             return found
         if isinstance(params, Tensor):
             return params  # torch refuses it in words
+        if not isinstance(params, Iterable):
+            raise ConfigError(f"{kind}: {params!r} has no parameters. Pass the model, or a list of its parameters.")
         params = list(params)
         if not params:
             raise ConfigError(

@@ -31,6 +31,8 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
     embeddings    "fp32": weights of an nn.Embedding, also where a head is tied to one, go into groups with states="fp32";
                   "same": they stay with the others
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"groups: {model!r} is no model. Pass a torch.nn.Module.")
     found = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     sorted_out: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
