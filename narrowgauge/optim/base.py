@@ -16,7 +16,7 @@ GradScaler does it). It is never hidden either: float32 states take it up elemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -70,6 +70,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             return found
         if isinstance(params, Tensor):
             return params  # torch refuses it in words
+        if not isinstance(params, Iterable):
+            raise ConfigError(f"{kind}: {params!r} has no parameters. Pass the model, or a list of its parameters.")
         params = list(params)
         if not params:
             raise ConfigError(
@@ -106,7 +108,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-        except ConfigError:
+        except BaseException:
             self.param_groups.pop()
             raise
         if self._hook_group is not None:

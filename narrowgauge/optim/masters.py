@@ -44,9 +44,10 @@ def encode_scaled(x: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """x [r, t, tile] float32 -> (float16 codes of the same shape, scale [r, t] bfloat16), x ~= codes / 2^15 * scale.
 
     |x - x'| < 2^-10 |x| above 2^-29 of the scale, below it < 2^-39 of the scale; E[x'] = x.
+    A tile with a number that is not finite has the scale NaN and codes of zeros, as moments have.
     """
-    scale = moments.scales(x, moments.POW2_DROPS)
-    y = (x.abs() * moments.inverse(scale)).clamp(max=1.0) * 2.0**15
+    scale, inverse, x = moments.scaled(x, moments.POW2_DROPS)
+    y = (x.abs() * inverse).clamp(max=1.0) * 2.0**15
     gap = moments.FP16.power_below(y) * 2.0**-10
     part = y / gap
     whole = part.floor()

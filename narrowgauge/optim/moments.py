@@ -104,7 +104,7 @@ class Squared(Moment):
     """Signed: c |c| / 127^2, c to the nearest of 127 sqrt(|x| / s); to the one below where x only decays."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
-        scale, inverse, x = _scaled(x, POW2_DROPS)
+        scale, inverse, x = scaled(x, POW2_DROPS)
         root = square_root(x.abs() * (inverse * SQUARED_MOST**2))
         code = torch.copysign(root.round() if decays is None else torch.where(decays, root.floor(), root.round()), x)
         return Encoded(code.to(torch.int8), scale)
@@ -122,7 +122,7 @@ class Dynamic(Moment):
     """Signed, a level of DYNAMIC_LEVELS and its sign: the nearest, of two equally near the one toward zero; the one below if x decays."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
-        scale, inverse, x = _scaled(x, BF16_DROPS)
+        scale, inverse, x = scaled(x, BF16_DROPS)
         share = x.abs() * inverse
         code = torch.bucketize(share, _constants(DYNAMIC_BOUNDARIES, x.device))
         if decays is not None:
@@ -141,7 +141,7 @@ class UnsignedE5M3(Moment):
     """Unsigned float without subnormals; stochastic rounding is one addition to the bits."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
-        scale, inverse, x = _scaled(x, POW2_DROPS)
+        scale, inverse, x = scaled(x, POW2_DROPS)
         code = (((x * inverse).view(torch.int32) + noise * 16 + 8) >> 20) - 761
         return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
 
@@ -154,7 +154,7 @@ class Linear(Moment):
     """Unsigned, sixteen equal steps of which none is zero; a tile of zeros is told by the least scale."""
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
-        scale, inverse, x = _scaled(x, BF16_DROPS)
+        scale, inverse, x = scaled(x, BF16_DROPS)
         code = (x * (inverse * 16.0) + uniform(noise)).to(torch.int32).clamp(1, 16) - 1
         return Encoded(code.to(torch.uint8), scale)
 
@@ -169,7 +169,7 @@ class SmallFloat(Moment):
 
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         log_k = self._expansion(x)
-        scale, inverse, x = _scaled(x, POW2_DROPS)
+        scale, inverse, x = scaled(x, POW2_DROPS)
         t = x.abs() * inverse
         y = t
         if log_k is not None:  # t^(2^log_k) by repeated squares or square roots
@@ -274,7 +274,7 @@ def inverse(scale: Tensor) -> Tensor:
     return torch.where(wide.isnan(), 0.0, 1.0 / wide)
 
 
-def _scaled(x: Tensor, drops: int) -> tuple[Tensor, Tensor, Tensor]:
+def scaled(x: Tensor, drops: int) -> tuple[Tensor, Tensor, Tensor]:
     """(scales, their inverses, x with zeros in tiles whose scale is NaN)."""
     scale = scales(x, drops)
     return scale, inverse(scale), torch.where(scale.isnan()[..., None], 0.0, x)

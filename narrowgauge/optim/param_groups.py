@@ -6,6 +6,7 @@ Torch takes whatever a group says, and a step finds out; here it is refused when
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.optim import masters, moments
+from narrowgauge.optim import masters, moments, rules
 from narrowgauge.optim.step import DTYPES, shape_of
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
+_OF_RULES = {option for rule in rules.BUILT_IN.values() for option in rule.options}
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
@@ -29,6 +31,8 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
     embeddings    "fp32": weights of an nn.Embedding, also where a head is tied to one, go into groups with states="fp32";
                   "same": they stay with the others
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"groups: {model!r} is no model. Pass a torch.nn.Module.")
     found = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     sorted_out: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -57,37 +61,48 @@ def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raises ConfigError for a number that cannot be, and for what looks like an option and is none: torch passes over both."""
     for name in ("lr", "weight_decay", "eps"):
-        if name in group and (not _is_number(group[name]) or not group[name] >= 0):
-            raise ConfigError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0.")
+        if name in group and (not _is_number(group[name]) or not 0 <= group[name] < math.inf):
+            raise ConfigError(f"{kind}: {name} = {group[name]!r}: must be a number of at least 0, and finite.")
+    if type(group["seed"]) is not int:
+        raise ConfigError(f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.")
     for betas in (group.get("betas", (0.0, 0.0)), (group.get("momentum", 0.0),)):
         if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             raise ConfigError(f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.")
     if "betas" in group and len(group["betas"]) != 2:
         raise ConfigError(f"{kind}: betas = {group['betas']}: must be two numbers.")
-    if group.get("nesterov") and not group["momentum"]:
+    if "momentum" in group and group.get("nesterov") and not group["momentum"]:
         raise ConfigError(
             f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out."
         )
     for option, names in (("states", moments.STATES), ("master", masters.KINDS)):
-        if group[option] not in names:
+        if group[option] not in list(names):  # by equality: a group may name what has no hash
             given = [str(each) for each in names if each is not None]
             near = closest(str(group[option]), given) or ", ".join(map(repr, given))
             raise ConfigError(f"{kind}: no {option} {group[option]!r}. Closest: {near}.")
     if group["embeddings"] not in ("fp32", "same"):
         raise ConfigError(f"{kind}: embeddings = {group['embeddings']!r}; it is 'fp32' or 'same'.")
     for name in group:
-        found = [] if name in known or name in _ADDED_BY_TORCH else difflib.get_close_matches(str(name), known, 1, 0.8)
-        if found:
+        if name in known or name in _ADDED_BY_TORCH:
+            continue
+        if name in _OF_RULES:
+            raise ConfigError(
+                f"{kind}: a group has {name!r}, which its rule does not know. Leave it out, or give a rule."
+            )
+        if found := difflib.get_close_matches(str(name), known, 1, 0.8):
             raise ConfigError(f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.")
 
 
 def _is_number(value: object) -> bool:
     """A learning rate may be a tensor, as torch's schedulers allow."""
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def refuse(parameter: Tensor, master: str | None) -> str:
     """Why a parameter cannot be trained with this master, or ''."""
+    if _overlaps(parameter):
+        return "some of its elements share memory, as those of expand() do. Give each its own: nn.Parameter(x.contiguous())."
     if parameter.dtype == torch.float32:
         return ""
     if parameter.dtype not in DTYPES:
@@ -104,6 +119,16 @@ def refuse(parameter: Tensor, master: str | None) -> str:
             f"master={master!r} is for bfloat16. Choose master='fp32' or 'fp16-scaled', or load the model in bfloat16."
         )
     return ""
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements share memory: an axis steps by less than what those of smaller strides span."""
+    span = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < span:
+            return x.numel() > 0
+        span += stride * (size - 1)
+    return False
 
 
 def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:

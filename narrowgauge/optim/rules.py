@@ -177,7 +177,7 @@ def number(rule: Rule) -> int:
 def get(name: str, known: Mapping[str, Rule]) -> Rule:
     """The rule of that name among `known` and those of BUILT_IN. Raises ConfigError with the closest names."""
     rules = {**BUILT_IN, **known}
-    if name not in rules:
-        near = closest(name, rules) or ", ".join(map(repr, rules))
+    if name not in list(rules):  # by equality: a group may name what has no hash
+        near = closest(str(name), rules) or ", ".join(map(repr, rules))
         raise ConfigError(f"optim: no rule {name!r}. Closest: {near}. Or pass a narrowgauge.optim.rules.Rule itself.")
     return rules[name]

@@ -80,6 +80,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     Measured on the state where there is one. Ours are told before the first step too, from their forms; of a foreign
     optimizer without a state nothing is known, and its bytes are 0.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.")
     rows: dict[tuple[str, str, ComputedBy], StateRow] = {}
     by_parameter: dict[Tensor, int] = {}
     for group in optimizer.param_groups:

@@ -198,6 +198,9 @@ def _step_rows(param_step: ParamStep, rows: slice) -> None:
         w, m, v, decays = (_as_tiles(x, tiles, param_step.tile) for x in whole)
     else:
         w, m, v, decays = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
+        if columns % param_step.tile:
+            for x in (w, m, v):  # a rule may make any number, 0 / 0 too, of the zeros that fill the last tile
+                x[:, -1, columns % param_step.tile :] = 0.0
     bits = noise.bits(param_step.noise_key, index)
     _write(param_step.first, param_step.first.format.encode(m, bits, decays), rows, columns)
     _write(param_step.second, param_step.second.format.encode(v, bits), rows, columns)

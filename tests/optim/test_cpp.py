@@ -118,6 +118,41 @@ def test_a_poisoned_gradient_stays_visible_and_its_tile_alone_is_lost(backend, s
         assert parameter[2, 301].isnan()  # the moments of the tile are gone, and say so
 
 
+@needs_compiler
+@pytest.mark.parametrize("states", STATES)
+def test_what_fills_a_short_tile_poisons_nothing(states):
+    """With eps = 0 its step is 0 / 0."""
+    found = []
+    for backend in ("native", "torch"):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(32, 129).bfloat16())
+        optimizer = AdamW([parameter], eps=0.0, states=states, master="fp16-scaled", backend=backend)
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        found.append((parameter.detach(), optimizer.state_dict()["state"]))
+    assert found[0][0].isfinite().all()
+    assert_same(found[0], found[1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("poison", [float("nan"), float("-inf"), 1e38])
+def test_a_scaled_master_of_a_poisoned_tile_is_codes_of_zeros_and_a_scale_of_nan(poison):
+    found = []
+    for backend in ("native", "torch"):
+        parameter = nn.Parameter(torch.full((3, 300), -1.0).bfloat16())
+        optimizer = SGD([parameter], lr=1.0, master="fp16-scaled", backend=backend)
+        parameter.grad = torch.ones_like(parameter)
+        parameter.grad[1, 7] = poison
+        optimizer.step()
+        state = optimizer.state[parameter]
+        assert parameter[1, :256].isnan().all() and state["master_scale"][1, 0].isnan()
+        assert parameter.isnan().sum() == 256
+        found.append(state["master"])
+    assert_same(found[0], found[1])
+    assert not found[0][1, :256].view(torch.int16).any()
+
+
 def test_without_a_compiler_it_says_so_once_and_steps_in_torch(monkeypatch):
     def none() -> None:
         raise BackendError("optim: no C++ compiler 'none' is here.")

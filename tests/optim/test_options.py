@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.optim import SGD, AdamW, Lion
+from narrowgauge.optim import SGD, AdamW, Lion, param_groups
 from tests.compare import assert_same
 
 SHAPES = [(64, 64), (64,), (96, 64), (96, 128)]
@@ -25,11 +25,21 @@ def parameters() -> list[torch.nn.Parameter]:
         (AdamW, {"betas": (0.9, 1.5)}, "betas or momentum = .* below 1"),
         (AdamW, {"betas": (0.9,)}, "must be two numbers"),
         (AdamW, {"lr": float("nan")}, "lr = nan: must be a number of at least 0"),
+        (AdamW, {"lr": float("inf")}, "lr = inf: must be a number of at least 0, and finite"),
+        (AdamW, {"lr": torch.tensor(float("inf"))}, "and finite"),
+        (AdamW, {"lr": True}, "lr = True: must be a number"),
+        (Lion, {"weight_decay": float("inf")}, "weight_decay = inf"),
+        (SGD, {"seed": "a"}, "seed = 'a': must be a whole number"),
+        (SGD, {"seed": 1.0}, "seed = 1.0: must be a whole number"),
         (AdamW, {"eps": "small"}, "eps = 'small'"),
         (AdamW, {"state": "8bit"}, "a group has 'state', which is no option. Closest: 'states'"),
         (Lion, {"weight_decays": 0.1}, "Closest: 'weight_decay'"),
         (SGD, {"nesterov": True, "momentum": 0.0}, "nesterov = True with momentum = 0"),
         (SGD, {"embeddings": "8bit"}, "embeddings = '8bit'"),
+        (AdamW, {"nesterov": True}, "a group has 'nesterov', which its rule does not know"),
+        (AdamW, {"rule": 5}, "no rule 5. Closest: 'adamw', 'lion', 'sgd'"),
+        (AdamW, {"rule": ["lion"]}, "no rule .'lion'.. Closest: 'lion'"),
+        (AdamW, {"states": ["8bit"]}, "no states .'8bit'.. Closest: '8bit'"),
     ],
 )
 def test_a_group_is_refused_as_arguments_are(rule: Any, group: dict[str, Any], words: str) -> None:
@@ -38,6 +48,28 @@ def test_a_group_is_refused_as_arguments_are(rule: Any, group: dict[str, Any], w
     optimizer = rule(parameters())
     with pytest.raises(ConfigError, match=words):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_parameter_whose_elements_share_memory_is_refused() -> None:
+    whole = torch.zeros(6, 8, 4)
+    for shared in (torch.ones(1, 64).expand(64, 64), whole.as_strided((3, 4), (1, 1)), whole[:1, ::3].expand(2, -1, 4)):
+        with pytest.raises(ConfigError, match=r"some of its elements share memory.*contiguous\(\)"):
+            AdamW([torch.nn.Parameter(shared)])
+    for own in (whole.mT, whole[::2, 1:7:3], whole.diagonal(), whole.permute(2, 0, 1), whole[:0].expand(0, 8, 4)):
+        AdamW([torch.nn.Parameter(own)])
+
+
+def test_a_group_whose_check_fails_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the check."""
+    optimizer = AdamW(parameters())
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(param_groups, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})
     assert len(optimizer.param_groups) == 1
 
 

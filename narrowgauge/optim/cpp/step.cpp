@@ -289,6 +289,7 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
       uint16_t* codes = static_cast<uint16_t*>(job.master) + at.element;
       const float scale = scale_from(amax_bits(w, n), 0x7FFFFFU), inverse = scale == scale ? 1.f / scale : 0.f;
       job.master_scale[at.tile] = uint16_t(as_bits(scale) >> 16);
+      if (scale != scale) std::fill(w, w + n, 0.f);  // a poisoned tile: its scale says so
       for (int i = 0; i < n; i++) {
         float y = std::min(std::fabs(w[i]) * inverse, 1.f) * 0x1p15f;
         float gap = power_below<15>(y) * 0x1p-10f, part = y / gap, whole = std::floor(part);

@@ -225,8 +225,8 @@ def decode_master(codes, scale):
 def encode_master(x, noise):
     """x float32 [T, TILE] -> (codes float16, scale int16 [T]), |codes| = 2^15 |x| / scale."""
     scale, inverse = _scales(tl.max(bits_of(x) & 0x7FFFFFFF, axis=1), POW2_DROPS)
-    size = tl.abs(x) * inverse
-    size = tl.where(size > 1.0, 1.0, size) * 32768.0  # NaN stays, as it would not in a minimum
+    x = tl.where((scale == NAN >> 16)[:, None], 0.0, x)
+    size = tl.minimum(tl.abs(x) * inverse, 1.0) * 32768.0
     gap_bits = bits_of(_power_below(size, 15)) - (10 << 23)
     parts = size * number_of((254 << 23) - gap_bits)  # over the gap: exact
     whole = tl.floor(parts)
