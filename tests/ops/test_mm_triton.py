@@ -181,7 +181,7 @@ def test_the_interpreter_agrees_with_the_definition():
     ],
 )
 def test_every_refusal_has_its_reason(lhs, rhs, device, words, monkeypatch):
-    monkeypatch.setattr(triton_kernel, "unavailable", lambda: "")
+    monkeypatch.setattr("narrowgauge.ops.triton.unavailable", lambda: "")
     refusal = triton_kernel.refuse(MmSpec(lhs, rhs, device))
     assert (refusal and refusal.text) == words
     if words is None:
@@ -189,14 +189,13 @@ def test_every_refusal_has_its_reason(lhs, rhs, device, words, monkeypatch):
 
 
 def test_without_triton_it_says_so(monkeypatch):
-    monkeypatch.setattr(triton_kernel, "unavailable", lambda: "triton is not installed")
+    monkeypatch.setattr("narrowgauge.ops.triton.unavailable", lambda: "triton is not installed")
     refusal = triton_kernel.refuse(MmSpec(VECTOR, SQUARE, Device("cuda", (9, 0))))
     assert refusal == Refusal("toolchain", "triton is not installed")
 
 
 def test_a_recipe_with_another_tile_is_computed_by_it_without_a_line_of_code(monkeypatch):
     """On Hopper, where cuBLAS has blocks of 128 alone. Its casts have Triton kernels too."""
-    monkeypatch.setattr(triton_kernel, "unavailable", lambda: "")
     monkeypatch.setattr("narrowgauge.ops.triton.unavailable", lambda: "")
     blocks = recipes.get("fp8-block")
     smaller = {

@@ -12,7 +12,6 @@ import pytest
 from narrowgauge import recipes
 from narrowgauge.formats import E3M0, INT4X2
 from narrowgauge.ops.mm import KERNELS
-from narrowgauge.ops.mm import triton as by_triton
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, Recipe
@@ -86,7 +85,7 @@ def test_a_row_has_the_tiles_of_its_recipe(recipe: Recipe, row: list[str]) -> No
 @pytest.mark.parametrize("place", range(1, 5))
 def test_devices_compute_what_the_docs_say(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row by row, for every recipe that the column names; of int4 the forward product, which all of them run as INT8."""
-    monkeypatch.setattr(by_triton, "unavailable", lambda: "")
+    monkeypatch.setattr("narrowgauge.ops.triton.unavailable", lambda: "")
     header = next(line for line in DOCS.splitlines() if line.startswith("| device |")).strip("|").split("|")[place]
     names = {name for each in named(header.replace("*", "hq-bs")) for name in [each]}
     rows = {row[0]: row[place] for row in table(DOCS, "device")}

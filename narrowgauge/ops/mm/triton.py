@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import refuse_wrappers
+from narrowgauge.ops import triton
 from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.mm.spec import refuse as refuse_by_needs
 from narrowgauge.ops.registry import Refusal
-from narrowgauge.ops.triton import unavailable
 from narrowgauge.qtensor import QTensor
 
 LONGEST_STEP = 128  # what the tensor cores sum before a scale multiplies it
@@ -62,7 +62,7 @@ def refuse(spec: MmSpec) -> Refusal | None:
     """FP8 in tiles on compute capability 8.9 and above, with Triton installed."""
     if (refusal := refuse_by_needs("triton")(spec)) is not None:
         return refusal
-    return Refusal("toolchain", unavailable()) if unavailable() else None
+    return Refusal("toolchain", words) if (words := triton.unavailable()) else None
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
