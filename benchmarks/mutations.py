@@ -303,8 +303,9 @@ def append(row: dict[str, object], results: Path) -> None:
 
 
 def summary(results: Path) -> str:
-    """The last line of each fault counts."""
-    rows = {row["number"]: row for row in map(json.loads, results.read_text(encoding="utf-8").splitlines())}
+    """The last line of each fault counts; their numbers change with the tree."""
+    judged = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+    rows = {(row["file"], row["before"], row["after"]): row for row in judged}
     verdicts = [row["verdict"] for row in rows.values()]
     caught, equivalent = verdicts.count("caught"), verdicts.count("equivalent")
     lines = [f"{caught} of {len(rows)} faults caught, {equivalent} more change nothing that could be seen."]

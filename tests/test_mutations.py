@@ -95,7 +95,7 @@ def test_the_last_line_of_a_fault_counts(tmp_path):
     row = {"number": 1, "file": "m.py", "line": 2, "before": "a", "after": "b"}
     for verdict in ("survived", "equivalent"):
         mutations.append({**row, "verdict": verdict}, tmp_path / "found.jsonl")
-    mutations.append({**row, "number": 2, "verdict": "caught"}, tmp_path / "found.jsonl")
+    mutations.append({**row, "number": 2, "after": "c", "verdict": "caught"}, tmp_path / "found.jsonl")
     assert mutations.summary(tmp_path / "found.jsonl").splitlines() == [
         "1 of 2 faults caught, 1 more change nothing that could be seen.", "1: m.py:2: a  ->  b: equivalent"
     ]  # fmt: skip
