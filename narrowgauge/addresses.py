@@ -58,9 +58,9 @@ def wrapper(*tensors: Tensor | None) -> str:
 
 
 def refuse_wrappers(*tensors: object) -> None:
-    """Raises BackendError if one of them is a wrapper. For a kernel whose launcher takes the addresses itself."""
+    """Raises BackendError if one of them is a wrapper or a negated view. For a kernel whose launcher takes the addresses itself."""
     for x in tensors:
-        if isinstance(x, Tensor) and type(x).__torch_dispatch__ is not _PLAIN:
+        if isinstance(x, Tensor) and (type(x).__torch_dispatch__ is not _PLAIN or x.is_neg()):
             address(x)
 
 
@@ -70,8 +70,9 @@ def address(x: Tensor | None) -> int:
         return 0
     found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
     if (found == 0 or x.is_neg()) and x.numel():
+        why = "whose memory holds the negatives of its numbers" if found else "whose memory is elsewhere"
         raise BackendError(
-            f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, whose memory is elsewhere. "
+            f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, {why}. "
             "Pass plain tensors, or take the backend of plain torch."
         )
     return found

@@ -44,7 +44,7 @@ def alias_while_compiling(y: Tensor) -> Tensor:
 
 
 def tied(x: Tensor, to: Tensor) -> Tensor:
-    """x [...], finite or NaN, as a number that needs `to`, while torch.compile traces; else x itself. The numbers are those of x.
+    """x itself; while torch.compile traces, x plus a zero that is computed from `to`, so that the result depends on both.
 
     The partitioner of torch.compile (torch 2.13) keeps a random number from being drawn again in backward only where forward's
     result needs it. What backward alone reads it computes in parts on both sides, from two draws: a sample's rows and their numbers

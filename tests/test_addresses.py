@@ -279,3 +279,10 @@ def test_quantize_reads_a_negated_view():
     assert_same(ng.dequantize(ng.quantize(x, cast)), ng.dequantize(ng.quantize(x.resolve_neg(), cast)))
     with pytest.raises(BackendError, match="view that negates its numbers"):
         ng.quantize(x, cast, backend="native-cpp")
+
+
+def test_kernels_refuse_a_negated_view():
+    x = torch._neg_view(torch.randn(4, 16))
+    for call in (lambda: addresses.address(x), lambda: launch(None, 1, (x,), warps=4)):
+        with pytest.raises(BackendError, match="negatives of its numbers"):
+            call()

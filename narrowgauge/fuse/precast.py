@@ -162,7 +162,7 @@ class _Function(torch.autograd.Function):
         tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         requests = fused.gradient_requests(tensors)
         kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
-        made, of_parameters = kernel.run(fused.kind, tensors, statistics, gy.contiguous(), requests)
+        made, of_parameters = kernel.run(fused.kind, tensors, statistics, gy.resolve_neg().contiguous(), requests)
         for layer, each in zip(fused.sources, made, strict=False):
             if each.plain is not None:
                 shared: Any = layer.shared_inputs
