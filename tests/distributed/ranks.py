@@ -1,0 +1,110 @@
+"""Ranks of one process group (gloo on the CPU) that run functions of the tests: `ranks(2)(function, argument)` gives [result, result].
+
+Starting a process costs seconds of imports, so the processes stay for the tests that follow. They are forked from a server that has
+imported torch and done nothing else. A call that raises on one rank, or that is interrupted, leaves the others in a collective: they are
+ended, and the next call begins with new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "narrowgauge"]
+PATIENCE_S = 5.0  # for the other ranks, once one has failed
+GROUP_TIMEOUT_S = 600.0  # of a collective: longer than any test may take
+
+
+class RankError(AssertionError):
+    """What went wrong on a rank, with its traceback."""
+
+
+class Ranks:
+    """`world` processes, started at the first call."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._members: list[tuple[Any, Connection]] = []
+
+    def __call__(self, function: Callable[..., Any], *given: Any) -> list[Any]:
+        """What `function(*given)` returns on each rank; a function of a module, and arguments that pickle takes."""
+        __tracebackhide__ = True
+        if not self._members:
+            self._start()
+        try:
+            for _, pipe in self._members:
+                pipe.send_bytes(pickle.dumps((function, given)))
+            return self._results()
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        store = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
+        for rank in range(self.world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, self.world, str(store)), daemon=True)
+            process.start()
+            there.close()
+            self._members.append((process, here))
+
+    def _results(self) -> list[Any]:
+        __tracebackhide__ = True
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._members)}
+        found: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=PATIENCE_S if failed else None)
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[index]
+                try:
+                    worked, result = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    worked, result = False, "the process ended"
+                (found if worked else failed)[rank] = result
+        if failed:
+            raise RankError("\n".join(f"rank {rank} of {self.world}: {words}" for rank, words in sorted(failed.items())))
+        return [found[rank] for rank in range(self.world)]
+
+    def close(self, kill: bool = False) -> None:
+        members, self._members = self._members, []
+        for process, pipe in members:
+            pipe.close()  # which ends the loop of a rank that waits
+            if kill:
+                process.kill()
+        for process, _ in members:
+            process.join(PATIENCE_S)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+    )
+    while True:
+        try:
+            function, given = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        torch.manual_seed(0)
+        try:
+            answer = pickle.dumps((True, function(*given)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
