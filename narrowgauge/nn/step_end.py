@@ -15,6 +15,7 @@ and nothing else is global.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -47,7 +48,14 @@ def forget(layer: QLinear) -> None:
 
 
 def end_steps(layers: dict[QLinear, str]) -> None:
-    """Layer -> name. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide."""
+    """Layer -> name. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide.
+
+    Before that, what ranks saw of the layers that they share is agreed on.
+    """
+    _warn_of_ranks(layers)
+    agreements = {id(layer.peers.agreement): layer.peers.agreement for layer in layers if layer.peers is not None}
+    for agreement in agreements.values():
+        agreement.end_step(list(layers))
     learned = [(name, layer.steps) for layer, name in layers.items() if layer.steps is not None]
     samplings = [layer.sampling for layer in layers if layer.sampling is not None]
     for layer in layers:
@@ -63,6 +71,22 @@ def end_steps(layers: dict[QLinear, str]) -> None:
 
         decide(samplings)
     roll_history([each for layer in layers for each in (layer.scaling or {}).values()])
+
+
+def _warn_of_ranks(layers: dict[QLinear, str]) -> None:
+    """Once per model: ranks that do not agree on what their layers remember compute different numbers."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    alone = [each for each in layers if each.peers is None and each.recipe is not None and each.recipe.has_memory]
+    if any(not layer.warned_of_ranks for layer in alone):
+        warnings.warn(
+            f"{distributed.get_world_size()} ranks train, and recipe {alone[0].recipe.name!r} remembers amax, steps or readings, which differ "
+            f"from rank to rank in {len(alone)} layers. Call narrowgauge.distribute(model) once, after the model was parallelised.",
+            stacklevel=4,
+        )
+    for layer in alone:
+        layer.warned_of_ranks = True
 
 
 @torch.no_grad()
