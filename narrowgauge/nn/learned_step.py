@@ -142,7 +142,7 @@ class LearnedSteps(LayerState):
 
 def _own_part(parameter: Tensor) -> Tensor:
     """The parameter, or what this rank has of one that FSDP2 shards: [1] or, on all ranks but the first, [0]."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[operator]
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _step(parameter: Tensor) -> Tensor:

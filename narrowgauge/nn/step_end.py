@@ -81,8 +81,8 @@ def _warn_of_ranks(layers: dict[QLinear, str]) -> None:
     alone = [each for each in layers if each.peers is None and each.recipe is not None and each.recipe.has_memory]
     if any(not layer.warned_of_ranks for layer in alone):
         warnings.warn(
-            f"{distributed.get_world_size()} ranks train, and recipe {alone[0].recipe.name!r} remembers amax, steps or readings, which differ "
-            f"from rank to rank in {len(alone)} layers. Call narrowgauge.distribute(model) once, after the model was parallelised.",
+            f"{distributed.get_world_size()} ranks train, and recipe {alone[0].recipe.name!r} remembers amax, steps or readings, which "
+            f"differ from rank to rank in {len(alone)} layers. Call narrowgauge.distribute(model) once, after it was parallelised.",
             stacklevel=4,
         )
     for layer in alone:
