@@ -66,7 +66,8 @@ class FusedAttention(FusedForward):
 
     def embed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
         """As `function`."""
-        usual = q.ndim == k.ndim == 4 and cos.ndim == sin.ndim == 3 and cos.dtype == sin.dtype
+        usual = q.ndim == k.ndim == 4 and len(q) == len(k) and q.shape[2:] == k.shape[2:] == cos.shape[1:]
+        usual = usual and cos.shape == sin.shape and cos.shape[0] in (1, len(q)) and cos.dtype == sin.dtype
         if more or options or not usual or torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
             return self.function(q, k, cos, sin, *more, **options)
         kernel = self.kernel(rotary.KERNELS, rotary.Spec.of(q, k, cos, sin))
