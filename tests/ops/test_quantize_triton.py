@@ -58,7 +58,7 @@ def installed(monkeypatch):
         (spec(Cast(format=E4M3), Device("cuda", (7, 5))), "compute capability 7.5, needs 8.0"),
         (spec(Cast(format=NF4, tile=(1, 64))), "computes floats and integers, not the levels of nf4"),
         (spec(Cast(format=E2M1, scale=E4M3_TWO_LEVEL)), r"scales blocks by e4m3-two-level, not tiles of \(-1, -1\)"),
-        (spec(Cast(format=E4M3), shape=(0, 5)), "there is nothing to round"),
+        (spec(Cast(format=E4M3), shape=(0, 5)), "there is nothing to compute"),
         (spec(Cast(format=E4M3), dtype=torch.float64), "reads float32, bfloat16 and float16, not torch.float64"),
         (spec(Cast(format=INT4, rounding="stochastic"), noise="tensor"), "makes its noise itself, from a key"),
         (spec(Cast(format=INT4, calibrate=ClippedRms())), "takes the largest magnitude, not 2.475 rms"),

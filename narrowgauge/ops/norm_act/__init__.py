@@ -29,6 +29,8 @@ On NVIDIA GPUs by Triton kernels (triton_launch.py):
     row             values and cast                                       1; a second time out of the cache, of a norm a third
     blocks          values and cast                                       1; a norm a second time, out of the cache
 
+A norm in this table is rms-norm; layer-norm reads x once more, for its mean.
+
 Refused, with the reason: what torch.compile fuses itself, casts that round stochastically or that `quantize` has no kernel for, rows
 of both orientations, norms of rows that do not stay in registers in their backward pass, gradients cast by more than one scale.
 """

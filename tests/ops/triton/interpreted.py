@@ -211,8 +211,8 @@ def compare_layers(recipe: str, kernel: object, exact: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
         found.append(train_layers(recipe))
-        patch.setattr(triton, "refuse_device", lambda *device: None)
-        patch.setattr(encoding, "refuse_tensors", lambda *given: None)
+        for module in (triton, encoding):
+            patch.setattr(module, "refuse_tensors", lambda *given: None)
         for module in (triton_launch, encoding):
             patch.setattr(
                 module, "launch", lambda kernel, *call, **o: launches.append(kernel) or whole(kernel, *call, **o)
