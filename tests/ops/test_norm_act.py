@@ -19,6 +19,7 @@ from narrowgauge.ops.norm_act import BACKWARD, FORWARD, KINDS, CastRequest, Kind
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.registry import Device
+from narrowgauge.ops.selfcheck import examine
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
@@ -139,6 +140,53 @@ def test_gradients_have_one_scale_per_tensor(installed, cast):
 @pytest.mark.parametrize("cast", [TENSOR, ROW, VECTOR], ids=str)
 def test_a_gpu_takes_the_kernel(installed, name, cast):
     assert FORWARD.choose(spec(name, (cast, cast.tile == (WHOLE, WHOLE)))).kernel.name == "triton"
+
+
+def wrong(change):
+    """The definition, with something changed in the first of what it makes."""
+
+    def run(kind, tensors, *given):
+        *_, requests = given
+        one, rest = (FORWARD if len(given) == 1 else BACKWARD).kernels[-1].run(kind, tensors, *given)
+        made = one if isinstance(one, list) else [one]
+        made[0] = change(made[0])
+        return (made if isinstance(requests, list) else made[0]), rest
+
+    return run
+
+
+def one_code_off(made):
+    made.transposed.data.view(torch.uint8)[100, 7] ^= 1
+    return made
+
+
+def a_window_as_it_was(made):
+    return replace(made, amax=made.amax + 1)
+
+
+@pytest.mark.parametrize("registry", [FORWARD, BACKWARD], ids=lambda each: each.op)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda made: made, None),
+        (lambda made: replace(made, value=made.value.roll(1, 0)), "its result 0 is wrong on cpu"),
+        (lambda made: replace(made, value=made.value * (1 + 2.0**-8)), "its result 0 is wrong on cpu"),
+        (one_code_off, "its codes of x.T is wrong on cpu in 1 of "),
+        (a_window_as_it_was, "its amax is wrong on cpu"),
+        (lambda made: 1 / 0, "it failed when it was tried on cpu: ZeroDivisionError"),
+    ],
+    ids=["right", "another row", "rounded too often", "a code", "amax", "raises"],
+)
+def test_wrong_kernels_are_found(registry, change, words):
+    check = registry.kernels[0].check()
+    [spec] = [each for each in check.examples() if each.kind.name == "gelu" and "delayed" in str(each.casts[0][0])]
+    result = examine(registry.op, wrong(change), check, check.kind(spec), torch.device("cpu"))
+    assert result.reason is None if words is None else result.reason.startswith(words)
+
+
+def test_a_spec_of_x_alone_is_checked_as_that_of_all_tensors():
+    kind = FORWARD.kernels[0].check().kind
+    assert kind(spec("layer-norm")) == kind(spec("layer-norm", dtypes=(torch.bfloat16,) * 3))
 
 
 # --- through the layers -------------------------------------------------------------------------------------------------------------

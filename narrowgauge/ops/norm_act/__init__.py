@@ -102,10 +102,15 @@ def _in_triton(name: str) -> Callable[..., Any]:
     return lambda *given: getattr(import_module("narrowgauge.ops.norm_act.triton_launch"), name)(*given)
 
 
+def _check_of(which: str) -> Callable[[], Any]:
+    """Loads how kernels are examined; its module is imported where a kernel is checked alone."""
+    return lambda: getattr(import_module("narrowgauge.ops.norm_act.selfcheck"), which)
+
+
 FORWARD: Registry[NormActSpec] = Registry("norm_act")
-FORWARD.register(Kernel("triton", refuse, _in_triton("forward")))
+FORWARD.register(Kernel("triton", refuse, _in_triton("forward"), check=_check_of("FORWARD")))
 FORWARD.register(Kernel("reference", lambda spec: None, definition.forward, by_torch=True))
 
 BACKWARD: Registry[NormActSpec] = Registry("norm_act_backward")
-BACKWARD.register(Kernel("triton", refuse_backward, _in_triton("backward")))
+BACKWARD.register(Kernel("triton", refuse_backward, _in_triton("backward"), check=_check_of("BACKWARD")))
 BACKWARD.register(Kernel("reference", lambda spec: None, definition.backward, by_torch=True))
