@@ -5,6 +5,7 @@ import os
 import pytest
 
 from narrowgauge.data import documents
+from narrowgauge.data.sources import records
 from narrowgauge.errors import ConfigError, DataError, StorageError
 
 
@@ -106,5 +107,6 @@ def test_an_empty_name_is_not_the_current_folder():
 
 
 def test_a_name_that_the_file_system_refuses_is_a_storage_error():
-    with pytest.raises(StorageError, match="cannot be looked at"):
-        documents("x" * 5000)
+    for read in (documents, lambda name: list(records(name, ["text"]))):
+        with pytest.raises(StorageError, match="cannot be looked at"):
+            read("x" * 5000)
