@@ -118,11 +118,6 @@ class WeightCasts(Mapping[str, str]):
             if isinstance(link.layer, QLinear) and link.layer.precast is link.stepped:
                 link.layer.precast = None
 
-    @property
-    def served(self) -> int:
-        """Layers for which the step leaves something."""
-        return sum(link.stepped is not None and not link.stepped.refused for link in self._links.values())
-
     def summary(self) -> list[str]:
         """A line for each thing that is left, or reason for nothing, with the number of layers."""
         counts: dict[str, int] = {}

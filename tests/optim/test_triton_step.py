@@ -111,7 +111,7 @@ def test_weights_cast_by_the_step_change_no_number(gpu, recipe, dtype, master):
         optimizer = AdamW(model.parameters(), states="8bit", master=master, lr=1e-2)
         if casts:
             told = optimizer.cast_weights(model)
-            if not told.served:
+            if ", taken" not in told["0"]:
                 pytest.skip(told["0"])
         ng.advance(model)
         batches = [torch.randn(64, 288, device=gpu, dtype=dtype) for _ in range(4)]
