@@ -216,6 +216,8 @@ AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-
 
 def get(name: str) -> Recipe:
     """The recipe called `name`, or the one that a shorthand ("fp8", "int4") stands for. Raises ConfigError with the closest."""
+    if not isinstance(name, str):
+        raise ConfigError(f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.")
     name = SHORTHANDS[name][0] if name in SHORTHANDS else name
     if name == AUTO:
         raise ConfigError(

@@ -501,6 +501,8 @@ def test_expanded_operands_never_reach_a_native_kernel(device_is):
             r"bias is \[2\], it must be \[5\], one number per row of rhs",
         ),
         (torch.ones(2, 4), torch.ones(5, 4), torch.ones(1, 5), r"bias is \[1, 5\], it must be \[5\]"),
+        (None, None, None, "lhs is of type NoneType. Pass a tensor or a QTensor"),
+        (torch.ones(2, 4), [[1.0]], None, "rhs is of type list. Pass a tensor or a QTensor"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_in_words(lhs, rhs, bias, words):
