@@ -9,20 +9,18 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.diagnose import machine
-from narrowgauge.ops import triton
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Result
 
 
 @pytest.fixture
-def simulate(monkeypatch, device_is):
+def simulate(monkeypatch, device_is, triton_installed):
     """simulate(cpu=Device(...), cuda=(9, 0)): what the registry and torch say of the machine."""
 
     def install(cpu=None, cuda=None):
         device_is(cpu or Device("cpu"))
         if cuda is not None:
             device_is(Device("cuda", cuda))
-            monkeypatch.setattr(triton, "unavailable", lambda: "")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda is not None))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cuda)

@@ -44,11 +44,6 @@ CASTS = {
 }
 
 
-@pytest.fixture
-def no_results(monkeypatch):
-    monkeypatch.setattr(selfcheck, "RESULTS", {})
-
-
 def examine(run, lhs, rhs) -> Result:
     return selfcheck.examine("mm", run, CHECK, (plain(lhs), plain(rhs)), CPU)
 

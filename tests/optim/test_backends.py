@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops import selfcheck, triton
+from narrowgauge.ops import triton
 from narrowgauge.ops.registry import Device
 from narrowgauge.optim import SGD, AdamW, backends, rules, state_bytes
 from narrowgauge.optim import selfcheck as proof
@@ -41,8 +41,7 @@ def kind(states: str = "8bit", **changes) -> proof.Kind:
         (Device("mps"), "torch", ""),
     ],
 )
-def test_a_device_gets_its_kernel(monkeypatch, device, name, words):
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
+def test_a_device_gets_its_kernel(triton_installed, device, name, words):
     choice = backends.KERNELS.choose(backends.Spec(device, rules.ADAMW))
     assert choice.kernel.name == name and backends.words(choice) == words
 
@@ -184,9 +183,8 @@ def test_wrong_kernels_are_found(run, words):
     assert worst == float("inf") and reason is not None and reason.startswith(words), reason
 
 
-def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
+def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch, no_results):
     """On the device that it was tried on, once; the others go on."""
-    monkeypatch.setattr(selfcheck, "RESULTS", {})
     monkeypatch.setattr(triton, "refuse", lambda *device: None)
     monkeypatch.setattr(backends, "refuse_triton", lambda *device: None)
     runs = []
