@@ -197,7 +197,7 @@ def _noted(taken: list, found):
 
 
 def test_windows_of_gradients_are_noted_once(monkeypatch):
-    """By the producer, for the layer, to the last bit of what the layer would have noted of the same gradient."""
+    """By the fused activation, for the layer, to the last bit of what the layer would have noted of the same gradient."""
     torch.manual_seed(0)
     model = forced(ng.convert(Mlp(), "fp8-delayed"), monkeypatch)
     gradients = []
