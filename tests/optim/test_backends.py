@@ -1,4 +1,4 @@
-"""Who steps a tensor, and what is said of it (exact); the proof of the GPU's kernel, with plain torch in its place (exact)."""
+"""Who steps a tensor, and what is said of it (exact); the check of the GPU's kernel, with plain torch in its place (exact)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops import triton
+from narrowgauge.ops import selfcheck, triton
 from narrowgauge.ops.registry import Device
 from narrowgauge.optim import SGD, AdamW, backends, rules, state_bytes
 from narrowgauge.optim import selfcheck as proof
@@ -109,7 +109,7 @@ def test_the_memory_of_a_subclass_is_left_alone():
     assert choice.kernel.name == "torch" and "a Wrapped hides the memory" in backends.words(choice)
 
 
-# --- proof ---------------------------------------------------------------------------------------------------------------------
+# --- check ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("states", STATES)
@@ -183,8 +183,9 @@ def test_wrong_kernels_are_found(run, words):
     assert worst == float("inf") and reason is not None and reason.startswith(words), reason
 
 
-def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch, no_results):
+def test_a_kernel_that_fails_its_check_is_refused_and_named(monkeypatch):
     """On the device that it was tried on, once; the others go on."""
+    monkeypatch.setattr(selfcheck, "RESULTS", {})
     monkeypatch.setattr(triton, "refuse", lambda *device: None)
     monkeypatch.setattr(backends, "refuse_triton", lambda *device: None)
     runs = []
