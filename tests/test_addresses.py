@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,11 +19,12 @@ from narrowgauge.ops import hadamard as rotation
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.hadamard import definition
-from narrowgauge.ops.registry import Device, Registry, device_of
+from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.optim.cpp import binding
 from narrowgauge.recipe import Cast, Hadamard
 from tests.compare import assert_same
+from tests.ops.registries import registries
 
 PACKAGE = Path(ng.__file__).parent
 # Kernels that compute by torch's operators alone. A kernel that takes an address does not belong here.
@@ -59,31 +58,15 @@ def fake(x: torch.Tensor) -> FakeTensor:
     return FakeTensorMode().from_tensor(x)
 
 
-@pytest.fixture(scope="module")
-def registries() -> list[Registry]:
-    found: dict[int, Registry] = {}
-    for module in pkgutil.walk_packages([str(PACKAGE)], "narrowgauge."):
-        if module.name.startswith(("narrowgauge.ops.", "narrowgauge.optim.", "narrowgauge.fuse.")):
-            try:
-                found |= {
-                    id(each): each
-                    for each in vars(importlib.import_module(module.name)).values()
-                    if isinstance(each, Registry)
-                }
-            except ModuleNotFoundError as error:  # Triton's own modules, where it is not installed
-                assert error.name == "triton"
-    return list(found.values())
-
-
 OPS = {
     "mm", "quantize", "quantize_pair", "quantize_precast", "hadamard", "rotate_and_encode", "rotary", "optim",
     "norm_act", "norm_act_backward",
 }  # fmt: skip
 
 
-def test_every_registered_kernel_that_reads_memory_refuses_wrappers(registries):
-    assert {each.op for each in registries} == OPS
-    for registry in registries:
+def test_every_registered_kernel_that_reads_memory_refuses_wrappers():
+    assert {each.op for each in registries()} == OPS
+    for registry in registries():
         for name in ("DTensor", "FakeTensor", "FunctionalTensor"):
             device = Device("cpu", wrapper=name)
             for kernel in registry.kernels:

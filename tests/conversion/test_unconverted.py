@@ -55,7 +55,7 @@ def test_an_encoder_with_a_padding_mask_hands_no_nested_tensor_to_its_linears():
         plain = encoder(x, src_key_padding_mask=padding)
         ng.convert(encoder, "int8")
         found = encoder(x, src_key_padding_mask=padding)
-        assert (found - plain)[~padding].norm() < 0.05 * plain[~padding].norm()
+        assert (found - plain)[~padding].norm() < 0.01 * plain[~padding].norm()  # int8 is off by 0.003
         ng.convert(encoder, None)
         assert_same(encoder(x, src_key_padding_mask=padding), plain)
         with pytest.raises(ShapeError, match=r"x is a nested torch.float32.*dense tensor"):

@@ -14,6 +14,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.recipe import WideBlocks
 from narrowgauge.structure import Block, blocks
 from tests.compare import assert_same
+from tests.small_model import recipe_names
 
 
 class Layer(nn.Module):
@@ -136,10 +137,6 @@ def test_rules_that_mean_nothing_are_refused(arguments, words):
 
 
 # --- switch ------------------------------------------------------------------------------------------------------------------
-
-
-def recipe_names(model):
-    return {row.name: row.recipe for row in ng.describe(model)}
 
 
 def test_a_switch_widens_and_never_narrows():

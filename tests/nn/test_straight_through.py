@@ -732,7 +732,8 @@ def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, devi
         layer(x.clone().requires_grad_()).sum().backward()
         assert layer.plan(x.device).output.choice.kernel.name == ("native-int8" if int8_gemm else "reference")
         found.append(seen)
-    assert {found[0]["output", role]["format"] for role in ("x", "w")} == {"int4"}
+    of_codes = (("output", "x"), ("output", "w"), ("grad_input", "w"), ("grad_weight", "x"))
+    assert {found[0][each]["format"] for each in of_codes} == {"int4"}
     assert found[0] == found[1]
     if name == "int4-hq-bs":  # clips at 2.475 standard deviations: 1.33 % of normal numbers, of 4,096 never below 0.5 %
         assert found[0]["output", "x"]["saturated"] > 0.005

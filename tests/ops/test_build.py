@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,9 @@ import pytest
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 from tests.processes import PYTHON, run_ok
+from tests.selection import needs_compiler
 
 PACKAGE, SOURCES = "narrowgauge.optim", ("tiny.cpp",)
-needs_compiler = pytest.mark.skipif(shutil.which(build.compiler_name()) is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms, Current, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same, sqnr_db
+from tests.selection import needs_compiler
 
-needs_compiler = pytest.mark.skipif(bool(cpp.LIBRARY.missing), reason="needs a C++ compiler")
 needs_gemm = pytest.mark.skipif(bool(cpp.LIBRARY.missing) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler")
 SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (4, 8), (7, 33), (16, 64), (13, 130)]
 EDGES = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-42, 3.4e38, 7.0, 7.0000005, -7.0, 0.5, 1.5, -2.5]

@@ -13,7 +13,6 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E4M3, E5M2, INT4
 from narrowgauge.fuse import fuse
 from narrowgauge.fuse.forward import FusedForward
-from narrowgauge.ops import triton
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, KINDS, CastRequest, Kind, NormActSpec, definition, value
 from narrowgauge.ops.quantize import quantize, tile_amax
@@ -98,12 +97,6 @@ def test_the_casts_are_those_of_what_is_returned(order):
         assert made.transposed is None
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """As if Triton were here, of the version that torch brings."""
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
-
-
 def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(64, 64), dtypes=(torch.bfloat16,)):
     return NormActSpec(Kind(name, 1e-5), device, dtypes, shape[1], casts, 0 in shape)
 
@@ -124,21 +117,21 @@ def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(6
         (spec("rms-norm", (VECTOR, True)), "pieces of columns as well as of rows do not stay in registers"),
     ],
 )  # fmt: skip
-def test_refusals_say_why(installed, given, words):
+def test_refusals_say_why(triton_installed, given, words):
     for registry in (FORWARD, BACKWARD):
         with pytest.raises(BackendError, match=f"triton refused: .*{words}"):
             registry.choose(given, "triton")
 
 
 @pytest.mark.parametrize("cast", [ROW, VECTOR], ids=str)
-def test_gradients_have_one_scale_per_tensor(installed, cast):
+def test_gradients_have_one_scale_per_tensor(triton_installed, cast):
     with pytest.raises(BackendError, match="triton refused: casts gradients by one scale per tensor"):
         BACKWARD.choose(spec("gelu", (cast, False)), "triton")
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("cast", [TENSOR, ROW, VECTOR], ids=str)
-def test_a_gpu_takes_the_kernel(installed, name, cast):
+def test_a_gpu_takes_the_kernel(triton_installed, name, cast):
     assert FORWARD.choose(spec(name, (cast, cast.tile == (WHOLE, WHOLE)))).kernel.name == "triton"
 
 
@@ -252,7 +245,7 @@ def _noted(taken: list, found):
 
 
 def test_windows_of_gradients_are_noted_once(monkeypatch):
-    """By the producer, for the layer, to the last bit of what the layer would have noted of the same gradient."""
+    """By the fused activation, for the layer, to the last bit of what the layer would have noted of the same gradient."""
     torch.manual_seed(0)
     model = forced(ng.convert(Mlp(), "fp8-delayed"), monkeypatch)
     gradients = []
@@ -283,15 +276,6 @@ def _hooked(y: Tensor, change) -> Tensor:
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu(poisoned_memory) -> torch.device:
-    """A device that Triton takes; fresh memory on it is NaN or the largest integer."""
-    reason = triton.refuse("cuda", torch.cuda.get_device_capability())
-    if reason is not None:
-        pytest.skip(reason.text)
-    return torch.device("cuda")
 
 
 @pytest.mark.gpu

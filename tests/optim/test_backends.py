@@ -1,4 +1,4 @@
-"""Who steps a tensor, and what is said of it (exact); the proof of the GPU's kernel, with plain torch in its place (exact)."""
+"""Who steps a tensor, and what is said of it (exact); the check of the GPU's kernel, with plain torch in its place (exact)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def failure(run, given: proof.Kind) -> str | None:
         (Device("mps"), "torch", ""),
     ],
 )
-def test_a_device_gets_its_kernel(monkeypatch, device, name, words):
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
+def test_a_device_gets_its_kernel(triton_installed, device, name, words):
     choice = backends.KERNELS.choose(backends.Spec(device, rules.ADAMW))
     assert choice.kernel.name == name and backends.words(choice) == words
 
@@ -116,7 +115,7 @@ def test_the_memory_of_a_subclass_is_left_alone():
     assert choice.kernel.name == "torch" and "a Wrapped hides the memory" in backends.words(choice)
 
 
-# --- proof ---------------------------------------------------------------------------------------------------------------------
+# --- check ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("states", STATES)
@@ -190,7 +189,7 @@ def test_wrong_kernels_are_found(run, words):
     assert reason is not None and re.match(words, reason), reason
 
 
-def test_a_kernel_that_fails_its_proof_is_refused_and_named(monkeypatch):
+def test_a_kernel_that_fails_its_check_is_refused_and_named(monkeypatch):
     """On the device that it was tried on, once; the others go on."""
     monkeypatch.setattr(selfcheck, "RESULTS", {})
     monkeypatch.setattr(triton, "refuse", lambda *device: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import platform
-import shutil
 import warnings
 from typing import Any
 
@@ -20,8 +19,8 @@ from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from tests.compare import assert_same
+from tests.selection import needs_compiler
 
-needs_compiler = pytest.mark.skipif(shutil.which(build.compiler_name()) is None, reason="needs a C++ compiler")
 BUILD: dict[str, Any] = {
     "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
     "lion": lambda p, **o: Lion(p, lr=1e-3, weight_decay=0.1, **o),

@@ -1,7 +1,7 @@
 """Casts of weights that the optimizer's step leaves: the numbers of a run without them, whatever happens between two steps (exact).
 
 On a GPU a kernel leaves them and a kernel takes them up; here the definition does both, through the same seams. The kernels themselves
-are compared in tests/ops/triton/precast_weights.py.
+are compared in tests/ops/triton/casting.py.
 """
 
 from __future__ import annotations

@@ -184,9 +184,9 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
     assert launched == [kernel] * 4, launched
 
 
-KINDS = ("step ", "poison ", "take ", "proof ", "broken", "training ")  # what a case begins with
+KINDS = ("step ", "poison ", "take ", "check ", "broken", "training ")  # what a case begins with
 SLOW = (
-    "proof delayed",
+    "check delayed",
     "step 8bit stochastic bfloat16", "step 4bit None", "poison e4m3 tensor fp32 delayed", "take e4m3 tensor fp32 delayed",
     "training fp8-delayed 2", "training fp8-current 1",
 )  # fmt: skip
@@ -206,7 +206,7 @@ def cases() -> Iterator[Case]:
         yield f"poison {cast}", lambda call=call: compare(*call)
     for cast, dtype in ((DELAYED, torch.bfloat16), (CURRENT, torch.float32), (INTEGER, torch.float32)):
         yield f"take {cast}", lambda cast=cast, dtype=dtype: examine(cast, dtype)
-    yield "proof delayed", lambda: prove(replace(SMALL, cast=DELAYED))
+    yield "check delayed", lambda: prove(replace(SMALL, cast=DELAYED))
     yield "broken", find_the_broken_kernel
     for recipe in ("fp8-delayed", "fp8-current"):
         for micro_batches, dtype in ((1, torch.bfloat16), (2, torch.float32)):

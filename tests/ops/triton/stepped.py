@@ -248,7 +248,7 @@ KINDS = (
     "groups",
     "replayed",
     "graphed",
-    "proof ",
+    "check ",
     "broken",
 )  # what a case begins with
 SLOW = (
@@ -276,7 +276,7 @@ def cases() -> Iterator[Case]:
     yield "replayed", compare_replayed
     yield "graphed", compare_graphed
     for name, kind in PROVEN.items():
-        yield f"proof {name}", lambda kind=kind: prove(kind)
+        yield f"check {name}", lambda kind=kind: prove(kind)
     yield "broken", find_the_broken_kernel
 
 
