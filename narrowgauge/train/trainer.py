@@ -196,13 +196,15 @@ class Trainer:
     def _watched_step(self, monitor: launches.LaunchMonitor, show: Console) -> tuple[dict[str, Any], int]:
         """`_optimizer_step`, with statistics of tensors or the GPU's idle time where they are due."""
         config, number = self.config, self.step + 1
-        if config.tensor_every and not (config.compile or config.cuda_graph) and number % config.tensor_every == 0:
+        watches = config.tensor_every > 0 and not (config.compile or config.cuda_graph)
+        if watches and number % config.tensor_every == 0:
             with watched(self.model) as events:
                 taken = self._optimizer_step()
             for event in events.values():
                 self.log.write("tensor", self.step, **event)
             return taken
-        if monitor.measures(number):
+        follows = watches and self.step % config.tensor_every == 0
+        if monitor.measures(number) or (follows and monitor.measures(self.step)):
             return monitor.measured(number, self._optimizer_step, self.log, show)
         return self._optimizer_step()
 
