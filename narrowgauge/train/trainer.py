@@ -9,6 +9,7 @@ from the checkpoint of step k continues with batch k + 1 of the same sequence.
 What is learnt, from which batches and by which metrics, is the task's business (`tasks.task`).
 """
 
+import math
 import time
 from functools import partial
 from typing import Any
@@ -257,12 +258,11 @@ class Trainer:
         return loss.detach()
 
     def _refuse_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> None:
-        finite = torch.tensor([loss, grad_norm]).isfinite()
-        if finite.all():
+        if math.isfinite(loss) and math.isfinite(grad_norm):
             self.skipped_steps = 0
             return
         self.skipped_steps += 1
-        if self.scaler and finite[0] and self.skipped_steps <= MOST_SKIPPED_STEPS:
+        if self.scaler and math.isfinite(loss) and self.skipped_steps <= MOST_SKIPPED_STEPS:
             return  # float16 overflowed: the scaler leaves this step out and lowers its scale
         number = self.step + 1
         self.optimizer.zero_grad()
