@@ -144,14 +144,14 @@ def new_folder(path: Path, draft: Path) -> Iterator[Path]:
         raise
 
 
-def recover(folder: Path, names: str) -> list[Path]:
-    """Clears what a crash left of the folders whose names match the pattern `names`, and returns it.
+def recover(folder: Path, names: str) -> None:
+    """Clears what a crash left of the folders whose names match the pattern `names`.
 
     Removes drafts (.tmp-NAME, .tmp-NAME-PID); puts back what `new_folder` had moved aside (.old-NAME).
     The caller holds the lock of the run folder.
     """
     if not folder.is_dir():
-        return []
+        return
     leftover = re.compile(rf"\.tmp-({names})(-\d+)?|\.old-({names})")
     found = [path for path in folder.iterdir() if leftover.fullmatch(path.name) and path.is_dir()]
     with refusals("clear leftovers from", folder):
@@ -163,7 +163,6 @@ def recover(folder: Path, names: str) -> list[Path]:
                 remove(path)
         if found:
             flush(folder)
-    return found
 
 
 def discard(path: Path) -> None:

@@ -35,7 +35,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import Recipe
-from narrowgauge.structure import blocks, matches, read_weights
+from narrowgauge.structure import blocks, matches, read_weights, require_module
 
 HEADS = ("lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 ROUTERS = ("router", "gate", "shared_expert_gate")
@@ -71,8 +71,7 @@ def convert(
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"convert: a {type(model).__name__} is no nn.Module. Pass the model first, then the recipe.")
+    require_module(model, "convert")
     if recipe is None:
         for _, quantized in _quantized(model):
             _restore(quantized)
@@ -251,7 +250,7 @@ def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, 
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
     """Inside the block every QLinear of the model computes as an ordinary nn.Linear."""
-    layers = [layer for _, layer in _quantized(model)]
+    layers = [layer for _, layer in _quantized(model, "suspended")]
     before = [layer.is_suspended for layer in layers]
     try:
         for layer in layers:
@@ -274,7 +273,7 @@ def advance(model: nn.Module) -> None:
     before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one
     per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
     """
-    layers = dict(_quantized(model))
+    layers = dict(_quantized(model, "advance"))
     step_end.end_steps({layer: name for name, layer in layers.items() if not layer.step_ended})
     for layer in layers.values():
         layer.step_ended = False
@@ -291,7 +290,8 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     return found
 
 
-def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
+def _quantized(model: nn.Module, verb: str = "convert") -> Iterator[tuple[str, QLinear]]:
+    require_module(model, verb)
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QLinear))
 
 

@@ -277,6 +277,10 @@ def test_choices_are_followed_without_measuring(monkeypatch):
         ({"tokens": 0}, "tokens is 0"),
         ({"tokens": True}, "tokens is True"),
         (
+            {"tokens": 8, "choices": 3},
+            r"choices = 3 is no mapping\. Pass what auto\.chosen",
+        ),
+        (
             {"tokens": 8, "choices": {"0": "fp8-row"}},
             r"the choice for '1' is None; it must be one of .* Pass the choices made for this model",
         ),
