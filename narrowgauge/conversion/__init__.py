@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
+import torch.nn.functional as F
 from torch import nn
 
 from narrowgauge import recipes
@@ -147,7 +148,8 @@ def _refuse_fast_path(model: nn.Module) -> None:
     """nn.TransformerEncoderLayer in eval() without gradients reads its Linears' weights in one fused kernel, which knows no recipe.
 
     Layers with a recipe compute by their modules, as in training; the others as torch decides. torch has no switch of one layer for
-    it but the number that says which activation the kernel would compute: 0, none that it knows.
+    it but the number that says which activation the kernel would compute: 0, none that it knows. False in its place says that there
+    was one.
 
     nn.TransformerEncoder, which packs what is not padding into a nested tensor for those kernels, leaves that to them; None in its
     switch says that it was on.
@@ -158,10 +160,13 @@ def _refuse_fast_path(model: nn.Module) -> None:
             encoder.use_nested_tensor = None if has_recipe else True  # type: ignore[assignment]
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
-            known = {"relu": 1, "gelu": 2, "ReLU": 1, "GELU": 2}
-            name = getattr(layer.activation, "__name__", type(layer.activation).__name__)
+            own, number = layer.activation, layer.activation_relu_or_gelu
             has_recipe = any(isinstance(each, QLinear) and each.recipe for each in (layer.linear1, layer.linear2))
-            layer.activation_relu_or_gelu = 0 if has_recipe else known.get(name, 0)
+            if has_recipe and number:
+                layer.activation_relu_or_gelu = False
+            elif number is False and not has_recipe:
+                is_relu, is_gelu = own is F.relu or isinstance(own, nn.ReLU), own is F.gelu or isinstance(own, nn.GELU)
+                layer.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
 
 
 def is_read_by_owner(model: nn.Module, name: str) -> bool:
