@@ -11,7 +11,7 @@ What stays in its own precision unless a pattern's last part names it in letters
 their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
 
 Blocks that the recipe itself leaves wide (`wide_blocks`) become bf16, unless the pattern that decides about a layer spells out its
-block's number ("layers.11.*", "layers.[0-9]*.*").
+block's number ("layers.11.*", "layers.10-11.*", "layers.[0-9]*.*").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import Recipe
-from narrowgauge.structure import blocks, matches, read_weights
+from narrowgauge.structure import blocks, expanded, matches, read_weights
 
 HEADS = ("lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 ROUTERS = ("router", "gate", "shared_expert_gate")
@@ -244,7 +244,8 @@ def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, 
     if recipe.wide_blocks is None:
         return {}
     # Parts that hold a digit may stand for a block's number: "layers.5.*" does, "layers.*" does not.
-    numbers = [part for part in pattern.split(".") if any(character.isdigit() for character in part)]
+    parts = {part for each in expanded(pattern) for part in each.split(".")}
+    numbers = [part for part in parts if any(map(str.isdigit, part))]
     return {
         name: f"{block}: {recipe.name} keeps the {recipe.wide_blocks}"
         for name, block in blocks(model).items()
