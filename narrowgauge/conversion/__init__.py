@@ -274,15 +274,17 @@ def advance(model: nn.Module) -> None:
     Learned steps count down their cold start and are kept positive; a product that may sample its rows decides about the next
     step by the variance that was predicted in this one.
 
-    torch's own optimizers, and those of narrowgauge.optim, end it themselves (nn/step_end.py); this line after `optimizer.step()` then
-    does nothing, and says what happens. It is needed where no such optimizer steps: weights that are written by hand, a step that
-    torch.compile traces, steps inside a backward pass. Each weight is cast once per step in eager mode and reused over micro-batches;
-    before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one
-    per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
+    torch's own optimizers, and those of narrowgauge.optim, end it themselves (nn/step_end.py); this line after `optimizer.step()` then only
+    forgets casts made since, and says what happens. It is needed where no such optimizer steps: weights that are written by hand, a step
+    that torch.compile traces, steps inside a backward pass. Each weight is cast once per step in eager mode and reused over micro-batches;
+    before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one per
+    layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
     """
     layers = dict(_quantized(model))
     step_end.end_steps({layer: name for name, layer in layers.items() if not layer.step_ended})
     for layer in layers.values():
+        if layer.step_ended:
+            layer.end_step()
         layer.step_ended = False
 
 
