@@ -137,6 +137,10 @@ def files_of(name: str) -> list[Path]:
         if found := [path for path in sorted({Path(match) for match in glob(name, recursive=True)}) if path.is_file()]:
             return found
         raise DataError(f"{name}: the pattern matches no file. Quote it in a shell, and check the folder.")
+    if path.is_symlink():
+        raise DataError(
+            f"{shown(path)}: a link to {os.readlink(path)!r}, where no file or folder is. Correct it, or pass the file itself."
+        )
     parent = path.parent
     beside = sorted(os.listdir(parent)) if parent.is_dir() else []
     near = closest(path.name, [*beside, STDLIB])
