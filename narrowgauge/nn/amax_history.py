@@ -1,5 +1,6 @@
-"""What recipes add to a layer as state (LayerState, the base of all of it), and the memory of delayed scaling: one AmaxHistory per
-tensor with a window (role x, w or gy of a layer).
+"""State that recipes add to a layer (LayerState, the base of all of it), and the memory of delayed scaling.
+
+One AmaxHistory per tensor with a window (role x, w or gy of a layer):
 
     history    [length]  largest magnitudes of earlier steps, newest first; 0 where nothing was seen yet
     live       [3]       this step's amax state, see `ops.quantize.amax_state`
