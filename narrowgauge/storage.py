@@ -60,6 +60,7 @@ def probe(folder: Path) -> None:
     """Writes and removes a small file: a full or read-only disk is found before any work is done."""
     path = folder / f".probe-{os.getpid()}"
     with refusals("write to", folder):
+        path.unlink(missing_ok=True)  # of a process that was killed, with the same number
         try:
             write_synced(path, bytes(PROBE_BYTES))
         finally:

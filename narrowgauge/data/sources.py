@@ -139,6 +139,10 @@ def files_of(name: str) -> list[Path]:
             ]:
                 return found
             raise DataError(f"{name}: the pattern matches no file. Quote it in a shell, and check the folder.")
+        if path.is_symlink():
+            raise DataError(
+                f"{shown(path)}: a link to {os.readlink(path)!r}, where no file or folder is. Correct it, or pass the file itself."
+            )
         parent = path.parent
         beside = sorted(os.listdir(parent)) if parent.is_dir() else []
         near = closest(path.name, [*beside, STDLIB])

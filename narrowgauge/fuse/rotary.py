@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import in_memory
 from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.fuse.forward import FusedForward, Fusion
 from narrowgauge.ops import rotary
@@ -44,7 +45,7 @@ class _Function(torch.autograd.Function):
     @no_double_backward("a fused rotary embedding", "Convert the model to None, and again without fuse.")
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return (None, *ctx.run(of_q.resolve_neg(), of_k.resolve_neg(), cos, sin, ctx.dtypes, True), None, None)
+        return (None, *ctx.run(in_memory(of_q), in_memory(of_k), cos, sin, ctx.dtypes, True), None, None)
 
 
 @dataclass(eq=False)

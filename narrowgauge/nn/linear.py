@@ -92,7 +92,7 @@ class QLinear(nn.Linear):
         self.decision: object | None = None
         self.precast: PrecastWeight | None = None  # what the optimizer's step leaves of the weight's cast
         self.shared_inputs: SharedInputs | None = None  # casts of x are shared with the layers that have the same
-        self.step_ended = False  # by an optimizer of torch, so that the next `advance` has nothing to end
+        self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
         self._written = (0, 0)
         self._recipe: Recipe | None = None
@@ -199,6 +199,7 @@ class QLinear(nn.Linear):
             if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self)) is not None:
                 context.sources["x"] = [inputs]
             if context.grads and self.training and (self.scaling or self.steps or self.sampling):
+                self.step_ended = False
                 self._expect_advance(weight)
         try:
             y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context))

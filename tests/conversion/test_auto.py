@@ -113,6 +113,16 @@ def test_a_cache_that_cannot_be_written_is_said(on_hopper, tmp_path):
         assert decide(WORKLOAD, CPU, tmp_path / "missing" / "auto.json", measured).recipe == "bf16"
 
 
+def test_a_write_that_fails_leaves_no_draft(tmp_path, monkeypatch):
+    def full(draft, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(measure, "publish", full)
+    with pytest.warns(UserWarning, match="are not kept: No space left on device"):
+        measure.keep(tmp_path / "auto.json", "a", {"bf16": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert measure.user_cache() == tmp_path / "narrowgauge" / "auto.json"

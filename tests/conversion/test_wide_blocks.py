@@ -98,6 +98,8 @@ def named(model):
         ({"*": "nvfp4", "layers.5.*": "nvfp4"}, {"6"}),
         ({"*": "nvfp4", "body.layers.[56].*": "nvfp4"}, set()),
         ({"*": "nvfp4", "layers.[0-9]*.*": "nvfp4"}, set()),
+        ({"*": "nvfp4", "layers.5-6.*": "nvfp4"}, set()),
+        ({"*": "nvfp4", "layers.0-5.*": "nvfp4"}, {"6"}),
         ({"*": "nvfp4", "layers.2.*": "bf16"}, {"2", "5", "6"}),
         ({"*": replace(ng.recipes.NVFP4, wide_blocks=None)}, set()),
         ({"*": replace(ng.recipes.NVFP4, wide_blocks=WideBlocks(share=0.5))}, {"3", "4", "5", "6"}),
