@@ -7,8 +7,8 @@ import gc
 import pickle
 import subprocess
 import sys
-import weakref
 import threading
+import weakref
 
 import pytest
 import torch
