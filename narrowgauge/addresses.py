@@ -5,11 +5,13 @@ is elsewhere or nowhere: `data_ptr()` is 0 or that of something else, and a kern
 inside torch.func's transforms and torch.jit.trace, and while a mode makes tensors fake or traces them: then a kernel's own buffers are
 wrappers too.
 
-Nor does the memory of a view that torch negates as it reads it (`z.conj().imag`) hold the view's numbers.
+Nor does the memory of a view that torch negates as it reads it (`z.conj().imag`) hold the view's numbers, and a gradient that autograd
+knows to be zero (that of `sgn`) has none.
 
     wrapper     asked where kernels are chosen (`ops.registry`): those that read memory refuse, torch's operators compute
     address     what every kernel takes addresses from, so that one that nobody refused raises instead of crashing
     identity    to tell tensors apart by their memory, without reading it
+    in_memory   what a gradient passes through before a kernel reads it
     validity    to tell whether a tensor is the one of before, with the same numbers
     holds_numbers   whether there is data to look at
     cached      keeps constants, but never fake ones
@@ -48,6 +50,8 @@ def wrapper(*tensors: Tensor | None) -> str:
             return type(x).__name__
         if x is not None and x.is_neg():
             return "view that negates its numbers"
+        if x is not None and x._is_zerotensor():
+            return "tensor of zeros without memory"
     if _modes():
         for key in _TRACING:
             if (mode := torch._C._get_dispatch_mode(key)) is not None:
@@ -58,9 +62,9 @@ def wrapper(*tensors: Tensor | None) -> str:
 
 
 def refuse_wrappers(*tensors: object) -> None:
-    """Raises BackendError if one of them is a wrapper or a negated view. For a kernel whose launcher takes the addresses itself."""
+    """Raises BackendError for what `address` refuses. For a kernel whose launcher takes the addresses itself."""
     for x in tensors:
-        if isinstance(x, Tensor) and (type(x).__torch_dispatch__ is not _PLAIN or x.is_neg()):
+        if isinstance(x, Tensor) and (type(x).__torch_dispatch__ is not _PLAIN or x.is_neg() or x._is_zerotensor()):
             address(x)
 
 
@@ -76,6 +80,13 @@ def address(x: Tensor | None) -> int:
             "Pass plain tensors, or take the backend of plain torch."
         )
     return found
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """x, or a copy where its memory does not hold its numbers: of a view that torch negates, and of zeros without memory."""
+    if x._is_zerotensor():
+        return x.clone()
+    return x.resolve_neg() if x.is_neg() else x
 
 
 def holds_numbers(x: Tensor) -> bool:

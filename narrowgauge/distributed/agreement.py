@@ -15,7 +15,8 @@ brings the generators back, repeats it; and after the forward pass the generator
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ class Agreement:
     step          optimizer steps that have ended
     micro_batch   forward passes with gradients in this step
     messages      counts what was sent (bytes), by what it was
+    number        of this among those of the process: where one optimizer ends the step of several, they do so in one order on all ranks
     """
 
     layers: dict[QLinear, Peers]
@@ -72,6 +74,7 @@ class Agreement:
     _seeds: dict[int, Any] = field(default_factory=dict, init=False)
     _before: list[Any] = field(default_factory=list, init=False)
     _hooks: list[Any] = field(default_factory=list, init=False)
+    number: int = field(default_factory=itertools.count().__next__, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a model stands alone: it is on no rank but this one."""
@@ -125,12 +128,11 @@ class Agreement:
     # --- the end of a step
 
     @torch.no_grad()
-    def end_step(self, ended: Sequence[QLinear]) -> None:
+    def end_step(self, ended: Collection[QLinear]) -> None:
         """Before windows, steps and samplers take over what was seen in the step."""
         members: dict[tuple[dist.ProcessGroup, ...], list[QLinear]] = {}
-        for layer in ended:
-            peers = self.layers.get(layer)
-            if peers is not None and peers.groups:
+        for layer, peers in self.layers.items():  # in one order on all ranks
+            if layer in ended and peers.groups:
                 members.setdefault(peers.groups, []).append(layer)
         for groups, layers in members.items():
             self._agree(groups, layers)

@@ -156,8 +156,8 @@ def warn_of_untrained(layers: list[tuple[str, LearnedSteps]]) -> None:
         steps.is_held = True  # said once
     if untrained:
         warnings.warn(
-            f"advance: in {WATCHED} optimizer steps no learned step of {len(untrained)} layers, {untrained[0][0]!r} the first, was "
-            "moved, though weights were: no optimizer holds them, as when it is built before convert. Build it after convert, or "
+            f"advance: in {WATCHED} optimizer steps no learned step of {len(untrained)} layers, {untrained[0][0]!r} the first, was held "
+            "by an optimizer, though the weights were, as when it is built before convert. Build it after convert, or "
             "give it the steps: optimizer.add_param_group({'params': [p for n, p in model.named_parameters() if '.steps.' in n]}). "
             "If they shall stay as they are, let them not require a gradient.",
             stacklevel=4,

@@ -94,7 +94,7 @@ class QLinear(nn.Linear):
         self.shared_inputs: SharedInputs | None = None  # casts of x are shared with the layers that have the same
         self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
         self.warned_of_ranks = False
-        self.step_ended = False  # by an optimizer of torch, so that the next `advance` has nothing to end
+        self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
         self._written = (0, 0)
         self._recipe: Recipe | None = None
@@ -201,6 +201,7 @@ class QLinear(nn.Linear):
             if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self)) is not None:
                 context.sources["x"] = [inputs]
             if context.grads and self.training and (self.scaling or self.steps or self.sampling):
+                self.step_ended = False
                 self._expect_advance(weight)
         try:
             y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import is_compiling
+from narrowgauge.addresses import in_memory, is_compiling
 from narrowgauge.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
@@ -265,8 +265,8 @@ KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}
 def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None) -> Operand:
     """The tensor as an Operand, with casts from the first source that knows it."""
     plan: OperandPlan = getattr(context.plan, role)
-    if not is_compiling() and tensor.is_neg():
-        tensor = tensor.resolve_neg()
+    if not is_compiling():
+        tensor = in_memory(tensor)
     operand: Operand = plan.kind(tensor, plan, context, needs, state)
     for source in context.sources.get(role, ()):
         if (casts := source.lookup(operand)) is not None:

@@ -93,7 +93,7 @@ class CodedOperand(Operand):
     inner = 0  # K, before the rotation fills it up
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
-        rows = beside.sampled if self.plan.role == "x" else None
+        rows = self.sampled = beside.sampled if self.plan.role == "x" else None
         if self.plan.cols is None or self.coded is None:
             return high_precision(self.tensor if rows is None else self.tensor[rows], self.context.out_dtype).T
         return self.coded.operand(self.plan.cols_expand, rows).transposed()
@@ -105,7 +105,11 @@ class CodedOperand(Operand):
         return self.coded.codes * self.coded.scale
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
-        return rotation(self.tensor) if cols is None else self.original()
+        if cols is None:
+            return rotation(self.tensor)
+        has_codes = isinstance(cols, QTensor) and self.tensor is not None
+        seen = self.rotation(self.tensor) if has_codes else self.original()
+        return seen if self.sampled is None else seen[self.sampled]
 
     def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
         signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]

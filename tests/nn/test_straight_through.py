@@ -737,6 +737,34 @@ def test_a_gradient_whose_squares_overflow_is_no_reason_to_sample():
     assert layer.sampling.active == () and layer.sampling.variance[1] == UNREAD
 
 
+@pytest.mark.parametrize("name", ["int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"])
+@pytest.mark.parametrize("signs", ["fixed", "random"])
+def test_observers_see_what_an_operand_was_cast_from(name: str, signs: str) -> None:
+    """In its basis, and of a product that samples the rows it read: 48 features, which the rotation fills up to 64."""
+    recipe = recipes.get(name)
+    turned = replace(recipe.output, rotate=replace(recipe.output.rotate, signs=signs))
+    layer, x, gy = layer_of(replace(recipe, output=turned), k=48, n=32, tokens=64)
+    heavy = gy * torch.where(torch.arange(64) % 8 == 0, 1.0, 1e-3)[:, None]
+    for _ in range(2):
+        run(layer, x, heavy)
+        ng.advance(layer)
+    samples = layer.sampling is not None
+    assert not samples or layer.sampling.active == ("grad_input", "grad_weight")
+    errors = {}
+
+    def observe(gemm: str, role: str, original: torch.Tensor, operand: QTensor) -> None:
+        decoded = ng.dequantize(operand)
+        decoded = (
+            decoded.T if (gemm, role) in (("grad_input", "w"), ("grad_weight", "x"), ("grad_weight", "gy")) else decoded
+        )
+        assert decoded.shape == original.shape
+        errors[gemm, role] = float((decoded - original).norm() / original.norm())
+
+    layer.observer = observe
+    run(layer, x, heavy)
+    assert len(errors) == 6 and max(errors.values()) < 0.35, errors
+
+
 @pytest.mark.parametrize("name", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq"])
 def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, device_is, name):
     """As codes for INT8 units and as decoded values: the same format, and the same share beyond its largest number (exact)."""
@@ -755,7 +783,8 @@ def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, devi
         layer(x.clone().requires_grad_()).sum().backward()
         assert layer.plan(x.device).output.choice.kernel.name == ("native-int8" if int8_gemm else "reference")
         found.append(seen)
-    assert {found[0]["output", role]["format"] for role in ("x", "w")} == {"int4"}
+    of_codes = (("output", "x"), ("output", "w"), ("grad_input", "w"), ("grad_weight", "x"))
+    assert {found[0][each]["format"] for each in of_codes} == {"int4"}
     assert found[0] == found[1]
     if name == "int4-hq-bs":  # clips at 2.475 standard deviations: 1.33 % of normal numbers, of 4,096 never below 0.5 %
         assert found[0]["output", "x"]["saturated"] > 0.005

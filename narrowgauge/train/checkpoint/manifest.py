@@ -138,8 +138,8 @@ def newest_first(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
 
 
-def prune(folder: Path, keep: int | Path) -> list[Path]:
-    """Removes all checkpoints but the `keep` newest, by step, or but the one at the path `keep`; returns what was removed.
+def prune(folder: Path, keep: int | Path) -> None:
+    """Removes all checkpoints but the `keep` newest, by step, or but the one at the path `keep`.
 
     Counts and removes only folders whose manifest is ours and whose files have their sizes: a damaged checkpoint never
     displaces a whole one, and a folder of somebody else's is never touched.
@@ -151,7 +151,6 @@ def prune(folder: Path, keep: int | Path) -> list[Path]:
     with storage.refusals("remove old checkpoints from", folder):
         for path in doomed:
             storage.discard(path)
-    return doomed
 
 
 def _looks_whole(path: Path) -> bool:
