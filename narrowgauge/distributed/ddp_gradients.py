@@ -40,6 +40,10 @@ def install(model: DistributedDataParallel, made: Gradients, mesh: DeviceMesh | 
     within, across = _hops(made, group, mesh)
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     made.names = tuple(names.values())
+    first = next(model.module.parameters())
+    made.bytes_per_number = made.bytes_to_sum(first) + made.bytes_of_sum(first)
+    if across is not None and made.numbers != "16bit":
+        made.bytes_between_nodes = 2 * made.bytes_of_sum(first) / within.size
     made.words.append(f"gradients: {made.format_words()}; {_hops_words(made, within, across)}, {made.reduce}")
     if made.numbers != "16bit":
         _register(model, NarrowHook(made, names, within, across))

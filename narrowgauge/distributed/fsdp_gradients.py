@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from narrowgauge.distributed import messages
 from narrowgauge.distributed.gradient_state import Gradients
@@ -26,7 +26,7 @@ from narrowgauge.distributed.shared_scale import Pieces
 from narrowgauge.distributed.torch_private import ReduceScatter
 from narrowgauge.errors import ConfigError
 
-Parameters = list[tuple[str, nn.Parameter]]
+Parameters = Sequence[tuple[str, Tensor]]
 
 
 def install(model: nn.Module, made: Gradients, mesh: DeviceMesh | None) -> None:
@@ -39,6 +39,10 @@ def install(model: nn.Module, made: Gradients, mesh: DeviceMesh | None) -> None:
         if mesh is not None:
             _check_mesh(own, mesh)
         _install(block, made, FsdpReduceScatter(made, name, own, across), across)
+    first = next(model.parameters())
+    made.bytes_per_number = made.bytes_to_sum(first)
+    if mesh is not None:
+        made.bytes_between_nodes = 2 * made.bytes_of_sum(first) / mesh.size(1)
     joined = f", then all-reduce over {across.size} nodes" if across else ""
     made.words.append(f"gradients: {made.format_words()}; reduce-scatter{joined}, {made.reduce}")
     if made.numbers != "16bit" and any(_is_hsdp(parameter) for parameter in model.parameters()):
@@ -74,7 +78,7 @@ def _needs(block: FSDPModule, *methods: str) -> None:
             )
 
 
-def _own_parameters(prefix: str, block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _own_parameters(prefix: str, block: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Those outside FSDP2 modules within it, in the order in which FSDP2 lays them out."""
     inner = [f"{name}." for name, module in block.named_modules() if name and isinstance(module, FSDPModule)]
     for name, parameter in block.named_parameters():
@@ -118,6 +122,7 @@ class FsdpReduceScatter(ReduceScatter):
 
     def __init__(self, made: Gradients, name: str, own: Parameters, across: Link | None) -> None:
         self.made, self.name, self.own, self.across = made, name, own, across
+        self.layouts: dict[Link, tuple[Pieces, tuple[Link, ...]]] = {}
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -137,15 +142,17 @@ class FsdpReduceScatter(ReduceScatter):
             )
         link = self.made.link(group)
         rows = input_tensor.view(link.size, -1)
-        output_tensor.copy_(self.made.reduce_scatter(rows, self.pieces(rows), link, self.elsewhere(link)))
+        if link not in self.layouts:
+            self.layouts[link] = self.pieces(link), self.elsewhere(link)
+        pieces, elsewhere = self.layouts[link]
+        if pieces.numel != rows.numel():  # some have no gradient this time, or their layout is another: all as one
+            pieces = Pieces((_whole(self.name),), (rows.shape[1],), repeats=link.size)
+        output_tensor.copy_(self.made.reduce_scatter(rows, pieces, link, elsewhere))
 
-    def pieces(self, rows: Tensor) -> Pieces:
-        """The tensors of this message; all as one where some have no gradient this time, or their layout is another."""
-        ranks, columns = rows.shape
-        sizes = {name: _shard_numel(parameter, ranks) for name, parameter in self.own if parameter.numel()}
-        if sum(sizes.values()) != columns:
-            sizes = {_whole(self.name): columns}
-        return Pieces(tuple(sizes), tuple(sizes.values()), repeats=ranks)
+    def pieces(self, link: Link) -> Pieces:
+        """The tensors of a message in which all have a gradient."""
+        sizes = {name: _shard_numel(parameter, link) for name, parameter in self.own if parameter.numel()}
+        return Pieces(tuple(sizes), tuple(sizes.values()), repeats=link.size)
 
     def elsewhere(self, link: Link) -> tuple[Link, ...]:
         """To ranks with copies or other parts of the same parameters: of HSDP, of tensor parallelism, in other nodes."""
@@ -155,10 +162,16 @@ class FsdpReduceScatter(ReduceScatter):
         return (*links, self.across) if self.across else links
 
 
-def _shard_numel(parameter: Tensor, ranks: int) -> int:
-    """Numbers of the longest shard, which is what each rank gets."""
-    rows, rest = (parameter.shape[0], parameter.shape[1:]) if parameter.ndim else (1, ())
-    return -(-rows // ranks) * math.prod(rest)
+def _shard_numel(parameter: Tensor, link: Link) -> int:
+    """Numbers of the longest shard over these ranks, which is what each of them gets, of what tensor parallelism leaves of it."""
+    sizes = list(parameter.shape) or [1]
+    if isinstance(parameter, DTensor):
+        groups = zip(_groups([("", parameter)]), parameter.placements, strict=True)
+        for group, placement in groups:
+            same = dist.get_process_group_ranks(group) == dist.get_process_group_ranks(link.group)
+            if isinstance(placement, Shard) and not same:
+                sizes[placement.dim] = -(-sizes[placement.dim] // group.size())
+    return -(-sizes[0] // link.size) * math.prod(sizes[1:])
 
 
 def _whole(block: str) -> str:

@@ -22,14 +22,18 @@ Reduce = Literal["mean", "sum"]
 class Gradients:
     """What `gradients.install` has set up.
 
-    numbers, reduce   as asked for
-    words             sentences on what travels, for `describe`
-    names             of tensors that "fp8-lm" may have a scale for
+    numbers, reduce      as asked for
+    words                sentences on what travels, for `describe`
+    bytes_per_number     what a rank sends per number of a gradient in one reduction; of "16bit" in the dtype of the parameters
+    bytes_between_nodes  besides, to other nodes, where `install` was given a mesh of them
+    names                of tensors that "fp8-lm" may have a scale for
     """
 
     numbers: Numbers
     reduce: Reduce
     words: list[str] = field(default_factory=list)
+    bytes_per_number: float = 0.0
+    bytes_between_nodes: float = 0.0
     names: tuple[str, ...] = ()
     _links: dict[str, Link] = field(default_factory=dict)
     _controller: Controller = field(default_factory=Controller)
@@ -49,6 +53,14 @@ class Gradients:
         if self.numbers == "fp8-lm":
             return shared_scale.reduce_scatter(rows, pieces, link, self._controller, elsewhere)
         return messages.reduce_scatter(rows, link)
+
+    def bytes_to_sum(self, parameter: Tensor) -> float:
+        """Of a number on its way into a reduce-scatter."""
+        return {"16bit": float(parameter.element_size()), "fp8": messages.BYTES, "fp8-lm": 1.0}[self.numbers]
+
+    def bytes_of_sum(self, parameter: Tensor) -> float:
+        """Of a number of a sum on its way to all, and of one between nodes."""
+        return float(parameter.element_size()) if self.numbers == "16bit" else messages.BYTES
 
     def format_words(self) -> str:
         return {

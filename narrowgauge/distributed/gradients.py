@@ -18,11 +18,13 @@ gradient, dtypes of reduction. "fp8-lm" has a state, `state_dict()`, the same on
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import ddp_gradients, fsdp_gradients
@@ -41,6 +43,13 @@ def install(
     mesh   for several nodes, (nodes, ranks of a node): then messages between nodes are narrow too. FSDP2 modules must be sharded over
            its last axis alone (`fully_shard(block, mesh=mesh["..."])`), with the same weights in every node.
     """
+    if not isinstance(model, DistributedDataParallel) and not any(isinstance(it, FSDPModule) for it in model.modules()):
+        raise ConfigError(
+            f"distribute: {type(model).__name__} is neither DistributedDataParallel nor has modules of FSDP2, so no gradients travel. "
+            "Wrap it, or call fully_shard first."
+        )
+    shape = None if mesh is None else tuple(mesh.mesh.shape)
+    _agree(model, {"gradients": gradients, "reduce": reduce, "mesh": shape})
     for name, value, known in (("gradients", gradients, Numbers), ("reduce", reduce, Reduce)):
         if value not in get_args(known):
             raise ConfigError(f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.")
@@ -51,11 +60,28 @@ def install(
     made = Gradients(gradients, reduce)
     if isinstance(model, DistributedDataParallel):
         ddp_gradients.install(model, made, mesh)
-        return made
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ConfigError(
-            f"distribute: {type(model).__name__} is neither DistributedDataParallel nor has modules of FSDP2, so no gradients travel. "
-            "Wrap it, or call fully_shard first."
-        )
-    fsdp_gradients.install(model, made, mesh)
+    else:
+        fsdp_gradients.install(model, made, mesh)
     return made
+
+
+def _agree(model: nn.Module, asked: dict[str, Any]) -> None:
+    """Raises on every rank that shares the model's gradients if not all ask for the same."""
+    for group in _groups(model):
+        answers: list[Any] = [None] * group.size()
+        dist.all_gather_object(answers, asked, group=group)
+        for rank, answer in zip(dist.get_process_group_ranks(group), answers, strict=True):
+            for name, value in answers[0].items():
+                if answer[name] != value:
+                    raise ConfigError(
+                        f"distribute: {name} is {value!r} on rank {dist.get_process_group_ranks(group)[0]} and {answer[name]!r} on rank "
+                        f"{rank}. Give all ranks the same configuration."
+                    )
+
+
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    if isinstance(model, DistributedDataParallel):
+        return [model.process_group]
+    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    mesh = next(meshes, None)
+    return [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]

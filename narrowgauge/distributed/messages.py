@@ -31,6 +31,7 @@ from narrowgauge.recipe import Cast
 from narrowgauge.scaling import E8M0_CEIL
 
 TILE = 128
+BYTES = 1 + 1 / TILE  # per number
 MESSAGE = Cast(format=E4M3, tile=(1, TILE), scale=E8M0_CEIL)
 
 # torch 2.13 renamed it and warns about the old name.

@@ -5,7 +5,6 @@ What FP8 itself costs is bounded where a test says so; the expected error of one
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import messages
@@ -248,6 +248,27 @@ def test_fsdp2_with_a_policy_of_dtypes(ranks):
     assert all(x.dtype == torch.float32 for x in results[0]["gradients"].values())
 
 
+def _with_tensor_parallelism(numbers: str) -> dict[str, Any]:
+    """FSDP2 over TP, 2 x 2: ranks of one TP group have the same batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    made = model()
+    for layer in made.layers:
+        parallelize_module(layer, mesh["tp"], {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
+    shard(made, mesh["dp"])
+    state = install(made, gradients=numbers)
+    loss_of(made, mesh.get_local_rank("dp")).backward()
+    return {"gradients": gradients_of(made), "state": state.state_dict()}
+
+
+@pytest.mark.parametrize("numbers", ("fp8", "fp8-lm"))
+def test_fsdp2_over_tensor_parallelism(ranks, numbers):
+    results = ranks(4)(_with_tensor_parallelism, numbers)
+    assert_ranks_equal(results)
+    assert 0 < error(results[0]["gradients"], alone(2, 2)) < ONE_ROUNDING
+    if numbers == "fp8-lm":  # a scale for each tensor, split or not
+        assert list(results[0]["state"]["mu"]) == sorted(name for name, _ in model().named_parameters())
+
+
 def _poisoned(kind: str, numbers: str) -> dict[str, Tensor]:
     parallel, mesh = parallelised(kind)
     install(parallel, gradients=numbers, mesh=mesh)
@@ -305,19 +326,22 @@ class Wide(nn.Module):
         return x
 
 
-def _bytes_per_parameter(kind: str, numbers: str) -> float:
+def _bytes_per_parameter(kind: str, numbers: str) -> tuple[float, float]:
+    """(what was given to collectives, what `install` says)."""
     made: nn.Module = Wide()
     count = sum(p.numel() for p in made.parameters())
     made = DistributedDataParallel(made) if kind == "ddp" else shard(made, init_device_mesh("cpu", (2,)))
     state = install(made, gradients=numbers)
     made(torch.randn(8, 256)).square().sum().backward()
-    return sum(state.sent.values()) / count
+    return sum(state.sent.values()) / count, state.bytes_per_number
 
 
 @pytest.mark.parametrize("numbers", ("fp8", "fp8-lm"))
 @pytest.mark.parametrize(("kind", "most"), (("ddp", 2.05), ("fsdp", 1.02)))
 def test_bytes_per_parameter(ranks, kind, most, numbers):
-    assert all(1 < sent <= most for sent in ranks(2)(_bytes_per_parameter, kind, numbers))
+    for sent, said in ranks(2)(_bytes_per_parameter, kind, numbers):
+        assert 1 < sent <= most
+        assert sent == pytest.approx(said, rel=1e-3)  # the ends of rows, and what "fp8-lm" says of its scales
 
 
 # --- the factor of fp8-lm ---------------------------------------------------------------------------------------------------------
@@ -412,10 +436,19 @@ def test_what_cannot_be_is_refused_in_sentences_on_every_rank(ranks):
     assert all("refuses a communication hook: " in words for words in ranks(2)(_refused, _twice))
     assert all("layers.0" in words or "embed" in words for words in ranks(4)(_refused, _sharded_over_all))
     assert all("has the ranks [0, 1, 2, 3], but the model's group has" in w for w in ranks(4)(_refused, _foreign_mesh))
-    plain = copy.deepcopy(model())
     with pytest.raises(ConfigError, match=r"Model is neither DistributedDataParallel nor has modules of FSDP2"):
-        install(plain, gradients="fp8")
-    with pytest.raises(ConfigError, match=r"gradients is 'fp4'; choose one of 16bit, fp8, fp8-lm\."):
-        install(plain, gradients="fp4")
-    with pytest.raises(ConfigError, match=r"reduce is 'max'; choose one of mean, sum\."):
-        install(plain, reduce="max")
+        install(model(), gradients="fp8")
+
+
+def _asked(kind: str, arguments: list[dict[str, Any]]) -> str:
+    return _refused(lambda: install(parallelised(kind)[0], **arguments[dist.get_rank()]))
+
+
+@pytest.mark.parametrize("kind", ("ddp", "fsdp"))
+def test_wrong_and_differing_arguments_end_every_rank(ranks, kind):
+    unknown = r"distribute: gradients is 'fp4'; choose one of 16bit, fp8, fp8-lm."
+    assert ranks(2)(_asked, kind, [{"gradients": "fp4"}] * 2) == [unknown] * 2
+    unknown = r"distribute: reduce is 'max'; choose one of mean, sum."
+    assert ranks(2)(_asked, kind, [{"reduce": "max"}] * 2) == [unknown] * 2
+    differ = "distribute: gradients is '16bit' on rank 0 and 'fp8' on rank 1. Give all ranks the same configuration."
+    assert ranks(2)(_asked, kind, [{}, {"gradients": "fp8"}]) == [differ] * 2
