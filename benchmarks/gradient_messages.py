@@ -63,7 +63,7 @@ def python_sources(least_bytes: int = 2_000_000) -> Tensor:
 
 
 def gradients(
-    ranks: int, *, hidden: int = 256, steps: int = 300, batch: int = 8, length: int = 128
+    ranks: int, *, hidden: int = 256, steps: int = 300, batch: int = 4, length: int = 128
 ) -> list[dict[str, Tensor]]:
     """For each rank the gradients of TENSORS by a micro-batch of its own, after so many steps of training."""
     from transformers import LlamaConfig, LlamaForCausalLM
