@@ -63,7 +63,7 @@ def python_sources(least_bytes: int = 2_000_000) -> Tensor:
 
 
 def gradients(
-    ranks: int, *, hidden: int = 256, steps: int = 300, batch: int = 4, length: int = 128
+    ranks: int, *, hidden: int = 256, steps: int = 300, batch: int = 8, length: int = 128
 ) -> list[dict[str, Tensor]]:
     """For each rank the gradients of TENSORS by a micro-batch of its own, after so many steps of training."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -310,11 +310,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64, help="the most; a power of two")
     parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=8,
+        help="sequences of 128 bytes of a rank: with more, gradients of ranks are more alike",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS / "gradient_messages.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    all_ranks = gradients(options.ranks, hidden=options.hidden, steps=options.steps)
-    setting = {"steps": options.steps, "hidden": options.hidden}
+    all_ranks = gradients(options.ranks, hidden=options.hidden, steps=options.steps, batch=options.batch)
+    setting = {"steps": options.steps, "hidden": options.hidden, "batch": options.batch}
     equal = run_two(all_ranks[:2])
     print(f"two processes (gloo) and two threads give {'the same' if equal else 'DIFFERENT'} bits")
     first = {"case": "two processes equal two threads", "ranks": 2, "equal": equal, **setting}

@@ -18,8 +18,10 @@ gradient, dtypes of reduction. "fp8-lm" has a state, `state_dict()`, the same on
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, get_args
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import ddp_gradients, fsdp_gradients
 from narrowgauge.distributed.gradient_state import Gradients, Numbers, Reduce
+from narrowgauge.distributed.messages import Link
 from narrowgauge.errors import ConfigError
 
 __all__ = ["Gradients", "Numbers", "Reduce", "install"]
@@ -67,16 +70,16 @@ def install(
 
 def _agree(model: nn.Module, asked: dict[str, Any]) -> None:
     """Raises on every rank that shares the model's gradients if not all ask for the same."""
+    digests = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in asked.values()]
+    device = next(model.parameters()).device
     for group in _groups(model):
-        answers: list[Any] = [None] * group.size()
-        dist.all_gather_object(answers, asked, group=group)
-        for rank, answer in zip(dist.get_process_group_ranks(group), answers, strict=True):
-            for name, value in answers[0].items():
-                if answer[name] != value:
-                    raise ConfigError(
-                        f"distribute: {name} is {value!r} on rank {dist.get_process_group_ranks(group)[0]} and {answer[name]!r} on rank "
-                        f"{rank}. Give all ranks the same configuration."
-                    )
+        highest = Link(group).maximum(torch.tensor([digests, [-digest for digest in digests]], device=device)).tolist()
+        for (name, value), high, low in zip(asked.items(), *highest, strict=True):
+            if high != -low:
+                raise ConfigError(
+                    f"distribute: ranks differ in {name}, which is {value!r} on rank {dist.get_rank()}. "
+                    "Give all ranks the same configuration."
+                )
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
