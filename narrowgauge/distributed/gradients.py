@@ -46,7 +46,7 @@ def install(
     mesh   for several nodes, (nodes, ranks of a node): then messages between nodes are narrow too. FSDP2 modules must be sharded over
            its last axis alone (`fully_shard(block, mesh=mesh["..."])`), with the same weights in every node.
     """
-    if not isinstance(model, DistributedDataParallel) and not any(isinstance(it, FSDPModule) for it in model.modules()):
+    if not isinstance(model, DistributedDataParallel) and not _has_shards(model):
         raise ConfigError(
             f"distribute: {type(model).__name__} is neither DistributedDataParallel nor has modules of FSDP2, so no gradients travel. "
             "Wrap it, or call fully_shard first."
@@ -68,11 +68,17 @@ def install(
     return made
 
 
+def _has_shards(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules()) and any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
 def _agree(model: nn.Module, asked: dict[str, Any]) -> None:
     """Raises on every rank that shares the model's gradients if not all ask for the same."""
     digests = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in asked.values()]
-    device = next(model.parameters()).device
-    for group in _groups(model):
+    groups, device = _groups(model)
+    for group in groups:
         highest = Link(group).maximum(torch.tensor([digests, [-digest for digest in digests]], device=device)).tolist()
         for (name, value), high, low in zip(asked.items(), *highest, strict=True):
             if high != -low:
@@ -82,9 +88,9 @@ def _agree(model: nn.Module, asked: dict[str, Any]) -> None:
                 )
 
 
-def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+def _groups(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:
+    """The groups that share the model's gradients, and where they compute: parameters of FSDP2 may wait in host memory."""
     if isinstance(model, DistributedDataParallel):
-        return [model.process_group]
-    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
-    mesh = next(meshes, None)
-    return [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        return [model.process_group], next(model.parameters()).device
+    mesh = next(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)], torch.device(mesh.device_type)

@@ -61,8 +61,8 @@ def shard(made: Model, mesh: Any = None, **options: Any) -> Model:
 def parallelised(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
     """(the model, the mesh for `install`). "nodes" have half of the ranks each."""
     world = dist.get_world_size()
-    if kind == "ddp":
-        return DistributedDataParallel(model(dtype)), None
+    if kind in ("ddp", "ddp views"):
+        return DistributedDataParallel(model(dtype), gradient_as_bucket_view=kind == "ddp views"), None
     if kind == "fsdp":
         return shard(model(dtype), init_device_mesh("cpu", (world,))), None
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("nodes", "ranks"))
@@ -170,7 +170,7 @@ def alone_batch(batch: int) -> dict[str, Tensor]:
     return gradients_of(made)
 
 
-@pytest.mark.parametrize("kind", ("ddp", "fsdp"))
+@pytest.mark.parametrize("kind", ("ddp", "ddp views", "fsdp"))
 @pytest.mark.parametrize("numbers", ("fp8", "fp8-lm"))
 def test_micro_batches_without_sync_travel_once(ranks, kind, numbers):
     once = ranks(2)(_reduced, kind, numbers, "sum")
