@@ -56,6 +56,7 @@ def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     from narrowgauge.optim import precision as precisions
     from narrowgauge.optim.clipping import clip_gradients
     from narrowgauge.train.config import toml
+    from narrowgauge.train.config.settings import resolved
     from narrowgauge.train.launches import set_learning_rate
     from narrowgauge.train.loss import learning_rate
     from narrowgauge.train.model import build
@@ -63,7 +64,8 @@ def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     from narrowgauge.train.tasks.writing import TextTask
 
     started_at_s = time.monotonic()
-    config = replace(toml.load(ROOT / "examples" / "demo.toml"), seed=seed, steps=steps, compare="", cache=str(cache))
+    demo = toml.load(ROOT / "examples" / "demo.toml")
+    config = resolved(replace(demo, seed=seed, steps=steps, compare="", cache=str(cache)))
     task, cpu = TextTask.prepare(config), torch.device("cpu")
     model = build(config, task.model, cpu, task.tokens_at_once() // WORLD, None)
     precision = precisions.get(config.precision)
@@ -87,7 +89,7 @@ def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     summed = torch.stack(losses)
     dist.all_reduce(summed)
     row = {
-        "case": numbers, "seed": seed, "steps": steps, "ranks": WORLD, "recipe": config.recipe,
+        "case": numbers, "seed": seed, "steps": steps, "parameters": sum(p.numel() for p in model.parameters()), "ranks": WORLD, "recipe": config.recipe,
         "validation_loss": evaluated(parallel.module, task, model, precision), "train_loss_last_100": float(summed[-100:].mean()),
         "sent_bytes_per_parameter": sum(made.sent.values()) / steps / sum(p.numel() for p in model.parameters()),
         "ranks_equal": ranks_equal(model), "seconds": round(time.monotonic() - started_at_s),
