@@ -1,0 +1,135 @@
+"""Gradients of DistributedDataParallel: a communication hook that replaces the all-reduce of each bucket.
+
+    one group         bucket [ranks, columns] -> reduce-scatter -> all-gather
+    nodes x ranks     bucket -> reduce-scatter in the node -> all-reduce of each part across nodes -> all-gather in the node
+
+The last step rounds nothing when the step before has sent E4M3 in the same tiles, for which the columns are cut accordingly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge.distributed import messages
+from narrowgauge.distributed.gradient_state import Gradients
+from narrowgauge.distributed.messages import TILE, Link
+from narrowgauge.distributed.shared_scale import Pieces
+from narrowgauge.errors import ConfigError
+
+Future = torch.futures.Future[Tensor]
+
+
+class Bucket(Protocol):
+    """`dist.GradBucket`, as far as it is used: one flat buffer with the gradients of these parameters, in their order."""
+
+    def buffer(self) -> Tensor: ...
+    def parameters(self) -> list[Tensor]: ...
+
+
+def install(model: DistributedDataParallel, made: Gradients, mesh: DeviceMesh | None) -> None:
+    """See `gradients.install`."""
+    group = model.process_group
+    within, across = _hops(made, group, mesh)
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    made.names = tuple(names.values())
+    first = next(model.module.parameters())
+    made.bytes_per_number = made.bytes_to_sum(first) + made.bytes_of_sum(first)
+    if across is not None and made.numbers != "16bit":
+        made.bytes_between_nodes = 2 * made.bytes_of_sum(first) / within.size
+    made.words.append(f"gradients: {made.format_words()}; {_hops_words(made, within, across)}, {made.reduce}")
+    if made.numbers != "16bit":
+        _register(model, NarrowHook(made, names, within, across))
+    elif made.reduce == "sum":
+        _register(model, lambda bucket: _summed_by_torch(group, bucket))
+
+
+class NarrowHook:
+    """The narrow all-reduce of a bucket. On a GPU it runs in a stream of its own, beside the backward pass."""
+
+    def __init__(self, made: Gradients, names: Mapping[int, str], within: Link, across: Link | None) -> None:
+        self.made, self.names, self.within, self.across = made, names, within, across
+        ranks = within.size * (across.size if across else 1)
+        self.divisor = ranks if made.reduce == "mean" else 1
+        self.streams: dict[torch.device, torch.Stream] = {}
+
+    def __call__(self, bucket: Bucket) -> Future:
+        buffer = bucket.buffer()
+        on_cpu = buffer.device.type == "cpu"
+        with nullcontext() if on_cpu else self.beside(buffer.device):
+            buffer.copy_(self.reduced(buffer, self.pieces(bucket)))
+            done = Future(devices=None if on_cpu else [buffer.device])
+            done.set_result(buffer)
+        return done
+
+    def beside(self, device: torch.device) -> torch.Stream:
+        """The hook's stream, which goes on where the current one is."""
+        if device not in self.streams:
+            self.streams[device] = torch.Stream(device)
+        stream = self.streams[device]
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        return stream
+
+    def reduced(self, flat: Tensor, pieces: Pieces) -> Tensor:
+        """The bucket's sum or mean, float32, the same bits on every rank."""
+        within, across = self.within, self.across
+        rows = messages.as_rows(flat, within.size, TILE * across.size if across else 1)
+        filled_up = rows.numel() - flat.numel()
+        pieces = Pieces(pieces.names, (*pieces.lengths[:-1], pieces.lengths[-1] + filled_up))
+        mine = self.made.reduce_scatter(rows, pieces, within, (across,) if across else ())
+        mine = mine / self.divisor
+        if across is not None:
+            mine = messages.all_reduce(mine, across)
+        return messages.gather(mine, within).reshape(-1)[: flat.numel()]
+
+    def pieces(self, bucket: Bucket) -> Pieces:
+        parameters = [parameter for parameter in bucket.parameters() if parameter.numel()]
+        names = tuple(self.names[id(parameter)] for parameter in parameters)
+        return Pieces(names, tuple(parameter.numel() for parameter in parameters))
+
+
+def _summed_by_torch(group: dist.ProcessGroup, bucket: Bucket) -> Future:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _register(model: DistributedDataParallel, hook: Callable[[Bucket], Future]) -> None:
+    # Without annotations, which DDP compares with classes; a function, since DDP asks for its name.
+    def narrowgauge_gradients(state, bucket):  # type: ignore[no-untyped-def]
+        return hook(bucket)
+
+    try:
+        model.register_comm_hook(None, narrowgauge_gradients)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"distribute: this DistributedDataParallel refuses a communication hook: {str(error).splitlines()[0]} "
+            "Register none yourself, and distribute a model once."
+        ) from error
+
+
+def _hops(made: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None) -> tuple[Link, Link | None]:
+    """The link in which a reduce-scatter takes place, and the one that joins its results."""
+    if mesh is None:
+        return made.link(group), None
+    given, found = sorted(mesh.mesh.flatten().tolist()), sorted(dist.get_process_group_ranks(group))
+    if given != found:
+        raise ConfigError(
+            f"distribute: mesh {list(mesh.mesh.shape)} has the ranks {given}, but the model's group has {found}. "
+            "Give a mesh of the same ranks."
+        )
+    return made.link(mesh.get_group(1)), made.link(mesh.get_group(0))
+
+
+def _hops_words(made: Gradients, within: Link, across: Link | None) -> str:
+    if made.numbers == "16bit":
+        return "all-reduce"
+    if across is None:
+        return f"reduce-scatter and all-gather over {within.size} ranks"
+    return f"reduce-scatter over the {within.size} ranks of a node, all-reduce over {across.size} nodes, all-gather in the node"

@@ -1,0 +1,137 @@
+"""FP8-LM's gradient messages (arXiv 2310.18313, section 2.1): one scale per tensor that all ranks share, and a factor mu that adapts.
+
+    amax   the largest magnitude of the tensor's gradient on any rank             one small MAX all-reduce per message
+    scale  amax / (448 mu)                                                        float32, the same on every rank
+    codes  E4M3 of gradient / scale, saturating
+    sum    of the decoded codes in float32, in rank order, times scale            the paper sums codes in FP8, which loses 10 to 30 dB
+
+    mu     begins at 1; after a message more than 0.001 % of whose numbers saturated it is halved, otherwise multiplied by 2 ** (1/1000),
+           so that it doubles in 1,000 steps; never above 2. It stays where the gradient was all zero or not finite.
+
+The paper lets mu grow "to 2"; without this end a sparse tensor, whose few numbers are below 0.001 %, would be clipped to nothing.
+
+Each rank appends to every row that it sends how many of its numbers saturated, so all ranks decide alike without another collective.
+A message is columns codes | 8 bytes per tensor, and what the MAX takes: 8 bytes per tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from narrowgauge.distributed.messages import Link
+from narrowgauge.errors import CheckpointError, closest
+from narrowgauge.formats import E4M3
+from narrowgauge.scaling import FP32
+
+OVERFLOW_SHARE = 1e-5
+DOUBLING_STEPS = 1000
+LARGEST_MU = 2.0
+_SATURATES = E4M3.max * (1 + 2**-22)  # the quotient of the largest number may round to just above 448
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How tensors lie in a buffer: `repeats` times one after another, each with so many numbers, none with zero."""
+
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    repeats: int = 1
+
+    @property
+    def numel(self) -> int:
+        return self.repeats * sum(self.lengths)
+
+
+@dataclass
+class Controller:
+    """mu of each tensor, by name; it is the same on all ranks of the links that `reduce_scatter` was given."""
+
+    _mu: dict[str, Tensor] = field(default_factory=dict)
+    _lengths: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
+
+    def mu(self, names: Sequence[str], device: torch.device) -> Tensor:
+        """[names] float32."""
+        return torch.stack([self._mu.get(name, torch.ones(())).to(device) for name in names])
+
+    def update(self, names: Sequence[str], overflowed: Tensor, numbers: Tensor, judged: Tensor) -> None:
+        """After a message: how many numbers of each tensor saturated, out of how many, and whether it says anything."""
+        mu = self.mu(names, overflowed.device)
+        grown = (mu * 2 ** (1 / DOUBLING_STEPS)).clamp(max=LARGEST_MU)
+        after = torch.where(overflowed > OVERFLOW_SHARE * numbers, mu / 2, grown)
+        self._mu.update(zip(names, torch.where(judged, after, mu).unbind(), strict=True))
+
+    def lengths(self, pieces: Pieces, device: torch.device) -> Tensor:
+        key = pieces.lengths, device
+        if key not in self._lengths:
+            self._lengths[key] = torch.tensor(pieces.lengths, device=device)
+        return self._lengths[key]
+
+    def state_dict(self) -> dict[str, float]:
+        """mu by name, of the tensors that have been sent."""
+        return {name: float(mu) for name, mu in sorted(self._mu.items())}
+
+    def load_state_dict(self, state: Mapping[str, float], known: Sequence[str]) -> None:
+        """known: names that may occur."""
+        for name, mu in state.items():
+            if name not in known:
+                near = closest(name, known)
+                raise CheckpointError(
+                    f"gradient messages: the checkpoint has mu of {name!r}, which this model does not have"
+                    f"{f'; closest: {near}' if near else ''}. Load the state of the same model, or begin with none."
+                )
+            if not (isinstance(mu, int | float) and 0 < mu < math.inf):
+                raise CheckpointError(
+                    f"gradient messages: mu of {name!r} is {mu!r}; it must be a positive number. Take an older checkpoint."
+                )
+        self._mu = {name: torch.tensor(float(mu)) for name, mu in state.items()}
+
+
+def reduce_scatter(
+    rows: Tensor, pieces: Pieces, link: Link, controller: Controller, elsewhere: Sequence[Link] = ()
+) -> Tensor:
+    """rows [ranks, columns], of the same shape on every rank -> float32 [columns]: the sum over ranks of their row for this one.
+
+    pieces     the tensors in rows, read row after row; together they have as many numbers
+    elsewhere  links to ranks that reduce other parts or copies of the same tensors in the same moment: they share mu, not the scale
+    """
+    ranks, columns = rows.shape
+    if link.size == 1 or rows.numel() == 0:
+        return rows[link.rank].to(torch.float32)
+    tensors = rows.to(torch.float32).reshape(pieces.repeats, -1)
+    amax = _shared_amax(tensors, pieces, link)
+    scale = FP32(amax / controller.mu(pieces.names, rows.device), E4M3)
+    each = torch.repeat_interleave(scale, controller.lengths(pieces, rows.device), output_size=tensors.shape[1])
+    quotients = tensors / each
+    codes = E4M3.pack(E4M3.encode(quotients)).view(ranks, columns)
+    overflowed = torch.stack([(piece.abs() > _SATURATES).sum() for piece in quotients.split(pieces.lengths, 1)])
+    received = link.to_each(torch.cat((codes, overflowed.view(torch.uint8).expand(ranks, -1)), dim=1))
+    overflowed = received[:, columns:].contiguous().view(torch.int64).sum(0)
+    _judge(controller, pieces, overflowed, amax, ranks, elsewhere)
+    sum = torch.zeros(columns, dtype=torch.float32, device=rows.device)
+    for row in received[:, :columns]:
+        sum += E4M3.decode(E4M3.unpack(row, columns))
+    return sum * (each if pieces.repeats == ranks else each.view(ranks, columns)[link.rank])
+
+
+def _shared_amax(tensors: Tensor, pieces: Pieces, link: Link) -> Tensor:
+    """[tensors] float32; infinite where a number on any rank is not finite."""
+    amax = torch.stack([piece.abs().amax() for piece in tensors.split(pieces.lengths, 1)])
+    finite = amax.isfinite()
+    found = link.maximum(torch.stack((torch.where(finite, amax, 0.0), (~finite).to(torch.float32))))
+    return torch.where(found[1] > 0, math.inf, found[0])
+
+
+def _judge(
+    controller: Controller, pieces: Pieces, overflowed: Tensor, amax: Tensor, ranks: int, elsewhere: Sequence[Link]
+) -> None:
+    numbers = controller.lengths(pieces, amax.device) * (pieces.repeats * ranks)
+    seen = torch.stack((overflowed, numbers, (amax > 0).to(torch.int64), amax.isinf().to(torch.int64)))
+    for link in elsewhere:
+        link.sum(seen)
+    overflowed, numbers, some, poisoned = seen.unbind()
+    controller.update(pieces.names, overflowed, numbers, (some > 0) & (poisoned == 0))

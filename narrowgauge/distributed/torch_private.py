@@ -1,0 +1,10 @@
+"""What narrowgauge takes from private modules of torch, all of it here, with the releases that it was checked on.
+
+ReduceScatter   torch 2.13: base class of what `FSDPModule.set_custom_reduce_scatter`, which is public, takes; it has no public address
+"""
+
+from __future__ import annotations
+
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+__all__ = ["ReduceScatter"]
