@@ -60,6 +60,13 @@ def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(torch.float32) * 2.0**-15 * scale.to(torch.float32)[..., None]
 
 
+def decode_vector(codes: Tensor, scale: Tensor) -> Tensor:
+    """A scaled master of one axis, as it was kept in form 2 and before: codes [n], scale [1, tiles of 256] -> float32 [n]."""
+    tiles = scale.shape[1]
+    padded = torch.nn.functional.pad(codes, (0, tiles * 256 - codes.numel()))
+    return decode_scaled(padded.view(1, tiles, 256), scale).flatten()[: codes.numel()].view(codes.shape)
+
+
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A float32 master as the weight that the model sees: float16, or the nearest bfloat16, ties away from zero. NaN stays."""
     if dtype != torch.bfloat16:
