@@ -91,7 +91,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._names = state.get("_names", {})
+        self._names = getattr(self, "_names", {})
         self._forget_steps()
         self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
         self.steps_in_backward = False  # the hooks are on the parameters of the original
@@ -149,9 +149,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     # Not compiled: what a step keeps from the last one, Dynamo would take for constants. Torch's own optimizers import it as well.
     @_disable_dynamo
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. Returns what `closure` returns, if one is given."""
+        return self._step_all(closure)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _step_all(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Without the hooks that torch calls around `step`: of a part of an optimizer, whose steps are the whole one's."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -310,15 +315,19 @@ class NarrowOptimizer(torch.optim.Optimizer):
         own = torch.empty(shards.local(parameter).shape, dtype=parameter.dtype, device="meta")
         return new_state(own, *self._kept_as(parameter, group), "meta")
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for what `load_state_dict` refuses."""
+        new_state = lambda each, group: self._new_state(each, group, "meta")  # noqa: E731
+        refuse_state(type(self).__name__, state_dict, self.param_groups, self.rule.name, new_state)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none.
 
         Of parameters that are DTensors it takes DTensors of the same placements, or whole tensors, of which every rank takes its part.
         """
         own = self.param_groups
-        kind, rule = type(self).__name__, self.rule.name
         found = upgraded(state_dict, own)
-        refuse_state(kind, found, own, rule, lambda each, group: self._new_state(each, group, "meta"))
+        self.check_state_dict(found)
         # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
         super().load_state_dict({"state": {}, "param_groups": found["param_groups"]})
         places = {each: parameter for group, saved in zip(own, found["param_groups"], strict=True)

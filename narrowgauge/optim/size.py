@@ -83,6 +83,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.")
+    if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):  # of ZeRO the part of this rank
+        optimizer = local_one
     rows: dict[tuple[str, str, ComputedBy], StateRow] = {}
     by_parameter: dict[Tensor, int] = {}
     for group in optimizer.param_groups:

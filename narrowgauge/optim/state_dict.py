@@ -54,6 +54,26 @@ def _reasons(
                     yield f"{kind}: parameter {place}: {reason}"
 
 
+def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None) -> dict[str, Any]:
+    """`state_dict()` with whole tensors on the CPU in the place of DTensors, as one process would save it. Every rank has to call.
+
+    rank  the only one that keeps the states, of the whole run; on the others "state" is empty. None: all of them
+    The whole of one tensor at a time is on the device. `load_state_dict` takes the result on any mesh, or on none.
+    """
+    found = optimizer.state_dict()
+    keeps = rank is None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
+    state: dict[Any, dict[str, Any]] = {}
+    for place, kept in found["state"].items():
+        whole = {}
+        for name, x in kept.items():
+            x = shards.gathered(x).cpu() if isinstance(x, Tensor) else x
+            if keeps:
+                whole[name] = x
+        if keeps:
+            state[place] = whole
+    return {**found, "state": state}
+
+
 def placed(x: Tensor, parameter: Tensor) -> Tensor:
     """A copy of a saved tensor on the parameter's device; of a whole one for a DTensor its part, as a DTensor."""
     if shards.is_sharded(parameter) and not shards.is_sharded(x):
