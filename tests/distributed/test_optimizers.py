@@ -94,23 +94,29 @@ def compare_all(calls: list[tuple[Any, ...]]) -> None:
 
 ROWS, COLUMNS = [Shard(0)], [Shard(1)]
 BF16, FP32 = torch.bfloat16, torch.float32
-EVERY_STATE = [(rule, {"states": states}, FP32) for rule in OPTIMIZERS for states in STATES]
-EVERY_MASTER = [
+STATES_OF_RULES = [(rule, {"states": states}, FP32) for rule in OPTIMIZERS for states in STATES]
+WITH_MASTERS = [
     ("adamw", {"states": states, "master": master}, BF16) for states in ("fp32", "8bit") for master in MASTERS
 ]
+QUICK = [
+    *STATES_OF_RULES[:5],
+    STATES_OF_RULES[6],
+    STATES_OF_RULES[12],
+    *WITH_MASTERS[4:],
+]  # every rule, state and master
+OTHERS = [each for each in STATES_OF_RULES + WITH_MASTERS if each not in QUICK]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_rows_have_the_numbers_of_one_process(ranks, world):
+@pytest.mark.parametrize("calls", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["every one", "pairs"])
+def test_rows_have_the_numbers_of_one_process(ranks, world, calls):
     """What FSDP2 makes: uneven and empty shards, every rule, state and master."""
-    ranks(world)(compare_all, [(*each, (world,), ROWS) for each in EVERY_STATE + EVERY_MASTER])
+    ranks(world)(compare_all, [(*each, (world,), ROWS) for each in calls])
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_plain_torch_has_them_too(ranks, world):
-    torch_ones = [
-        (rule, {**options, "backend": "torch"}, dtype) for rule, options, dtype in EVERY_STATE[:5] + EVERY_MASTER[4:]
-    ]
+    torch_ones = [(rule, {**options, "backend": "torch"}, dtype) for rule, options, dtype in QUICK]
     ranks(world)(compare_all, [(*each, (world,), ROWS) for each in torch_ones])
 
 
@@ -131,7 +137,7 @@ def compare_columns(calls: list[tuple[Any, ...]]) -> None:
 
 def test_columns_have_the_numbers_of_one_process(ranks):
     """What row-wise tensor parallelism makes: shards of whole tiles, of which the last may be short."""
-    ranks(2)(compare_columns, EVERY_STATE + EVERY_MASTER[4:])
+    ranks(2)(compare_columns, STATES_OF_RULES + WITH_MASTERS[4:])
     assert shards.pieces(1000, [2]) == [(0, 500), (500, 500)]
 
 
@@ -268,7 +274,7 @@ def refused() -> None:
     ):
         ng.optim.AdamW([partial])
     rule = rules.Rule(
-        name="whole", moments=("m",), constants=lambda group, step: None, granularity="matrix",
+        name="whole", moments=("m",), constants=lambda group, step: (), granularity="matrix",
         update=lambda w, g, m, v, c, holds: (w - g, m, v, g == 0),
     )  # fmt: skip
     rows = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
