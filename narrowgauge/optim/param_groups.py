@@ -165,9 +165,9 @@ def master_of(parameter: Tensor, group: Mapping[str, Any], states: str) -> maste
 
 
 def tell_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
-    """Warns, on the first rank, of parameters whose states stay wide because shards of their columns cut tiles."""
+    """Warns, on the first rank of their mesh, of parameters whose states stay wide because shards of their columns cut tiles."""
     found = [parameter for parameter in group["params"] if kept_as(parameter, group)[1] == CUT]
-    if found and found[0].device_mesh.get_rank() == 0:
+    if found and not any(found[0].device_mesh.get_coordinate() or ()):
         tile = moments.STATES[group["states"]].tile
         warnings.warn(
             f"{kind}: {len(found)} of {len(group['params'])} parameters keep float32 states: shards of their columns cut tiles of "

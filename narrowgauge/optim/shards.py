@@ -4,8 +4,9 @@ A step computes on local tensors alone. What makes it the step of one process, b
 shape of the whole parameter; a tile lies within a row, so shards of the first axis hold whole tiles; and random numbers count elements
 by their place in the whole (`Part`). Shards of further axes hold whole tiles only where they begin at multiples of one: see `fits`.
 
-Public interface of torch.distributed.tensor throughout, but for `split_factor`: the private placement `_StridedShard`, which FSDP2
-gives to a parameter whose axis tensor parallelism has cut before, is told by that attribute (torch 2.11 to 2.13).
+Public interface of torch.distributed.tensor, but for two things (torch 2.13): the private placement `_StridedShard`, which FSDP2 gives
+to a parameter whose axis tensor parallelism has cut before, is told by its `split_factor`; and DTensors whose part lies on another
+device than the mesh are made from their private spec.
 """
 
 from __future__ import annotations
@@ -147,7 +148,13 @@ def wrapped(x: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
+    if x.device.type == mesh.device_type:
+        return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
+    # Where FSDP2 offloads parameters to the CPU, `from_local` would move x to the mesh's devices.
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _strides(shape), x.dtype))
+    return DTensor(x, spec, requires_grad=False)
 
 
 def local_part(x: Tensor, parameter: Tensor) -> Tensor:
@@ -162,7 +169,7 @@ def gathered(x: Tensor) -> Tensor:
     """The whole of a DTensor, on every rank of its mesh; it travels as bytes, for collectives take neither float8 nor int16."""
     if not is_sharded(x):
         return x
-    own = local(x).contiguous()
+    own = local(x).contiguous().to(x.device_mesh.device_type)  # type: ignore[attr-defined]
     bytes_of, shape = own.unsqueeze(-1).view(torch.uint8), torch.Size((*x.shape, own.element_size()))
     return wrapped(bytes_of, x, shape).full_tensor().view(x.dtype).squeeze(-1)  # type: ignore[attr-defined]
 

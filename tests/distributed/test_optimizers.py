@@ -27,7 +27,7 @@ SHAPES = {
     "experts": (5, 12, 96),
     "norm": (77,),
     "even": (12, 1024),
-    "short": (9, 1000),
+    "short": (9, 1023),
 }
 STEPS = 3
 MASTERS = ("fp32", "bf16-remainder", "fp16-scaled", "stochastic")
@@ -125,6 +125,7 @@ def compare_columns(calls: list[tuple[Any, ...]]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for rule, options, dtype in calls:
         sharded, one = trained(rule, options, dtype, mesh, COLUMNS), trained(rule, options, dtype)
+        assert {name for name in SHAPES if shards.fits(sharded[0][name], 256)} == {"few", "norm", "even", "short"}
         found, expected = whole(*sharded), whole(*one)
         for place, name in enumerate(SHAPES):
             if shards.fits(sharded[0][name], STATES[options["states"]].tile):
@@ -138,7 +139,6 @@ def compare_columns(calls: list[tuple[Any, ...]]) -> None:
 def test_columns_have_the_numbers_of_one_process(ranks):
     """What row-wise tensor parallelism makes: shards of whole tiles, of which the last may be short."""
     ranks(2)(compare_columns, STATES_OF_RULES + WITH_MASTERS[4:])
-    assert shards.pieces(1000, [2]) == [(0, 500), (500, 500)]
 
 
 @pytest.mark.parametrize(
@@ -337,3 +337,39 @@ def gradients_elsewhere() -> None:
 
 def test_gradients_of_other_placements_are_brought_to_the_weights(ranks):
     ranks(2)(gradients_elsewhere)
+
+
+def counted() -> tuple[int, int, int]:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    parameters, optimizer = trained("adamw", {"states": "8bit"}, FP32, mesh, [Replicate(), Shard(0)])
+    for name, parameter in parameters.items():
+        parameter.grad = distribute_tensor(gradient(name, parameter.shape, 9, FP32), mesh, parameter.placements)
+    calls = []
+    for work in (
+        optimizer.step,
+        lambda: ng.optim.clip_gradients(parameters.values(), 1.0),
+        lambda: ng.optim.state_bytes(optimizer),
+    ):
+        with CommDebugMode() as mode:
+            work()
+        calls.append(mode.get_total_counts())
+    return tuple(calls)
+
+
+def test_a_step_asks_nothing_of_other_ranks_and_clipping_once(ranks):
+    assert ranks(4)(counted) == [(0, 1, 0)] * 4
+
+
+def offloaded() -> None:
+    """Of parameters whose part lies elsewhere than the mesh (FSDP2's CPU offload; here on meta) states do, too."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = distribute_tensor(torch.zeros(8, 300), mesh, [Shard(0)])
+    state = shards.wrapped(torch.zeros(4, 2, device="meta"), parameter, torch.Size((8, 2)))
+    assert isinstance(state, DTensor) and state.shape == (8, 2) and state.placements == (Shard(0),)
+    assert state.device_mesh == mesh and state.to_local().is_meta
+
+
+def test_states_stay_where_parameters_are_offloaded(ranks):
+    ranks(2)(offloaded)
