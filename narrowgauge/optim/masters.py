@@ -13,6 +13,8 @@ tell the float32 number without a 17th; the two are equal bit for bit in master 
 (arXiv 2310.18313), whose scale is per tensor and whose rounding is to nearest; rounding stochastically keeps small updates on
 average, as does `stochastic` ("Revisiting BFloat16 Training", arXiv 2010.06192). A float32 weight is its own master.
 
+Tensors of one axis keep a float32 master in the place of a scaled one, whose tiles almost any shard would cut.
+
 A weight that was loaded, clipped or swapped since the last step is taken over: if it is no longer the rounding of its master,
 the step starts from the weight. (bf16-remainder adds its 16 bits, less than a unit of the weight.)
 """
