@@ -26,15 +26,18 @@ from narrowgauge.optim import shards
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], largest: float | None, *, stages: Any = None) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[Tensor], largest: float | None, *, wide: bool = False, stages: Any = None
+) -> Tensor:
     """Makes the norm of the gradients at most `largest` (None: as it is). Returns the norm before, 0-d float32 on their device.
 
+    wide    sums squares of plain gradients in float64 too, so that one process has the norm that shards have
     stages  process group of the ranks that hold other parameters of the same model, such as the stages of a pipeline: the norm is of
             all of them. Every rank of it has to call. DTensors bring their own groups
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    norm = gradient_norm(gradients, stages=stages)
+    norm = gradient_norm(gradients, wide=wide, stages=stages)
     if largest is None or not trained:
         return norm
     if not any(map(shards.is_sharded, gradients)):
@@ -50,9 +53,9 @@ def clip_gradients(parameters: Iterable[Tensor], largest: float | None, *, stage
 
 
 @torch.no_grad()
-def gradient_norm(gradients: list[Tensor], *, stages: Any = None) -> Tensor:
-    """0-d float32. stages: see `clip_gradients`."""
-    if stages is not None or any(map(shards.is_sharded, gradients)):
+def gradient_norm(gradients: list[Tensor], *, wide: bool = False, stages: Any = None) -> Tensor:
+    """0-d float32. wide, stages: see `clip_gradients`."""
+    if stages is not None or (wide and gradients) or any(map(shards.is_sharded, gradients)):
         return _norm_over_ranks(gradients, stages).to(torch.float32)
     if gradients and gradients[0].is_cuda and not wrapper(*gradients):
         return _wide_norm(gradients).to(torch.float32)

@@ -193,6 +193,10 @@ def clipped(world: int, scale: float) -> list[float]:
     norm = clip_gradients(made, 1.0)
     truth = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in full.values()]))
     torch.testing.assert_close(norm.double(), truth, rtol=2.0**-24, atol=0)
+    plain = [nn.Parameter(torch.zeros_like(g)) for g in full.values()]
+    for parameter, g in zip(plain, full.values(), strict=True):
+        parameter.grad = g.clone()
+    assert_same(clip_gradients(plain, None, wide=True), norm)
     factor = min(1.0, 1.0 / float(truth))
     for parameter, (name, g) in zip(made, full.items(), strict=True):
         found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
