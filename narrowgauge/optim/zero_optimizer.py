@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from narrowgauge.errors import CheckpointError
 from narrowgauge.optim.base import NarrowOptimizer
+
+with (
+    warnings.catch_warnings()
+):  # that package scripts functions of its own as it is imported, which torch 2.13 warns of
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class ZeroOptimizer(ZeroRedundancyOptimizer):
