@@ -186,7 +186,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         strided: list[ParamStep] = []
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
-            each.gradient = _usable(shards.local_gradient(parameter))
+            each.gradient = _usable(shards.local_gradient(parameter) if each.is_shard else parameter.grad)
             if identity(each.weight) != each.address:  # a copy, of a parameter that is not contiguous
                 strided.append(each)
                 each.weight.copy_(each.source.reshape(each.weight.shape))
@@ -198,7 +198,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             each.source.copy_(each.weight.view(each.source.shape))
         # Kernels write where autograd does not see it; who keeps something made of a weight looks at its version.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in chosen])
-        torch.autograd.graph.increment_version([shards.local(each) for each, _, _ in chosen if shards.is_sharded(each)])
+        torch.autograd.graph.increment_version([each.source for each in param_steps if each.is_shard])
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
             each.gradient = None  # or it would outlive the parameter's
             if each.stepped is not None:

@@ -53,6 +53,7 @@ class ParamStep:
     rule               see `rules`
     source, state      the parameter (of a DTensor the local part) and its state's tensors, to see whether they are still the same
     part               which block of the parameter this is: random numbers count the elements of the whole
+    is_shard           whether the parameter is a DTensor
     weight             [rows, columns]; a copy if the parameter is not contiguous
     master             [rows, columns] or None; master_scale [rows, tiles] with fp16-scaled
     gradient, constants, step_key    of the step at hand; the gradient contiguous, of the parameter's shape
@@ -68,6 +69,7 @@ class ParamStep:
     state: Mapping[str, Tensor]
     tile: int
     part: Part
+    is_shard: bool
     weight: Tensor
     first: MomentState
     second: MomentState
@@ -105,7 +107,8 @@ class ParamStep:
         kept += [MomentState(format=moments.NONE)] * (2 - len(kept))
         copy = tensors.get("master", tensors.get("remainder"))
         return cls(
-            rule=rule, source=source, state=dict(state), tile=states.tile, part=shards.part_of(parameter), first=kept[0], second=kept[1],
+            rule=rule, source=source, state=dict(state), tile=states.tile, part=shards.part_of(parameter),
+            is_shard=source is not parameter, first=kept[0], second=kept[1],
             weight=source.detach().contiguous().view(rows, columns),
             master_kind=None if parameter.dtype == torch.float32 else master,
             master=None if copy is None else copy.view(rows, columns), master_scale=tensors.get("master_scale"), **more,

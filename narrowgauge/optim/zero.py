@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError
@@ -38,8 +39,13 @@ def zero(
 
     model    or groups of named parameters, as `narrowgauge.optim.groups` makes them
     options  of `optimizer`
-    Raises ConfigError for parameters without names, and for DTensors, whose states are sharded already.
+    Raises ConfigError for parameters without names, for DTensors, whose states are sharded already, and without a process group.
     """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ConfigError(
+            "zero: there is no process group whose ranks could share the tensors. Call torch.distributed.init_process_group first, under "
+            f"torchrun; in one process take {getattr(optimizer, '__name__', optimizer)} itself."
+        )
     from narrowgauge.optim.zero_optimizer import ZeroOptimizer
 
     plain, names = _groups_and_names(model, options)

@@ -371,6 +371,11 @@ def test_zero_refuses_what_it_cannot_keep(ranks):
     ranks(2)(zero_refused)
 
 
+def test_zero_needs_ranks():
+    with pytest.raises(ConfigError, match=r"no process group .* in one process take Lion itself"):
+        ng.optim.zero(nn.Linear(4, 4), ng.optim.Lion)
+
+
 def casts_refused() -> list[str]:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     ng.convert(model, "fp8-current")
