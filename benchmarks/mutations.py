@@ -44,7 +44,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutations.jsonl"
 SHARES = {"numerics": 20, "optimizer": 12, "checkpoint": 8, "data": 10}
 KINDS = ("sign", "off by one", "swapped axes", "dropped cast")
 FOLDERS = {"optim": "optimizer", "data": "data"}
-CHECKPOINT = re.compile(r"train/(checkpoint|manifest|state|storage|best)\b")
+CHECKPOINT = re.compile(r"(train/(checkpoint|state|storage|best)|manifest|tensor_files)\b")
 # Neither of the four: text, choices that are measured, and what only reads a model's structure.
 LEFT_OUT = re.compile(
     r"(train|cli|diagnose|report|auto|memory|integrations|distributed|plan|export)/|__main__|errors|describe|description|structure|unconverted"

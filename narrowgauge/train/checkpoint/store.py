@@ -30,20 +30,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from narrowgauge import storage
+from narrowgauge import manifest, storage, tensor_files
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
-from narrowgauge.train.checkpoint import manifest
-from narrowgauge.train.checkpoint.manifest import FACTS, NAME, Manifest
+from narrowgauge.manifest import FACTS, NAME, Manifest
+from narrowgauge.tensor_files import SHARD_BYTES
 
-SHARD_BYTES = 2**29
 LOWER_IS_BETTER = frozenset({"loss"})
-# What safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
-DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
-    | {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8}
-)
-
 Tensors = dict[str, dict[str, Tensor]]
 
 
@@ -95,7 +87,7 @@ def _refuse_unstorable(tensors: Tensors) -> None:
             reason = ""
             if type(tensor) not in (Tensor, torch.nn.Parameter):
                 reason = f"is a {type(tensor).__name__}, not a plain tensor"
-            elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+            elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in tensor_files.DTYPES:
                 reason = (
                     f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
                 )
@@ -169,19 +161,11 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, taken, size = {}, set(), 0
-        shard[name] = _own(tensor, taken)
+        shard[name] = tensor_files.own(tensor, taken)
         taken.add(shard[name].untyped_storage().data_ptr())
         size += tensor.nbytes
     if shard:
         yield shard
-
-
-def _own(tensor: Tensor, taken: set[int]) -> Tensor:
-    """Dense, on the CPU, and alone in a storage that is not taken: safetensors refuses what shares one."""
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    place = dense.untyped_storage()
-    is_alone = place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken
-    return dense if is_alone else dense.clone()
 
 
 # Loading
