@@ -19,8 +19,10 @@ DTYPES = frozenset(
 
 
 def own(tensor: Tensor, taken: set[int]) -> Tensor:
-    """Dense, on the CPU, and alone in a storage whose address is not in `taken`: safetensors refuses what shares one."""
+    """Dense, on the CPU, and alone in a storage, which joins `taken`: safetensors refuses tensors that share one."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     place = dense.untyped_storage()
     is_alone = place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken
-    return dense if is_alone else dense.clone()
+    alone = dense if is_alone else dense.clone()
+    taken.add(alone.untyped_storage().data_ptr())
+    return alone

@@ -159,11 +159,17 @@ def _of_one_process(folder: Path, listing: Manifest) -> Index:
 def shard(folder: Path, file: str, listing: Manifest) -> dict[str, Tensor]:
     """The tensors of a file, by key, read once: hashed, and parsed from memory."""
     try:
-        return safetensors.torch.load(manifest.read_file(folder, file, listing))
+        return safetensors.torch.load(verified(folder, file, listing))
     except UNREADABLE as error:
         raise CheckpointError(
             f"{folder / file}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
         ) from error
+
+
+def verified(folder: Path, file: str, listing: Manifest) -> bytes:
+    """`manifest.read_file`, which tells a shard of another checkpoint from a damaged one."""
+    try:
+        return manifest.read_file(folder, file, listing)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_foreign(folder / file, listing)}") from error
 

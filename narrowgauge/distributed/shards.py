@@ -239,7 +239,6 @@ def _in_shards(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[d
         resolved = planner.resolve_data(item)
         assert isinstance(resolved, Tensor)
         stored = own(indexes.storage_form(resolved.detach()), taken)
-        taken.add(stored.untyped_storage().data_ptr())
         tensors[indexes.chunk_key(item.index.fqn, tuple(item.index.offset or ()))] = stored
         held.append(item)
     if held:

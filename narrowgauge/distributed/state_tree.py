@@ -123,11 +123,15 @@ def same(one: Any, other: Any) -> bool:
 
 def unflatten(paths: Mapping[str, Path], leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The nested state from its leaves: tensors, and decoded values."""
-    root: dict[Any, Any] = {}
+    root = _Node()
     for name, path in paths.items():
         place = root
         for step in path[:-1]:
-            place = place.setdefault(_key(step), {})
+            place = place.setdefault(_key(step), _Node())
+            if not isinstance(place, _Node):
+                raise ValueError(f"{name!r} is below something that is no table")
+        if _key(path[-1]) in place:
+            raise ValueError(f"{name!r} is where something else is")
         place[_key(path[-1])] = leaves[name]
     found = _built(root)
     if not isinstance(found, dict):
@@ -147,9 +151,13 @@ def _key(step: Any) -> Any:
     return _Place(*step) if isinstance(step, list) else step
 
 
+class _Node(dict[Any, Any]):
+    """A table or sequence while it is being put together; all else is a leaf."""
+
+
 def _built(node: Any) -> Any:
-    """Nested dicts with their sequences put back. A node is such a dict, or a leaf, which `unflatten` never made."""
-    if type(node) is not dict or not node:
+    """The node with its sequences put back, as plain dicts, lists and tuples."""
+    if not isinstance(node, _Node):
         return node
     parts = {key: _built(part) for key, part in node.items()}
     places = [key for key in parts if isinstance(key, _Place)]

@@ -60,7 +60,7 @@ def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
         step = int(folder.name[5:]) if STEP.fullmatch(folder.name) else 0
         return ShardWriter(folder, state_tree.flatten(state_dict), step)
 
-    writer = together(prepare, process_group)
+    writer = together(prepare, process_group, compare=lambda writer: str(writer.folder), what="save: the folder")
     try:
         with _one_sentence(process_group):
             planned_save(
@@ -88,7 +88,7 @@ def load(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
 def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manifest, Index]:
     """A checkpoint all of whose files are whole. Each file is read and hashed by one of the ranks."""
     folder = Path(folder).absolute()
-    rank, world = _rank_and_world(process_group)
+    rank, world = rank_and_world(process_group)
 
     def look() -> tuple[Manifest, str]:
         listing = manifest.read(folder)
@@ -98,7 +98,7 @@ def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manif
 
     def check() -> Index:
         for name in _share(found[0], rank, world):
-            manifest.read_file(folder, name, found[0])
+            indexes.verified(folder, name, found[0])
         return indexes.read(folder, found[0])
 
     return folder, found[0], together(check, process_group)
@@ -125,14 +125,20 @@ def load_opened(
     state_tree.fill(state_dict, values)
 
 
+def without(index: Index, *keys: str) -> Index:
+    """The index without what is below these outermost keys."""
+    kept = {name: path for name, path in index.paths.items() if path[0] not in keys}
+    tensors = {name: stored for name, stored in index.tensors.items() if name in kept}
+    return Index(tensors, {name: value for name, value in index.values.items() if name in kept}, kept)
+
+
 def read(folder: Path | str, only: str = "") -> dict[str, Any]:
     """The whole state, with ordinary tensors on the CPU; with `only` the part below that outermost key. Needs no process group.
 
     Every file that it needs is hashed as it is read. Peak memory beside the tensors: one file.
     """
     folder = Path(folder).absolute()
-    listing = manifest.read(folder)
-    index = indexes.read(folder, listing)
+    listing, index = _index_of(folder)
     chosen = {name: stored for name, stored in index.tensors.items() if not only or stored.path[0] == only}
     whole = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in chosen.items()}
     for file, wanted in indexes.by_file(chosen):
@@ -154,12 +160,22 @@ def read(folder: Path | str, only: str = "") -> dict[str, Any]:
 def verify(folder: Path | str) -> None:
     """CheckpointError unless every byte of the checkpoint is the one that was written, and its shards hold what its index says."""
     folder = Path(folder).absolute()
-    manifest.verify(folder)
-    listing = manifest.read(folder)
-    for file, wanted in indexes.by_file(indexes.read(folder, listing).tensors):
+    listing, index = _index_of(folder)
+    chunks = dict(indexes.by_file(index.tensors))
+    for file in listing.files.keys() - chunks:
+        indexes.verified(folder, file, listing)
+    for file, wanted in chunks.items():
         shard = indexes.shard(folder, file, listing)
         for _, stored, chunk in wanted:
             indexes.piece(shard, stored, chunk, folder / file)
+
+
+def _index_of(folder: Path) -> tuple[Manifest, Index]:
+    """The headers of one process's files are read for it, so these are verified first."""
+    listing = manifest.read(folder)
+    if not listing.save:
+        manifest.verify(folder)
+    return listing, indexes.read(folder, listing)
 
 
 def _refuse_other_folder(folder: Path) -> None:
@@ -208,7 +224,7 @@ def _share(listing: Manifest, rank: int, world: int) -> list[str]:
 # One decision for all ranks
 
 
-def _rank_and_world(group: Group) -> tuple[int, int]:
+def rank_and_world(group: Group) -> tuple[int, int]:
     is_distributed = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(group), dist.get_world_size(group)) if is_distributed else (0, 1)
 
@@ -218,7 +234,7 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
 
     compare: of the result, what must be equal on all ranks; `what` it is, for the error.
     """
-    rank, world = _rank_and_world(group)
+    rank, world = rank_and_world(group)
     result: Any = None
     failure: tuple[str, str] | None = None
     cause: BaseException | None = None
@@ -246,7 +262,7 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
 @contextmanager
 def _one_sentence(group: Group) -> Iterator[None]:
     """Turns torch's report of all ranks' failures, a BaseException with tracebacks, into the error of the first of them."""
-    _, world = _rank_and_world(group)
+    _, world = rank_and_world(group)
     try:
         with warnings.catch_warnings():
             if not (dist.is_available() and dist.is_initialized()):

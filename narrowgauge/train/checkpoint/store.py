@@ -162,7 +162,6 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
             yield shard
             shard, taken, size = {}, set(), 0
         shard[name] = tensor_files.own(tensor, taken)
-        taken.add(shard[name].untyped_storage().data_ptr())
         size += tensor.nbytes
     if shard:
         yield shard

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from narrowgauge import manifest, storage
+from narrowgauge import manifest, storage, tensor_files
 from narrowgauge.errors import CheckpointError, NumericsError, StorageError
 from narrowgauge.train.checkpoint import store
 from tests.processes import PYTHON, run
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-DTYPES = sorted(store.DTYPES, key=str)
+DTYPES = sorted(tensor_files.DTYPES, key=str)
 
 
 def some_tensors(step: int = 1) -> store.Tensors:
