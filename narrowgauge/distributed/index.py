@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,20 @@ class Index:
         values = {name: {"path": self.paths[name], "value": value} for name, value in self.values.items()}
         return json.dumps({"tensors": tensors, "values": values}, allow_nan=False).encode()
 
+    def part(self, keep: Callable[[str], bool]) -> Index:
+        """What is below the outermost keys that `keep` takes."""
+        paths = {name: path for name, path in self.paths.items() if keep(path[0])}
+        tensors = {name: stored for name, stored in self.tensors.items() if name in paths}
+        return Index(tensors, {name: value for name, value in self.values.items() if name in paths}, paths)
+
+    def tree(self, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
+        """The nested state, with its values decoded."""
+        try:
+            values = {name: state_tree.decode(value) for name, value in self.values.items()}
+            return state_tree.unflatten(self.paths, {**tensors, **values})
+        except UNREADABLE as error:
+            raise CheckpointError(f"{folder}: its index makes no sense: {error}. Restore the checkpoint.") from error
+
 
 def chunk_key(name: str, offsets: Box) -> str:
     return f"{name}@{','.join(map(str, offsets))}"
@@ -105,6 +119,12 @@ def read(folder: Path, listing: Manifest) -> Index:
 
 def _parse(body: Any, listing: Manifest) -> Index:
     tensors = {name: _stored(name, entry, listing) for name, entry in body["tensors"].items()}
+    for file, chunks in by_file(tensors):
+        if (
+            sum(math.prod(chunk.sizes) * stored.dtype.itemsize for _, stored, chunk in chunks)
+            > listing.files[file]["bytes"]
+        ):
+            raise ValueError(f"{file} is smaller than what it is to hold")
     values = {name: entry["value"] for name, entry in body["values"].items()}
     paths = {name: list(entry["path"]) for part in body.values() for name, entry in part.items()}
     if len(paths) != len(tensors) + len(values) or any(not path for path in paths.values()):

@@ -29,6 +29,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -59,7 +60,8 @@ class Told:
 
     values: dict[str, Any]
     paths: dict[str, state_tree.Path]
-    replicas: dict[tuple[str, tuple[int, ...]], str]  # (name, offsets) -> form and digest
+    forms: dict[str, str]  # of tensors: type, shape of the whole, whether it is a DTensor
+    replicas: dict[tuple[str, tuple[int, ...]], str]  # (name, offsets) -> digest
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,17 @@ class Order:
     draft: str
     save: str
     rank: int
+
+
+class AgreedSavePlanner(DefaultSavePlanner):
+    """torch's planner for a flat state, which rank 0 asks only once what the ranks told agrees."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        _refuse_differences([plan.storage_data for plan in all_plans])
+        return super().create_global_plan(all_plans)
 
 
 class ShardWriter(StorageWriter):
@@ -94,11 +107,11 @@ class ShardWriter(StorageWriter):
             for item in plan.items
             if _is_replicated(self.flat.tensors[item.index.fqn])
         }
-        return replace(plan, storage_data=Told(self.flat.values, self.flat.paths, replicas))
+        forms = {name: _form(tensor) for name, tensor in self.flat.tensors.items()}
+        return replace(plan, storage_data=Told(self.flat.values, self.flat.paths, forms, replicas))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.told = [plan.storage_data for plan in plans]
-        _refuse_differences(self.told)
         self.save = secrets.token_hex(16)
         total_bytes = sum(_bytes(item) for plan in plans for item in plan.items)
         values_bytes = len(json.dumps([told.values for told in self.told[:1]]))
@@ -178,11 +191,15 @@ def _is_replicated(tensor: Tensor) -> bool:
     return not isinstance(tensor, DTensor) or any(placement.is_replicate() for placement in tensor.placements)
 
 
+def _form(tensor: Tensor) -> str:
+    kind = "DTensor" if isinstance(tensor, DTensor) else "tensor"
+    return f"a {kind} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
 def _digest(tensor: Tensor) -> str:
-    """Type, shape, and the two sums, of the part that is here."""
+    """The two sums of the part that is here, and the bytes that are no whole word."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().resolve_conj().resolve_neg()
     octets = local.contiguous().reshape(-1).view(torch.uint8)
-    form = f"{local.dtype} {list(tensor.shape)}"
     whole = octets.numel() // 8 * 8
     words = octets[:whole]
     words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
@@ -192,14 +209,24 @@ def _digest(tensor: Tensor) -> str:
         part = words[start : start + DIGEST_WORDS]
         plain += part.sum()
         placed += (part * torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, device=part.device)).sum()
-    return f"{form} {int(plain)} {int(placed)} {octets[whole:].tolist()}"
+    return f"{int(plain)} {int(placed)} {octets[whole:].tolist()}"
 
 
 def _refuse_differences(told: list[Told]) -> None:
-    """Replicas and values that differ between ranks, by key and rank."""
+    """Entries, replicas and values that differ between ranks, by key and rank."""
+    entries: dict[str, tuple[int, str, state_tree.Path]] = {}
     replicas: dict[Any, tuple[int, str]] = {}
     values: dict[str, tuple[int, Any]] = {}
     for rank, each in enumerate(told):
+        for name, path in each.paths.items():
+            form = each.forms.get(name, "a value")
+            first, first_form, first_path = entries.setdefault(name, (rank, form, path))
+            if form != first_form or path != first_path:
+                other = f"{form}, at another place" if form == first_form else form
+                raise CheckpointError(
+                    f"save: {name!r} is {first_form} on rank {first} and {other} on rank {rank}. "
+                    "Give what differs between ranks names of its own."
+                )
         for place, digest in each.replicas.items():
             first, expected = replicas.setdefault(place, (rank, digest))
             if digest != expected:
@@ -214,6 +241,12 @@ def _refuse_differences(told: list[Told]) -> None:
                     f"save: {name!r} is {_shown(expected)} on rank {first} and {_shown(value)} on rank {rank}, and is one value of "
                     "all ranks by invariant. Save what is a rank's own under a name of its own."
                 )
+    try:
+        state_tree.unflatten({name: path for name, (_, _, path) in entries.items()}, dict.fromkeys(entries))
+    except ValueError as error:
+        raise CheckpointError(
+            f"save: the states of the ranks are not parts of one state: {error}. Rename it."
+        ) from error
 
 
 def _shown(value: Any) -> str:
@@ -232,10 +265,12 @@ def _in_shards(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[d
     tensors: dict[str, Tensor] = {}
     taken: set[int] = set()
     held: list[WriteItem] = []
+    size = 0
     for item in items:
-        if held and sum(map(_bytes, held)) + _bytes(item) > SHARD_BYTES:
+        if held and size + _bytes(item) > SHARD_BYTES:
             yield tensors, held
-            tensors, taken, held = {}, set(), []
+            tensors, taken, held, size = {}, set(), [], 0
+        size += _bytes(item)
         resolved = planner.resolve_data(item)
         assert isinstance(resolved, Tensor)
         stored = own(indexes.storage_form(resolved.detach()), taken)

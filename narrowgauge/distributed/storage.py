@@ -28,8 +28,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as planned_load
 from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 
@@ -37,7 +38,7 @@ from narrowgauge import manifest
 from narrowgauge.distributed import index as indexes
 from narrowgauge.distributed import state_tree
 from narrowgauge.distributed.index import Index
-from narrowgauge.distributed.shards import ShardReader, ShardWriter
+from narrowgauge.distributed.shards import AgreedSavePlanner, ShardReader, ShardWriter
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.manifest import NAME, STEP, Manifest
 
@@ -66,11 +67,13 @@ def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
             planned_save(
                 dict(writer.flat.tensors),
                 storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=AgreedSavePlanner(),
                 process_group=process_group,
             )
-    except (NarrowgaugeError, KeyboardInterrupt):
-        writer.discard()
+    except BaseException as error:
+        _, world = rank_and_world(process_group)
+        if world == 1 or isinstance(error, NarrowgaugeError | KeyboardInterrupt):
+            writer.discard()  # else another rank is gone, and a third may still write
         raise
     return folder
 
@@ -125,13 +128,6 @@ def load_opened(
     state_tree.fill(state_dict, values)
 
 
-def without(index: Index, *keys: str) -> Index:
-    """The index without what is below these outermost keys."""
-    kept = {name: path for name, path in index.paths.items() if path[0] not in keys}
-    tensors = {name: stored for name, stored in index.tensors.items() if name in kept}
-    return Index(tensors, {name: value for name, value in index.values.items() if name in kept}, kept)
-
-
 def read(folder: Path | str, only: str = "") -> dict[str, Any]:
     """The whole state, with ordinary tensors on the CPU; with `only` the part below that outermost key. Needs no process group.
 
@@ -139,22 +135,18 @@ def read(folder: Path | str, only: str = "") -> dict[str, Any]:
     """
     folder = Path(folder).absolute()
     listing, index = _index_of(folder)
-    chosen = {name: stored for name, stored in index.tensors.items() if not only or stored.path[0] == only}
-    whole = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in chosen.items()}
-    for file, wanted in indexes.by_file(chosen):
+    index = index.part(lambda key: only in ("", key))
+    room: dict[int, Tensor] = {}  # names that are stored as one tensor come back as one
+    whole = {
+        name: room.setdefault(id(stored.chunks), torch.empty(stored.shape, dtype=stored.dtype))
+        for name, stored in index.tensors.items()
+    }
+    for file, wanted in indexes.by_file(index.tensors):
         shard = indexes.shard(folder, file, listing)
         for name, stored, chunk in wanted:
             box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[name][box].copy_(indexes.piece(shard, stored, chunk, folder / file))
-    try:
-        values = {
-            name: state_tree.decode(value)
-            for name, value in index.values.items()
-            if not only or index.paths[name][0] == only
-        }
-        return state_tree.unflatten({name: index.paths[name] for name in [*whole, *values]}, whole | values)
-    except indexes.UNREADABLE as error:
-        raise CheckpointError(f"{folder}: its index makes no sense: {error}. Restore the checkpoint.") from error
+    return index.tree(whole, folder)
 
 
 def verify(folder: Path | str) -> None:
@@ -240,7 +232,7 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
     cause: BaseException | None = None
     try:
         result = work()
-    except Exception as error:
+    except BaseException as error:  # of an interrupt too: the others wait for what this rank says
         cause, failure = error, (type(error).__name__, _sentence(error))
     if world == 1:
         if cause is not None:
@@ -248,6 +240,8 @@ def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | 
         return result
     told: list[Any] = [None] * world
     dist.all_gather_object(told, (failure, compare(result) if compare and failure is None else None), group=group)
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
     for place, (failed, _) in enumerate(told):
         if failed is not None:
             raise _named(failed[0], failed[1], place) from (cause if place == rank else None)

@@ -429,6 +429,43 @@ def test_what_cannot_be_stored_or_differs_is_refused_on_all_ranks_alike(ranks, t
     assert os.listdir(tmp_path) == []
 
 
+def _misfit(folder: Path, how: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    odd: Any = {
+        "kind": torch.ones(4) if rank else _spread(torch.ones(4), mesh, [Shard(0)]),
+        "shape": torch.ones(4 + rank),
+        "type": torch.ones(4).to(torch.bfloat16 if rank else torch.float32),
+        "value": None if rank else torch.ones(4),
+        "table": {"y": 1} if rank else 1,
+    }[how]
+    state = {"x.y": 1} if how == "path" and rank else {"x": {"y": 1}} if how == "path" else {"x": odd}
+    try:
+        storage.save(state, folder)
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+MISFITS = {
+    "kind": r"'x' is a DTensor float32 \[4\] on rank 0 and a tensor float32 \[4\] on rank 1",
+    "shape": r"'x' is a tensor float32 \[4\] on rank 0 and a tensor float32 \[5\] on rank 1",
+    "type": r"'x' is a tensor float32 \[4\] on rank 0 and a tensor bfloat16 \[4\] on rank 1",
+    "value": r"'x' is a tensor float32 \[4\] on rank 0 and a value on rank 1",
+    "table": "are not parts of one state: 'x.y' is below something that is no table",
+    "path": "'x.y' is a value on rank 0 and a value, at another place on rank 1",
+}
+
+
+@pytest.mark.parametrize("how", MISFITS)
+def test_states_that_are_not_parts_of_one_are_refused_on_all_ranks_alike(ranks, tmp_path, how):
+    first, second = ranks(2)(_misfit, tmp_path / "a", how)
+    assert first == second and first[0] == "CheckpointError"
+    with pytest.raises(CheckpointError, match=MISFITS[how]):
+        raise CheckpointError(first[1])
+    assert os.listdir(tmp_path) == []
+
+
 def test_another_state_is_refused_before_anything_is_loaded(folder):
     state = with_replicated(0)
     state["rows"]["torch.int8"] = torch.zeros(7, 4)

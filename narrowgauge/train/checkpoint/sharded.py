@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from narrowgauge import manifest
-from narrowgauge.distributed import state_tree
 from narrowgauge.distributed import storage as ranks
 from narrowgauge.distributed.storage import Group
 from narrowgauge.errors import CheckpointError, NumericsError
+from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint.store import Checkpoint, Tensors, nonfinite
 
 FACTS = "facts"
@@ -74,14 +74,15 @@ def newest_valid(
             continue
         state = {group: dict(members) for group, members in like.items() if group not in OF_FIRST_RANK}
         _, listing, index = checkpoint
-        part = ranks.without(index, FACTS, *OF_FIRST_RANK)
+        part = index.part(lambda key: key not in {FACTS, *OF_FIRST_RANK})
         ranks.load_opened(state, path.absolute(), listing, part, process_group, partial=False)
         if reason := _refuse_nonfinite(state, path, process_group):
             skipped.append((path, reason))
             continue
         for group in OF_FIRST_RANK:
             state |= ranks.together(partial(ranks.read, path, only=group), process_group)
-        return Checkpoint(listing.step, state, _facts(index), path), skipped
+        facts = index.part(lambda key: key == FACTS).tree({}, path)
+        return Checkpoint(listing.step, state, facts.get(FACTS, {}), path), skipped
     if skipped:
         reasons = "\n".join(f"  {reason}" for _, reason in skipped)
         raise CheckpointError(
@@ -103,12 +104,31 @@ def prune(folder: Path, keep: int | Path, process_group: Group = None) -> None:
     ranks.together(lambda: manifest.prune(folder, keep) if rank == 0 else [], process_group)
 
 
-def _facts(index: Any) -> dict[str, Any]:
-    names = [name for name in index.values if index.paths[name][0] == FACTS]
-    tree = state_tree.unflatten(
-        {name: index.paths[name] for name in names}, {name: state_tree.decode(index.values[name]) for name in names}
-    )
-    return tree.get(FACTS, {})
+class Best(store.Best):
+    """`store.Best` of several ranks: all call each method, with the same metrics. `weights` gives rank 0 ordinary tensors."""
+
+    def __init__(self, folder: Path, metric: str, process_group: Group = None) -> None:
+        super().__init__(folder, metric)
+        self.process_group = process_group
+        self.is_first = ranks.rank_and_world(process_group)[0] == 0
+
+    def save(self, step: int, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        save(self.folder, step, {"weights": weights}, facts, self.process_group)
+
+    def verify(self, path: Path) -> None:
+        ranks.together(lambda: manifest.verify(path) if self.is_first else None, self.process_group)
+
+    def clear(self) -> None:
+        ranks.together(super().clear if self.is_first else lambda: None, self.process_group)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """The best ones on rank 0, {} on the others; None if there are none."""
+        if not self.step:
+            return None
+        return ranks.together(
+            lambda: ranks.read(self.path(self.step), only="weights")["weights"] if self.is_first else {},
+            self.process_group,
+        )
 
 
 def _refuse_nonfinite(state: Tensors, path: Path, group: Group) -> str:
