@@ -431,14 +431,14 @@ def test_what_cannot_be_stored_or_differs_is_refused_on_all_ranks_alike(ranks, t
 
 def _misfit(folder: Path, how: str) -> tuple[str, str]:
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
+    spread = _spread(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     odd: Any = {
-        "kind": torch.ones(4) if rank else _spread(torch.ones(4), mesh, [Shard(0)]),
+        "kind": torch.ones(4) if rank else spread,
         "shape": torch.ones(4 + rank),
         "type": torch.ones(4).to(torch.bfloat16 if rank else torch.float32),
         "value": None if rank else torch.ones(4),
         "table": {"y": 1} if rank else 1,
-    }[how]
+    }.get(how)
     state = {"x.y": 1} if how == "path" and rank else {"x": {"y": 1}} if how == "path" else {"x": odd}
     try:
         storage.save(state, folder)
