@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed.storage import Group, rank_and_world, together
+from narrowgauge.distributed.together import Group, rank_and_world, together
 from narrowgauge.errors import CheckpointError
 
 

@@ -8,10 +8,6 @@
 Writing: rank 0 makes a draft folder; all ranks write and sync their shards there and tell rank 0 the digests; then rank 0 writes
 index and manifest, syncs, and renames the draft. Before that nothing looks like a checkpoint, after it everything is on the disk.
 The planners' messages between ranks are torch's own and pickled; no file is.
-
-What several ranks hold in one place of one tensor (replicas), or as a value of one name, is equal by invariant. All ranks' digests
-travel with the plans; rank 0 compares and refuses. A digest is two sums of the 64-bit words w[i], modulo 2^64: of w[i], and of
-(2 i + 1) w[i]. It finds what went wrong by accident.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -43,25 +38,15 @@ from torch.futures import Future
 
 from narrowgauge import manifest, storage
 from narrowgauge.distributed import index as indexes
-from narrowgauge.distributed import state_tree
+from narrowgauge.distributed import replicas, state_tree
 from narrowgauge.distributed.index import AS_BYTES, Chunk, Index, Stored
+from narrowgauge.distributed.replicas import Told
 from narrowgauge.errors import CheckpointError, StorageError
 from narrowgauge.manifest import INDEX, NAME, Manifest
 from narrowgauge.tensor_files import DTYPES, SHARD_BYTES, own
 
 INSTEAD = "choose another folder"
-DIGEST_WORDS = 2**20
 SAMPLE = "Write the checkpoint with narrowgauge.distributed.storage.save."
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a rank tells rank 0 with its plan."""
-
-    values: dict[str, Any]
-    paths: dict[str, state_tree.Path]
-    forms: dict[str, str]  # of tensors: type, shape of the whole, whether it is a DTensor
-    replicas: dict[tuple[str, tuple[int, ...]], str]  # (name, offsets) -> digest
 
 
 @dataclass(frozen=True)
@@ -71,17 +56,6 @@ class Order:
     draft: str
     save: str
     rank: int
-
-
-class AgreedSavePlanner(DefaultSavePlanner):
-    """torch's planner for a flat state, which rank 0 asks only once what the ranks told agrees."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        _refuse_differences([plan.storage_data for plan in all_plans])
-        return super().create_global_plan(all_plans)
 
 
 class ShardWriter(StorageWriter):
@@ -102,13 +76,7 @@ class ShardWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
             _refuse_unstorable(item, self.flat.tensors.get(item.index.fqn))
-        replicas = {
-            (item.index.fqn, tuple(item.index.offset or ())): _digest(self.flat.tensors[item.index.fqn])
-            for item in plan.items
-            if _is_replicated(self.flat.tensors[item.index.fqn])
-        }
-        forms = {name: _form(tensor) for name, tensor in self.flat.tensors.items()}
-        return replace(plan, storage_data=Told(self.flat.values, self.flat.paths, forms, replicas))
+        return replace(plan, storage_data=replicas.told(plan, self.flat))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.told = [plan.storage_data for plan in plans]
@@ -184,74 +152,6 @@ def _refuse_unstorable(item: WriteItem, tensor: Tensor | None) -> None:
         reason = f"has a local shard of {list(local.shape)} that is no box of the whole tensor"
     if reason:
         raise CheckpointError(f"save: {name!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
-
-
-def _is_replicated(tensor: Tensor) -> bool:
-    """Whether another rank may hold the same part of it."""
-    return not isinstance(tensor, DTensor) or any(placement.is_replicate() for placement in tensor.placements)
-
-
-def _form(tensor: Tensor) -> str:
-    kind = "DTensor" if isinstance(tensor, DTensor) else "tensor"
-    return f"a {kind} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _digest(tensor: Tensor) -> str:
-    """The two sums of the part that is here, and the bytes that are no whole word."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().resolve_conj().resolve_neg()
-    octets = local.contiguous().reshape(-1).view(torch.uint8)
-    whole = octets.numel() // 8 * 8
-    words = octets[:whole]
-    words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
-    plain = torch.zeros((), dtype=torch.int64, device=octets.device)
-    placed = plain.clone()
-    for start in range(0, len(words), DIGEST_WORDS):
-        part = words[start : start + DIGEST_WORDS]
-        plain += part.sum()
-        placed += (part * torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, device=part.device)).sum()
-    return f"{int(plain)} {int(placed)} {octets[whole:].tolist()}"
-
-
-def _refuse_differences(told: list[Told]) -> None:
-    """Entries, replicas and values that differ between ranks, by key and rank."""
-    entries: dict[str, tuple[int, str, state_tree.Path]] = {}
-    replicas: dict[Any, tuple[int, str]] = {}
-    values: dict[str, tuple[int, Any]] = {}
-    for rank, each in enumerate(told):
-        for name, path in each.paths.items():
-            form = each.forms.get(name, "a value")
-            first, first_form, first_path = entries.setdefault(name, (rank, form, path))
-            if form != first_form or path != first_path:
-                other = f"{form}, at another place" if form == first_form else form
-                raise CheckpointError(
-                    f"save: {name!r} is {first_form} on rank {first} and {other} on rank {rank}. "
-                    "Give what differs between ranks names of its own."
-                )
-        for place, digest in each.replicas.items():
-            first, expected = replicas.setdefault(place, (rank, digest))
-            if digest != expected:
-                raise CheckpointError(
-                    f"save: {place[0]!r} differs between rank {first} and rank {rank}, and is one tensor of all ranks by invariant. "
-                    "The ranks have drifted apart: find the first difference, and resume from the last checkpoint."
-                )
-        for name, value in each.values.items():
-            first, expected = values.setdefault(name, (rank, value))
-            if not state_tree.same(value, expected):
-                raise CheckpointError(
-                    f"save: {name!r} is {_shown(expected)} on rank {first} and {_shown(value)} on rank {rank}, and is one value of "
-                    "all ranks by invariant. Save what is a rank's own under a name of its own."
-                )
-    try:
-        state_tree.unflatten({name: path for name, (_, _, path) in entries.items()}, dict.fromkeys(entries))
-    except ValueError as error:
-        raise CheckpointError(
-            f"save: the states of the ranks are not parts of one state: {error}. Rename it."
-        ) from error
-
-
-def _shown(value: Any) -> str:
-    words = repr(value)
-    return words if len(words) < 80 else f"{words[:76]}..."
 
 
 def _bytes(item: WriteItem) -> int:

@@ -20,16 +20,11 @@ Left out: asynchronous saves; one copy of tied weights (each name is stored).
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as planned_load
 from torch.distributed.checkpoint.state_dict_saver import save as planned_save
@@ -38,12 +33,12 @@ from narrowgauge import manifest
 from narrowgauge.distributed import index as indexes
 from narrowgauge.distributed import state_tree
 from narrowgauge.distributed.index import Index
-from narrowgauge.distributed.shards import AgreedSavePlanner, ShardReader, ShardWriter
+from narrowgauge.distributed.replicas import AgreedSavePlanner
+from narrowgauge.distributed.shards import ShardReader, ShardWriter
+from narrowgauge.distributed.together import Group, one_sentence, rank_and_world, together
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.manifest import NAME, STEP, Manifest
 
-T = TypeVar("T")
-Group = dist.ProcessGroup | None
 SHOWN = 3  # entries that an error names
 
 
@@ -63,7 +58,7 @@ def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
 
     writer = together(prepare, process_group, compare=lambda writer: str(writer.folder), what="save: the folder")
     try:
-        with _one_sentence(process_group):
+        with one_sentence(process_group):
             planned_save(
                 dict(writer.flat.tensors),
                 storage_writer=writer,
@@ -118,7 +113,7 @@ def load_opened(
         return flat, {name: state_tree.decode(index.values[name]) for name in flat.values}
 
     flat, values = together(fit, process_group)
-    with _one_sentence(process_group):
+    with one_sentence(process_group):
         planned_load(
             dict(flat.tensors),
             storage_reader=ShardReader(folder, listing, index),
@@ -211,74 +206,3 @@ def _share(listing: Manifest, rank: int, world: int) -> list[str]:
         loads[least] += listing.files[name]["bytes"]
         shares[least].append(name)
     return shares[rank]
-
-
-# One decision for all ranks
-
-
-def rank_and_world(group: Group) -> tuple[int, int]:
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(group), dist.get_world_size(group)) if is_distributed else (0, 1)
-
-
-def together(work: Callable[[], T], group: Group, compare: Callable[[T], Any] | None = None, what: str = "") -> T:
-    """What `work` returns on this rank, once it has succeeded on all; else the same error on all.
-
-    compare: of the result, what must be equal on all ranks; `what` it is, for the error.
-    """
-    rank, world = rank_and_world(group)
-    result: Any = None
-    failure: tuple[str, str] | None = None
-    cause: BaseException | None = None
-    try:
-        result = work()
-    except BaseException as error:  # of an interrupt too: the others wait for what this rank says
-        cause, failure = error, (type(error).__name__, _sentence(error))
-    if world == 1:
-        if cause is not None:
-            raise cause
-        return result
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, (failure, compare(result) if compare and failure is None else None), group=group)
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause
-    for place, (failed, _) in enumerate(told):
-        if failed is not None:
-            raise _named(failed[0], failed[1], place) from (cause if place == rank else None)
-    for place, (_, seen) in enumerate(told):
-        if seen != told[0][1]:
-            raise CheckpointError(
-                f"{what} is another one on rank {place} than on rank 0. Use a file system that all ranks share."
-            )
-    return result
-
-
-@contextmanager
-def _one_sentence(group: Group) -> Iterator[None]:
-    """Turns torch's report of all ranks' failures, a BaseException with tracebacks, into the error of the first of them."""
-    _, world = rank_and_world(group)
-    try:
-        with warnings.catch_warnings():
-            if not (dist.is_available() and dist.is_initialized()):
-                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if world == 1 or isinstance(cause, KeyboardInterrupt):
-            raise cause from None
-        raise _named(type(cause).__name__, _sentence(cause), rank) from None
-
-
-def _sentence(error: BaseException) -> str:
-    return str(error) if isinstance(error, NarrowgaugeError) else f"{type(error).__name__}: {error}"
-
-
-def _named(kind: str, words: str, rank: int) -> NarrowgaugeError:
-    return _kinds(NarrowgaugeError).get(kind, CheckpointError)(f"rank {rank}: {words}")
-
-
-def _kinds(base: type[NarrowgaugeError]) -> dict[str, type[NarrowgaugeError]]:
-    found = {base.__name__: base}
-    for each in base.__subclasses__():
-        found |= _kinds(each)
-    return found

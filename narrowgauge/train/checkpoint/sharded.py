@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge import manifest
 from narrowgauge.distributed import storage as ranks
-from narrowgauge.distributed.storage import Group
+from narrowgauge.distributed.together import Group, rank_and_world, together
 from narrowgauge.errors import CheckpointError, NumericsError
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint.store import Checkpoint, Tensors, nonfinite
@@ -32,7 +32,7 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
     tensors, facts: as `state.collect` gives them. Facts and generators are rank 0's; tensors that ranks hold in common must be equal.
     Errors as of `store.save`, on all ranks.
     """
-    rank, _ = ranks.rank_and_world(process_group)
+    rank, _ = rank_and_world(process_group)
 
     def prepare() -> dict[str, Any]:
         if not 0 <= step < 10**8 or FACTS in tensors:
@@ -45,7 +45,7 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
                 )
         return {group: dict(members) for group, members in tensors.items() if rank == 0 or group not in OF_FIRST_RANK}
 
-    state = ranks.together(prepare, process_group)
+    state = together(prepare, process_group)
     if rank == 0:
         state[FACTS] = facts
     return ranks.save(state, folder / f"step-{step:08d}", process_group)
@@ -59,8 +59,8 @@ def newest_valid(
     like: what `state.collect` gives of a model and an optimizer whose state exists, sharded as it is now.
     (None, []) if there is none; errors as of `store.newest_valid`. A checkpoint that does not fit `like` is an error.
     """
-    rank, world = ranks.rank_and_world(process_group)
-    found: list[Any] = [ranks.together(lambda: manifest.newest_first(folder) if rank == 0 else [], process_group)]
+    rank, world = rank_and_world(process_group)
+    found: list[Any] = [together(lambda: manifest.newest_first(folder) if rank == 0 else [], process_group)]
     if world > 1:
         dist.broadcast_object_list(found, group=process_group, group_src=0)
     skipped: list[tuple[Path, str]] = []
@@ -80,7 +80,7 @@ def newest_valid(
             skipped.append((path, reason))
             continue
         for group in OF_FIRST_RANK:
-            state |= ranks.together(partial(ranks.read, path, only=group), process_group)
+            state |= together(partial(ranks.read, path, only=group), process_group)
         facts = index.part(lambda key: key == FACTS).tree({}, path)
         return Checkpoint(listing.step, state, facts.get(FACTS, {}), path), skipped
     if skipped:
@@ -100,8 +100,8 @@ def whole(path: Path) -> Checkpoint:
 
 def prune(folder: Path, keep: int | Path, process_group: Group = None) -> None:
     """`manifest.prune` on rank 0, while the others wait for how it ends."""
-    rank, _ = ranks.rank_and_world(process_group)
-    ranks.together(lambda: manifest.prune(folder, keep) if rank == 0 else [], process_group)
+    rank, _ = rank_and_world(process_group)
+    together(lambda: manifest.prune(folder, keep) if rank == 0 else [], process_group)
 
 
 class Best(store.Best):
@@ -110,22 +110,22 @@ class Best(store.Best):
     def __init__(self, folder: Path, metric: str, process_group: Group = None) -> None:
         super().__init__(folder, metric)
         self.process_group = process_group
-        self.is_first = ranks.rank_and_world(process_group)[0] == 0
+        self.is_first = rank_and_world(process_group)[0] == 0
 
     def save(self, step: int, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
         save(self.folder, step, {"weights": weights}, facts, self.process_group)
 
     def verify(self, path: Path) -> None:
-        ranks.together(lambda: manifest.verify(path) if self.is_first else None, self.process_group)
+        together(lambda: manifest.verify(path) if self.is_first else None, self.process_group)
 
     def clear(self) -> None:
-        ranks.together(super().clear if self.is_first else lambda: None, self.process_group)
+        together(super().clear if self.is_first else lambda: None, self.process_group)
 
     def weights(self) -> dict[str, Tensor] | None:
         """The best ones on rank 0, {} on the others; None if there are none."""
         if not self.step:
             return None
-        return ranks.together(
+        return together(
             lambda: ranks.read(self.path(self.step), only="weights")["weights"] if self.is_first else {},
             self.process_group,
         )
@@ -141,7 +141,7 @@ def _refuse_nonfinite(state: Tensors, path: Path, group: Group) -> str:
                 )
 
     try:
-        ranks.together(look, group)
+        together(look, group)
     except CheckpointError as error:
         return str(error)
     return ""
