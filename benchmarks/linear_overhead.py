@@ -6,16 +6,13 @@
 
 A call is an event "call" of `sys.setprofile` in a file of this package (a generator that resumes counts again); a move, a call in
 another file than the one before it; depth, frames of the package above each other. One layer of 64 x 64 reads [32, 64] float32,
-forward and backward,
-after `advance`, so that its weight is cast too. Times are seconds of this process on the CPU, medians of rounds that alternate between
-the layers, one thread; torchao's emulated float8 Linear is timed beside them where it is installed.
+forward and backward, after `advance`, so that its weight is cast too. Times are of this process on the CPU, by `benchmarks.harness`, one
+thread; torchao's emulated float8 Linear is timed beside them where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import subprocess
 import sys
 import time
@@ -29,10 +26,10 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from benchmarks.environment import environment
+from benchmarks import harness
 
 PACKAGE = str(Path(ng.__file__).parent)
-ROWS, WIDTH, ROUNDS, REPEATS = 32, 64, 60, 20
+ROWS, WIDTH, ROUNDS = 32, 64, 60
 
 IMPORTED = """
 import sys
@@ -78,16 +75,12 @@ def trip(layer: nn.Module) -> Callable[[], None]:
     return run
 
 
-def timed(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Name -> median microseconds, in alternating rounds."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            started_at_s = time.process_time()
-            for _ in range(REPEATS):
-                run()
-            found[name].append((time.process_time() - started_at_s) / REPEATS * 1e6)
-    return {name: statistics.median(values) for name, values in found.items()}
+def process_clock(case: Callable[[], object], calls: int) -> float:
+    """As `harness.host_clock`, in time of this process on the CPU."""
+    started_at_s = time.process_time()
+    for _ in range(calls):
+        case()
+    return (time.process_time() - started_at_s) / calls
 
 
 def _torchao() -> nn.Module | None:
@@ -120,9 +113,9 @@ def measured(recipe: str) -> dict[str, Any]:
     runs["with advance"] = first
     if (peer := _torchao()) is not None:
         runs["torchao"] = trip(peer)
-    times = timed(runs)
-    found["times_us"] = {name: round(value, 1) for name, value in times.items()}
-    found["times_over_linear"] = round(times[recipe] / times["nn.Linear"], 2)
+    timings = harness.measure(runs, rounds=ROUNDS, warmup=3, clock=process_clock)
+    found["times_us"] = {name: round(timing.median_s * 1e6, 1) for name, timing in timings.items()}
+    found["times_over_linear"] = round(harness.ratio(timings[recipe], timings["nn.Linear"]).median, 2)
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True)
     found["imported_lines"] = int(done.stdout)
     return found
@@ -137,8 +130,7 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:20} {value}")
     if options.json is not None:
-        with options.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found | environment()) + "\n")
+        harness.record("linear_overhead", [found], options.json)
 
 
 if __name__ == "__main__":

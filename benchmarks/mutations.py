@@ -32,9 +32,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 from benchmarks.environment import ROOT, environment
 
@@ -44,12 +45,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutations.jsonl"
 SHARES = {"numerics": 20, "optimizer": 12, "checkpoint": 8, "data": 10}
 KINDS = ("sign", "off by one", "swapped axes", "dropped cast")
 FOLDERS = {"optim": "optimizer", "data": "data"}
-CHECKPOINT = re.compile(r"(train/(checkpoint|state|storage|best)|manifest|tensor_files)\b")
+CHECKPOINT = re.compile(r"train/checkpoint/|manifest\.py|storage\.py")
 # Neither of the four: text, choices that are measured, and what only reads a model's structure.
 LEFT_OUT = re.compile(
-    r"(train|cli|diagnose|report|auto|memory|integrations|distributed|plan|export)/|__main__|errors|describe|description|structure|unconverted"
-    r"|readings|patterns|model_blocks|blocks\.py|block_size|convert|conversion|graphs|cuda_graphs|switch|compiled|registry"
-    r"|verdicts|selfcheck|proof|probe"
+    r"(train|cli|diagnose|report|conversion|memory)/|__main__|errors|structure|fuse/(patterns|probe)|cuda_graphs|registry|selfcheck"
 )
 SILENT_FUNCTIONS = re.compile(r"__(repr|str)__|extra_repr|_?refuse|_?describe|summary|words")
 PYTEST = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "-rfE")
@@ -69,6 +68,7 @@ class Fault:
     start: int
     end: int
     new: str
+    function: str = ""  # that it lies in: the same line may stand in several
 
     def apply(self, source: str) -> str:
         lines = source.splitlines(keepends=True)
@@ -97,28 +97,28 @@ def candidates(root: Path) -> dict[tuple[str, str], list[Fault]]:
         area = area_of(path.relative_to(package).as_posix())
         if area is not None:
             source = path.read_bytes()
-            for kind, node in places(ast.parse(source)):
+            for kind, node, function in places(ast.parse(source)):
                 fault = fault_at(node, kind, source.splitlines(), path.relative_to(root).as_posix())
                 if fault is not None:
-                    found[area, kind].append(fault)
+                    found[area, kind].append(replace(fault, function=function))
     return found
 
 
-def places(tree: ast.AST, within: bool = False) -> Iterator[tuple[str, ast.AST]]:
-    """Nodes inside functions where a fault can be, with its kind; messages, annotations and refusals are passed by."""
+def places(tree: ast.AST, scope: str = "", within: bool = False) -> Iterator[tuple[str, ast.AST, str]]:
+    """(kind, node, function) wherever a fault can be inside a function; messages, annotations and refusals are passed by."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
             continue
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if not SILENT_FUNCTIONS.fullmatch(node.name):
-                for statement in node.body:
-                    yield from places(ast.Module([statement], []), True)
+                yield from places(ast.Module(node.body, []), f"{scope}.{node.name}".lstrip("."), True)
             continue
         if isinstance(node, ast.AnnAssign):
             node = ast.Module([ast.Expr(node.value)] if node.value else [], [])
         elif within and (kind := kind_of(node)):
-            yield kind, node
-        yield from places(node, within)
+            yield kind, node, scope
+        inner = f"{scope}.{node.name}".lstrip(".") if isinstance(node, ast.ClassDef) else scope
+        yield from places(node, inner, within)
 
 
 def kind_of(node: ast.AST) -> str | None:
@@ -304,8 +304,11 @@ def append(row: dict[str, object], results: Path) -> None:
 
 def summary(results: Path) -> str:
     """The last line of each fault counts; their numbers change with the tree."""
-    judged = map(json.loads, results.read_text(encoding="utf-8").splitlines())
-    rows = {(row["file"], row["before"], row["after"]): row for row in judged}
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in map(json.loads, results.read_text(encoding="utf-8").splitlines()):
+        change = row["file"], row["before"], row["after"]
+        rows.pop((*change, ""), None)  # earlier lines do not name the function
+        rows[*change, row.get("function", "")] = row
     verdicts = [row["verdict"] for row in rows.values()]
     caught, equivalent = verdicts.count("caught"), verdicts.count("equivalent")
     lines = [f"{caught} of {len(rows)} faults caught, {equivalent} more change nothing that could be seen."]

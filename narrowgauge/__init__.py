@@ -16,10 +16,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from narrowgauge import formats, memory, optim, recipes
+    from narrowgauge import distributed, formats, memory, optim, recipes
     from narrowgauge.conversion import advance, convert, suspended
     from narrowgauge.conversion.description import describe
     from narrowgauge.conversion.switching import switch
+    from narrowgauge.distributed import distribute
     from narrowgauge.nn.linear import QLinear, linear
     from narrowgauge.ops.mm import mm
     from narrowgauge.ops.quantize import dequantize, quantize
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cast", "Gemm", "QLinear", "QTensor", "Recipe", "advance", "convert", "dequantize", "describe", "formats", "linear",
-    "memory", "mm", "optim", "quantize", "recipes", "suspended", "switch",
+    "Cast", "Gemm", "QLinear", "QTensor", "Recipe", "advance", "convert", "dequantize", "describe", "distribute", "distributed",
+    "formats", "linear", "memory", "mm", "optim", "quantize", "recipes", "suspended", "switch",
 ]  # fmt: skip
 
 # Module -> the public names that live in it; a module that is public itself is not here.
@@ -43,6 +44,7 @@ _HOMES = {
     "conversion": ("convert", "suspended", "advance"),
     "conversion.description": ("describe",),
     "conversion.switching": ("switch",),
+    "distributed": ("distribute",),
 }
 
 

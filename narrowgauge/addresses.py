@@ -5,14 +5,17 @@ is elsewhere or nowhere: `data_ptr()` is 0 or that of something else, and a kern
 inside torch.func's transforms and torch.jit.trace, and while a mode makes tensors fake or traces them: then a kernel's own buffers are
 wrappers too.
 
-Nor does the memory of a view that torch negates as it reads it (`z.conj().imag`) hold the view's numbers.
+Nor does the memory of a view that torch negates as it reads it (`z.conj().imag`) hold the view's numbers, and a gradient that autograd
+knows to be zero (that of `sgn`) has none.
 
     wrapper     asked where kernels are chosen (`ops.registry`): those that read memory refuse, torch's operators compute
     address     what every kernel takes addresses from, so that one that nobody refused raises instead of crashing
     identity    to tell tensors apart by their memory, without reading it
+    in_memory   what a gradient passes through before a kernel reads it
     validity    to tell whether a tensor is the one of before, with the same numbers
     holds_numbers   whether there is data to look at
     cached      keeps constants, but never fake ones
+    own         gives a tensor a memory of its own on the CPU, to be written to a file
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ def wrapper(*tensors: Tensor | None) -> str:
             return type(x).__name__
         if x is not None and x.is_neg():
             return "view that negates its numbers"
+        if x is not None and x._is_zerotensor():
+            return "tensor of zeros without memory"
     if _modes():
         for key in _TRACING:
             if (mode := torch._C._get_dispatch_mode(key)) is not None:
@@ -58,9 +63,9 @@ def wrapper(*tensors: Tensor | None) -> str:
 
 
 def refuse_wrappers(*tensors: object) -> None:
-    """Raises BackendError if one of them is a wrapper or a negated view. For a kernel whose launcher takes the addresses itself."""
+    """Raises BackendError for what `address` refuses. For a kernel whose launcher takes the addresses itself."""
     for x in tensors:
-        if isinstance(x, Tensor) and (type(x).__torch_dispatch__ is not _PLAIN or x.is_neg()):
+        if isinstance(x, Tensor) and (type(x).__torch_dispatch__ is not _PLAIN or x.is_neg() or x._is_zerotensor()):
             address(x)
 
 
@@ -76,6 +81,13 @@ def address(x: Tensor | None) -> int:
             "Pass plain tensors, or take the backend of plain torch."
         )
     return found
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """x, or a copy where its memory does not hold its numbers: of a view that torch negates, and of zeros without memory."""
+    if x._is_zerotensor():
+        return x.clone()
+    return x.resolve_neg() if x.is_neg() else x
 
 
 def holds_numbers(x: Tensor) -> bool:
@@ -114,3 +126,13 @@ def validity(tensor: Tensor) -> Key | None:
         return None
     place = tensor.device, identity(tensor), tensor.dtype, tensor.shape, tensor.stride()
     return (tensor._version, *place, torch.is_inference_mode_enabled())
+
+
+def own(tensor: Tensor, taken: set[int]) -> Tensor:
+    """Dense, on the CPU, and alone in a storage, which joins `taken`: files of tensors refuse those that share one."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    place = dense.untyped_storage()
+    is_alone = place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken
+    alone = dense if is_alone else dense.clone()
+    taken.add(alone.untyped_storage().data_ptr())
+    return alone

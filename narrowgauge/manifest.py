@@ -24,6 +24,12 @@ from narrowgauge.errors import CheckpointError
 
 FORMAT = 2
 KIND = "narrowgauge checkpoint"
+SHARD_BYTES = 2**29  # of a file of tensors: what is held twice while one is written or read
+# Names of torch's types that safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
+DTYPES = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "complex64", "bool", "float8_e4m3fn", "float8_e5m2"}
+    | {"float8_e4m3fnuz", "float8_e5m2fnuz", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
+)
 NAME, FACTS, INDEX = "manifest.json", "facts.json", "index.json"
 STEP = re.compile(r"step-\d{8}")
 GROUP = re.compile(r"[a-z][a-z0-9_]{0,40}")
@@ -154,8 +160,8 @@ def newest_first(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
 
 
-def prune(folder: Path, keep: int | Path) -> list[Path]:
-    """Removes all checkpoints but the `keep` newest, by step, or but the one at the path `keep`; returns what was removed.
+def prune(folder: Path, keep: int | Path) -> None:
+    """Removes all checkpoints but the `keep` newest, by step, or but the one at the path `keep`.
 
     Counts and removes only folders whose manifest is ours and whose files have their sizes: a damaged checkpoint never
     displaces a whole one, and a folder of somebody else's is never touched.
@@ -167,7 +173,6 @@ def prune(folder: Path, keep: int | Path) -> list[Path]:
     with storage.refusals("remove old checkpoints from", folder):
         for path in doomed:
             storage.discard(path)
-    return doomed
 
 
 def _looks_whole(path: Path) -> bool:

@@ -155,11 +155,12 @@ def _int4(
     """Training Transformers with 4-bit Integers (arXiv 2306.11987): x and w in INT4 after a rotation, straight-through.
 
     HQ: both operands of `output` turned by a Hadamard matrix in blocks of 32 (the block that the paper finds most often;
-    `calibrate_blocks` chooses it per layer). BS: the gradient in two INT4 digits, 197 levels. LSS: leverage scores.
+    `calibrate_blocks` in benchmarks/hadamard_blocks.py chooses it per layer). BS: the gradient in two INT4 digits, 197 levels. LSS:
+    leverage scores.
 
     Where we differ from the paper: levels -7 ... 7 as printed (its code has -8); no clipping of digits, which biases the code's
     gradients by up to 8 %; the split gradient has a scale per row of each product, which its epilogue multiplies by, instead of
-    one for all; rows are sampled before the split (`sampling` says why). "int4-hq-bs" takes its steps from the spread
+    one for all; rows are sampled before the split (`nn.leverage_score` says why). "int4-hq-bs" takes its steps from the spread
     of the tensor, which has 2.4 times less error than LSQ's first step, needs no state, and is the better default for language
     models; sampling pays where gradients are heavy-tailed, as in fine-tuning, so "int4-hq-lss" decides per layer.
     """
@@ -216,6 +217,8 @@ AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-
 
 def get(name: str) -> Recipe:
     """The recipe called `name`, or the one that a shorthand ("fp8", "int4") stands for. Raises ConfigError with the closest."""
+    if not isinstance(name, str):
+        raise ConfigError(f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.")
     name = SHORTHANDS[name][0] if name in SHORTHANDS else name
     if name == AUTO:
         raise ConfigError(

@@ -60,6 +60,7 @@ def probe(folder: Path) -> None:
     """Writes and removes a small file: a full or read-only disk is found before any work is done."""
     path = folder / f".probe-{os.getpid()}"
     with refusals("write to", folder):
+        path.unlink(missing_ok=True)  # of a process that was killed, with the same number
         try:
             write_synced(path, bytes(PROBE_BYTES))
         finally:
@@ -148,14 +149,14 @@ def replace_folder(path: Path, draft: Path) -> None:
         remove(old)
 
 
-def recover(folder: Path, names: str) -> list[Path]:
-    """Clears what a crash left of the folders whose names match the pattern `names`, and returns it.
+def recover(folder: Path, names: str) -> None:
+    """Clears what a crash left of the folders whose names match the pattern `names`.
 
     Removes drafts (.tmp-NAME, .tmp-NAME-PID); puts back what `new_folder` had moved aside (.old-NAME).
     The caller holds the lock of the run folder.
     """
     if not folder.is_dir():
-        return []
+        return
     leftover = re.compile(rf"\.tmp-({names})(-\d+)?|\.old-({names})")
     found = [path for path in folder.iterdir() if leftover.fullmatch(path.name) and path.is_dir()]
     with refusals("clear leftovers from", folder):
@@ -167,7 +168,6 @@ def recover(folder: Path, names: str) -> list[Path]:
                 remove(path)
         if found:
             flush(folder)
-    return found
 
 
 def discard(path: Path) -> None:

@@ -32,6 +32,13 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError
 
+
+def require_module(model: object, verb: str) -> None:
+    """Raises ConfigError in the name of `verb` for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.")
+
+
 # --- Patterns ---
 
 _RANGE = re.compile(r"(\d+)-(\d+)")

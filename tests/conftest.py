@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from narrowgauge.ops import registry
+from narrowgauge.ops import registry, selfcheck, triton
 from narrowgauge.ops.cpp.build import compiler_name
 from narrowgauge.ops.registry import Device
 
@@ -129,6 +129,18 @@ def cpu(request: pytest.FixtureRequest, device_is: Callable[..., None]) -> Devic
 
 
 @pytest.fixture
+def triton_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Triton were here, of the version that torch brings, and a C compiler."""
+    monkeypatch.setattr(triton, "unavailable", lambda: "")
+
+
+@pytest.fixture
+def no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no kernel had been checked yet."""
+    monkeypatch.setattr(selfcheck, "RESULTS", {})
+
+
+@pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Fresh float memory is NaN, fresh integer memory the largest value: a kernel that skips an element is seen.
 
@@ -138,3 +150,12 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)  # torch fills uninitialized memory in this mode
     yield
     torch.set_deterministic_debug_mode(before)
+
+
+@pytest.fixture
+def gpu(poisoned_memory: None) -> torch.device:
+    """A device that Triton takes; fresh memory on it is NaN or the largest integer."""
+    reason = triton.refuse("cuda", torch.cuda.get_device_capability())
+    if reason is not None:
+        pytest.skip(reason.text)
+    return torch.device("cuda")

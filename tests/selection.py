@@ -1,11 +1,16 @@
-"""Which cases `make test` runs, and which of them wait for `make test-slow`."""
+"""Which cases `make test` runs, which of them wait for `make test-slow`, and which need a compiler."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+from narrowgauge.ops.cpp.build import compiler_name
+
+needs_compiler = pytest.mark.skipif(shutil.which(compiler_name()) is None, reason="needs a C++ compiler")
 
 
 def quick(chosen: Collection[Any], cases: Iterable[Any]) -> list[Any]:

@@ -31,10 +31,11 @@ def refuse(x):
 def faults_of(source: str) -> dict[str, set[str]]:
     """Kind -> the line that each fault makes."""
     found: dict[str, set[str]] = {}
-    for kind, node in mutations.places(ast.parse(source)):
+    for kind, node, function in mutations.places(ast.parse(source)):
         fault = mutations.fault_at(node, kind, source.encode().splitlines(), "m.py")
         changed = fault.apply(source)
         ast.parse(changed)
+        assert function == "f"
         found.setdefault(kind, set()).add(changed.splitlines()[fault.line - 1].strip())
     return found
 
@@ -95,8 +96,10 @@ def test_the_last_line_of_a_fault_counts(tmp_path):
     row = {"number": 1, "file": "m.py", "line": 2, "before": "a", "after": "b"}
     for verdict in ("survived", "equivalent"):
         mutations.append({**row, "verdict": verdict}, tmp_path / "found.jsonl")
-    mutations.append({**row, "number": 2, "after": "c", "verdict": "caught"}, tmp_path / "found.jsonl")
+    for function in ("f", "C.g"):  # the same line in another function is another fault
+        mutations.append({**row, "number": 2, "after": "c", "verdict": "survived"}, tmp_path / "found.jsonl")
+        mutations.append({**row, "after": "c", "function": function, "verdict": "caught"}, tmp_path / "found.jsonl")
     assert mutations.summary(tmp_path / "found.jsonl").splitlines() == [
-        "1 of 2 faults caught, 1 more change nothing that could be seen.", "1: m.py:2: a  ->  b: equivalent"
+        "2 of 3 faults caught, 1 more change nothing that could be seen.", "1: m.py:2: a  ->  b: equivalent"
     ]  # fmt: skip
     assert all(json.loads(line) for line in (tmp_path / "found.jsonl").read_text("utf-8").splitlines())

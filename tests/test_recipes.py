@@ -105,6 +105,9 @@ def test_recipes_are_found_by_name():
         recipes.get("fp8-rows")
     with pytest.raises(ConfigError, match=r"Closest: bf16, fp8-delayed"):
         recipes.get("zzz")
+    for given in (None, []):
+        with pytest.raises(ConfigError, match=r"is no name\. Pass one of bf16, "):
+            recipes.get(given)
 
 
 @pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)

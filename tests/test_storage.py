@@ -44,6 +44,9 @@ def test_a_probe_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
     with pytest.raises(StorageError, match="cannot write to"):
         storage.probe(tmp_path / "absent")
+    (tmp_path / f".probe-{os.getpid()}").write_text("of a process that was killed")
+    storage.probe(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_folders_and_files_behind_links_are_synced(tmp_path):

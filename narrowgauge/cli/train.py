@@ -19,9 +19,10 @@ from narrowgauge.train.config import switch_syntax, toml
 from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+FILE = Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
 
 
-def train(config: str = "", **given: Any) -> int:
+def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
     """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
     settings = configuration(config, given)
     from narrowgauge import recipes  # imports torch
@@ -68,12 +69,7 @@ def flag(key: str) -> str:
 
 def _signature() -> inspect.Signature:
     """The settings of TrainConfig as a signature for cyclopts."""
-    file = Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
-    parameters = [
-        inspect.Parameter(
-            "config", inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=Annotated[str, file]
-        )
-    ]
+    parameters = [inspect.signature(train).parameters["config"]]
     groups: dict[str, Group] = {}
     for each in fields(TrainConfig):
         group = groups.setdefault(each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1))

@@ -11,7 +11,7 @@ What stays in its own precision unless a pattern's last part names it in letters
 their errors go straight into the loss or flip a discrete choice. Embeddings and norms are no Linears and are never touched.
 
 Blocks that the recipe itself leaves wide (`wide_blocks`) become bf16, unless the pattern that decides about a layer spells out its
-block's number ("layers.11.*", "layers.[0-9]*.*").
+block's number ("layers.11.*", "layers.10-11.*", "layers.[0-9]*.*").
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
+import torch.nn.functional as F
 from torch import nn
 
 from narrowgauge import recipes
@@ -35,7 +36,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import Recipe
-from narrowgauge.structure import blocks, matches, read_weights
+from narrowgauge.structure import blocks, expanded, matches, read_weights, require_module
 
 HEADS = ("lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 ROUTERS = ("router", "gate", "shared_expert_gate")
@@ -71,8 +72,7 @@ def convert(
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"convert: a {type(model).__name__} is no nn.Module. Pass the model first, then the recipe.")
+    require_module(model, "convert")
     if recipe is None:
         for _, quantized in _quantized(model):
             _restore(quantized)
@@ -147,7 +147,8 @@ def _refuse_fast_path(model: nn.Module) -> None:
     """nn.TransformerEncoderLayer in eval() without gradients reads its Linears' weights in one fused kernel, which knows no recipe.
 
     Layers with a recipe compute by their modules, as in training; the others as torch decides. torch has no switch of one layer for
-    it but the number that says which activation the kernel would compute: 0, none that it knows.
+    it but the number that says which activation the kernel would compute: 0, none that it knows. False in its place says that there
+    was one.
 
     nn.TransformerEncoder, which packs what is not padding into a nested tensor for those kernels, leaves that to them; None in its
     switch says that it was on.
@@ -158,10 +159,13 @@ def _refuse_fast_path(model: nn.Module) -> None:
             encoder.use_nested_tensor = None if has_recipe else True  # type: ignore[assignment]
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
-            known = {"relu": 1, "gelu": 2, "ReLU": 1, "GELU": 2}
-            name = getattr(layer.activation, "__name__", type(layer.activation).__name__)
+            own, number = layer.activation, layer.activation_relu_or_gelu
             has_recipe = any(isinstance(each, QLinear) and each.recipe for each in (layer.linear1, layer.linear2))
-            layer.activation_relu_or_gelu = 0 if has_recipe else known.get(name, 0)
+            if has_recipe and number:
+                layer.activation_relu_or_gelu = False
+            elif number is False and not has_recipe:
+                is_relu, is_gelu = own is F.relu or isinstance(own, nn.ReLU), own is F.gelu or isinstance(own, nn.GELU)
+                layer.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
 
 
 def is_read_by_owner(model: nn.Module, name: str) -> bool:
@@ -239,7 +243,8 @@ def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, 
     if recipe.wide_blocks is None:
         return {}
     # Parts that hold a digit may stand for a block's number: "layers.5.*" does, "layers.*" does not.
-    numbers = [part for part in pattern.split(".") if any(character.isdigit() for character in part)]
+    parts = {part for each in expanded(pattern) for part in each.split(".")}
+    numbers = [part for part in parts if any(map(str.isdigit, part))]
     return {
         name: f"{block}: {recipe.name} keeps the {recipe.wide_blocks}"
         for name, block in blocks(model).items()
@@ -251,7 +256,7 @@ def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, 
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
     """Inside the block every QLinear of the model computes as an ordinary nn.Linear."""
-    layers = [layer for _, layer in _quantized(model)]
+    layers = [layer for _, layer in _quantized(model, "suspended")]
     before = [layer.is_suspended for layer in layers]
     try:
         for layer in layers:
@@ -268,15 +273,17 @@ def advance(model: nn.Module) -> None:
     Learned steps count down their cold start and are kept positive; a product that may sample its rows decides about the next
     step by the variance that was predicted in this one.
 
-    torch's own optimizers, and those of narrowgauge.optim, end it themselves (nn/step_end.py); this line after `optimizer.step()` then
-    does nothing, and says what happens. It is needed where no such optimizer steps: weights that are written by hand, a step that
-    torch.compile traces, steps inside a backward pass. Each weight is cast once per step in eager mode and reused over micro-batches;
-    before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one
-    per layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
+    torch's own optimizers, and those of narrowgauge.optim, end it themselves (nn/step_end.py); this line after `optimizer.step()` then only
+    forgets casts made since, and says what happens. It is needed where no such optimizer steps: weights that are written by hand, a step
+    that torch.compile traces, steps inside a backward pass. Each weight is cast once per step in eager mode and reused over micro-batches;
+    before the first step, at each forward. Works without host synchronisation, but for one small read if a recipe samples rows, and one per
+    layer in the cold start of learned steps. Warns once of learned steps that no optimizer moves.
     """
-    layers = dict(_quantized(model))
+    layers = dict(_quantized(model, "advance"))
     step_end.end_steps({layer: name for name, layer in layers.items() if not layer.step_ended})
     for layer in layers.values():
+        if layer.step_ended:
+            layer.end_step()
         layer.step_ended = False
 
 
@@ -291,7 +298,8 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     return found
 
 
-def _quantized(model: nn.Module) -> Iterator[tuple[str, QLinear]]:
+def _quantized(model: nn.Module, verb: str = "convert") -> Iterator[tuple[str, QLinear]]:
+    require_module(model, verb)
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QLinear))
 
 
@@ -299,7 +307,7 @@ def _restore(layer: QLinear) -> None:
     layer.recipe = None
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
-    own = "observer is_suspended reason decision _cache precast shared_inputs _written step_ended _recipe _plans"
+    own = "observer is_suspended reason decision _cache precast shared_inputs peers warned_of_ranks _written step_ended _recipe _plans"
     for name in own.split():
         layer.__dict__.pop(name)
     step_end.forget(layer)

@@ -189,6 +189,10 @@ def decisions(
             f"convert: 'auto' chooses by the sizes of the products, but tokens is {tokens!r}. "
             "Pass tokens=, the sequences of a micro-batch times their length."
         )
+    if not isinstance(choices, Mapping | None):
+        raise ConfigError(
+            f"convert: choices = {choices!r} is no mapping. Pass what auto.chosen(model) gave, layer -> recipe."
+        )
     made: dict[tuple[torch.device, LinearWorkload], Decision] = {}
     found = {}
     for name, layer in layers.items():

@@ -22,7 +22,7 @@ from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import Gemm, Recipe
-from narrowgauge.structure import other_weights
+from narrowgauge.structure import other_weights, require_module
 
 
 class Note(NamedTuple):
@@ -110,6 +110,7 @@ def describe(model: nn.Module) -> Description:
 
     Weights that are no Linear's but are multiplied as one (see `structure`) have a row too, with the recipe "none".
     """
+    require_module(model, "describe")
     description, head = Description(), output_head(model)
     description.fused = tuple(fusions(model))
     for name, module in model.named_modules():

@@ -21,6 +21,7 @@ import statistics
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
@@ -220,3 +221,6 @@ def keep(path: Path, key: str, seconds: dict[str, float]) -> None:
         publish(draft, path)
     except OSError as error:
         warnings.warn(f"{path}: measurements of recipe 'auto' are not kept: {error.strerror}.", stacklevel=2)
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from narrowgauge.conversion import wide_by_policy
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
-from narrowgauge.structure import matches
+from narrowgauge.structure import matches, require_module
 
 FORWARD = ("output",)
 BACKWARD = ("grad_input", "grad_weight")
@@ -35,6 +35,7 @@ def switch(model: nn.Module, recipe: str | Recipe, layers: str = "*", products: 
 
     Raises ConfigError if the pattern names no converted layer, or if nothing would change.
     """
+    require_module(model, "switch")
     quantized = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     now = {name: layer.recipe for name, layer in quantized.items() if layer.recipe is not None}
     changes = widened(model, now, recipe, layers, products)

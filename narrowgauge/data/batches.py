@@ -75,7 +75,7 @@ class CausalBatches:
         rows, rest = divmod(self.batch_size, micro_batches)
         if rest:
             raise ConfigError(
-                f"batch_size {self.batch_size} is no multiple of {micro_batches} micro-batches. Pass one."
+                f"batch_size {self.batch_size} is no multiple of {micro_batches} micro-batches. Pass a divisor of it."
             )
         first = step * self.batch_size + micro_batch * rows
         places = (divmod(sample, self.windows) for sample in range(first, first + rows))

@@ -45,7 +45,8 @@ def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
             raise DataError(f"{origin}: message {number} has no role. Give each message a role and a content.")
         if turn["role"] == "assistant" and turn.get("content") is None and not turn.get("tool_calls"):
             raise DataError(
-                f"{origin}: message {number} is an answer without content, so nothing is learnt. Add it, or remove the row."
+                f"{origin}: message {number} is an answer without content, which teaches ending the turn at once. Add it, or "
+                "remove the row."
             )
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{origin}: no message has the role 'assistant', so there is nothing to learn. Remove the row.")

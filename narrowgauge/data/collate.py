@@ -62,6 +62,8 @@ class Collator:
         if not items:
             raise DataError("Collator: the batch is empty. Pass at least one example.")
         packed = [item for item in items if not isinstance(item, dict)]
+        if 0 < len(packed) < len(items):
+            raise DataError("Collator: the batch mixes examples with packed rows. Pass one kind.")
         if packed:
             return self._packed(packed)
         return self._padded([item for item in items if isinstance(item, dict)])
@@ -153,9 +155,9 @@ def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = No
 
     vocabulary  upper limit of the random ids; None means the model config's
 
-    Costs three forward passes of at most 32 tokens; restores the model's training mode. Raises ConfigError if another document's
-    logits move by more than equal calls differ, or if a packed document has other logits than alone. Recipes with one scale per
-    tensor couple documents by rounding: suspend the recipe for the check.
+    Costs three forward passes of at most 32 tokens, four where they differ at all; restores the model's training mode. Raises
+    ConfigError if another document's logits move by more than equal calls differ, or if a packed document has other logits than alone.
+    Recipes with one scale per tensor couple documents by rounding: suspend the recipe for the check.
     """
     vocabulary = vocabulary or int(model.config.get_text_config().vocab_size)
     draw = torch.Generator().manual_seed(seed)

@@ -176,7 +176,7 @@ class _Job:
                     values = [example[name] for example in kept]
                     append(name, np.concatenate(values))
                     append(f"{name}.lengths", np.array([len(each) for each in values]))
-        notes = [note.format(count=count) for note, count in self.notes.items() if count] + self._judged()
+        notes = [note.replace("{count}", str(count)) for note, count in self.notes.items() if count] + self._judged()
         if self._content() != self.content:
             raise DataError(
                 f"{shown(self.source)}: the data changed while it was read. Start again when nothing writes to it."

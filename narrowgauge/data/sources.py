@@ -75,8 +75,7 @@ def documents(
         _refuse_column(column, name)
         return _usable(stdlib_documents(), name, limit_bytes)
     read = partial(_file_documents, column=column, separator=separator, limit_bytes=limit_bytes)
-    with readable(name, "looked at"):
-        files = files_of(name)
+    files = files_of(name)
     return _usable((document for path in files for document in read(path)), name, limit_bytes)
 
 
@@ -87,7 +86,7 @@ def records(
     header: Sequence[str] | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> Iterator[Record]:
-    """The rows of `source`, a table, a folder or a glob, with these columns. CSV has strings alone, other tables typed values.
+    """The rows of `source`, a table or a glob of tables, with these columns. CSV has strings alone, other tables typed values.
 
     header  column names of CSV and TSV files without a header row
 
@@ -127,23 +126,32 @@ def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[
 
 
 def files_of(name: str) -> list[Path]:
-    """The files of a path or glob, sorted. Raises DataError if there are none."""
-    path = Path(name)
-    if path.is_dir():
-        return _folder_files(path)
-    if path.exists():
-        return [path]
-    if has_magic(name):
-        if found := [path for path in sorted({Path(match) for match in glob(name, recursive=True)}) if path.is_file()]:
-            return found
-        raise DataError(f"{name}: the pattern matches no file. Quote it in a shell, and check the folder.")
-    parent = path.parent
-    beside = sorted(os.listdir(parent)) if parent.is_dir() else []
-    near = closest(path.name, [*beside, STDLIB])
-    hint = f" Closest: {near}." if near else "" if parent.is_dir() else f" The folder {shown(parent)} is missing too."
-    raise DataError(
-        f"{shown(path)}: no such file or folder.{hint} Pass a file, a folder, a glob, {HUB}NAME or {STDLIB}."
-    )
+    """The files of a path or glob, sorted. Raises DataError if there are none, StorageError if nobody can tell."""
+    with readable(name, "looked at"):
+        path = Path(name)
+        if path.is_dir():
+            return _folder_files(path)
+        if path.exists():
+            return [path]
+        if has_magic(name):
+            if found := [
+                path for path in sorted({Path(match) for match in glob(name, recursive=True)}) if path.is_file()
+            ]:
+                return found
+            raise DataError(f"{name}: the pattern matches no file. Quote it in a shell, and check the folder.")
+        if path.is_symlink():
+            raise DataError(
+                f"{shown(path)}: a link to {os.readlink(path)!r}, where no file or folder is. Correct it, or pass the file itself."
+            )
+        parent = path.parent
+        beside = sorted(os.listdir(parent)) if parent.is_dir() else []
+        near = closest(path.name, [*beside, STDLIB])
+        hint = (
+            f" Closest: {near}." if near else "" if parent.is_dir() else f" The folder {shown(parent)} is missing too."
+        )
+        raise DataError(
+            f"{shown(path)}: no such file or folder.{hint} Pass a file, a folder, a glob, {HUB}NAME or {STDLIB}."
+        )
 
 
 def _below(folder: Path, is_left_out: Callable[[str], bool]) -> list[Path]:

@@ -174,8 +174,9 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
             if "field limit" in str(error):
                 remedy = "A quotation mark may be open. Split the document over several rows."
                 raise too_long(where, limit_bytes, remedy) from None
+            fault = "a quotation mark is open to the end of the file" if "end of data" in str(error) else error
             raise DataError(
-                f'{where}: malformed CSV: {error}. Put a field with a comma, " or line break in quotation marks; double each " in it.'
+                f'{where}: malformed CSV: {fault}. Put a field with a comma, " or line break in quotation marks; double each " in it.'
             ) from None
         finally:
             csv.field_size_limit(before)

@@ -156,7 +156,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             reached = step - 1
         elif kind == "step":
             reached = step
-        key = (kind, step, event.get("module"), event.get("role"), event.get("switch"))
+        key = (kind, step, *(str(event.get(name)) for name in ("module", "role", "switch")))  # one may be a list
         events.pop(key, None)  # so that the last of its kind also stands last
         events[key] = event
     return list(events.values())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.distributed.together import Group, rank_and_world, together
+from narrowgauge.distributed.topology import plain_name
 from narrowgauge.errors import CheckpointError
 
 
@@ -28,13 +29,14 @@ def gathered(
     """The model's state dict with whole tensors on the CPU, on rank 0; {} on the others. All ranks call it.
 
     dtype  of floating-point weights of more than 8 bits, for instance torch.bfloat16: cast before they travel; None keeps theirs
-    only   which names to take
+    only   which names to take; they are those of the model itself, without what DDP and other wrappers add
 
     Tied weights come back tied. For `model.save_pretrained(folder, state_dict=gathered(model, torch.bfloat16))` on rank 0.
     Plain tensors on the CPU that are not cast are the model's own, not copies.
     """
     rank, world = rank_and_world(process_group)
-    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if only(name)}
+    state = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    own = {name: tensor for name, tensor in state.items() if only(name)}
     forms = together(lambda: _forms(own, dtype), process_group)
     told: list[dict[str, Form]] = [forms] * world
     if world > 1:

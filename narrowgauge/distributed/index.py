@@ -25,12 +25,13 @@ from torch import Tensor
 from narrowgauge import manifest
 from narrowgauge.distributed import state_tree
 from narrowgauge.errors import CheckpointError
-from narrowgauge.manifest import FACTS, INDEX, Manifest
-from narrowgauge.tensor_files import DTYPES
+from narrowgauge.manifest import DTYPES, FACTS, INDEX, Manifest
 
 # Of one byte, and not held by safetensors.
 AS_BYTES = frozenset(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))
-DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES | AS_BYTES}
+STORABLE = {name: getattr(torch, name) for name in DTYPES} | {
+    str(each).removeprefix("torch."): each for each in AS_BYTES
+}
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError)
 
 Box = tuple[int, ...]
@@ -146,7 +147,7 @@ def _stored(name: str, entry: Any, listing: Manifest) -> Stored:
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if held != math.prod(shape) or len(places) != len(filled):
         raise ValueError(f"the chunks of {name!r} do not fill it")
-    return Stored(list(entry["path"]), DTYPE_BY_NAME[entry["dtype"]], shape, chunks)
+    return Stored(list(entry["path"]), STORABLE[entry["dtype"]], shape, chunks)
 
 
 def _box(numbers: Any) -> Box:

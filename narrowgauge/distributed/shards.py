@@ -37,13 +37,13 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from narrowgauge import manifest, storage
+from narrowgauge.addresses import own
 from narrowgauge.distributed import index as indexes
 from narrowgauge.distributed import replicas, state_tree
-from narrowgauge.distributed.index import AS_BYTES, Chunk, Index, Stored
+from narrowgauge.distributed.index import STORABLE, Chunk, Index, Stored
 from narrowgauge.distributed.replicas import Told
 from narrowgauge.errors import CheckpointError, StorageError
-from narrowgauge.manifest import INDEX, NAME, Manifest
-from narrowgauge.tensor_files import DTYPES, SHARD_BYTES, own
+from narrowgauge.manifest import INDEX, NAME, SHARD_BYTES, Manifest
 
 INSTEAD = "choose another folder"
 SAMPLE = "Write the checkpoint with narrowgauge.distributed.storage.save."
@@ -146,7 +146,7 @@ def _refuse_unstorable(item: WriteItem, tensor: Tensor | None) -> None:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(local) not in (Tensor, torch.nn.Parameter):
         reason = f"is a {type(local).__name__}, not a plain tensor"
-    elif local.layout != torch.strided or local.is_meta or local.dtype not in DTYPES | AS_BYTES:
+    elif local.layout != torch.strided or local.is_meta or local.dtype not in STORABLE.values():
         reason = f"is a {local.layout} tensor of {local.dtype} on {local.device}, which safetensors does not hold"
     elif item.tensor_data is None or tuple(local.shape) != tuple(item.tensor_data.chunk.sizes):
         reason = f"has a local shard of {list(local.shape)} that is no box of the whole tensor"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import in_memory
 from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.fuse.forward import FusedForward, Fusion
 from narrowgauge.nn.caches import CacheStats
@@ -162,7 +163,7 @@ class _Function(torch.autograd.Function):
         tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         requests = fused.gradient_requests(tensors)
         kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
-        made, of_parameters = kernel.run(fused.kind, tensors, statistics, gy.resolve_neg().contiguous(), requests)
+        made, of_parameters = kernel.run(fused.kind, tensors, statistics, in_memory(gy).contiguous(), requests)
         for layer, each in zip(fused.sources, made, strict=False):
             if each.plain is not None:
                 shared: Any = layer.shared_inputs

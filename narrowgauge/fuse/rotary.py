@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import in_memory
 from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.fuse.forward import FusedForward, Fusion
 from narrowgauge.ops import rotary
@@ -44,7 +45,7 @@ class _Function(torch.autograd.Function):
     @no_double_backward("a fused rotary embedding", "Convert the model to None, and again without fuse.")
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return (None, *ctx.run(of_q.resolve_neg(), of_k.resolve_neg(), cos, sin, ctx.dtypes, True), None, None)
+        return (None, *ctx.run(in_memory(of_q), in_memory(of_k), cos, sin, ctx.dtypes, True), None, None)
 
 
 @dataclass(eq=False)
@@ -66,7 +67,8 @@ class FusedAttention(FusedForward):
 
     def embed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
         """As `function`."""
-        usual = q.ndim == k.ndim == 4 and cos.ndim == sin.ndim == 3 and cos.dtype == sin.dtype
+        usual = q.ndim == k.ndim == 4 and len(q) == len(k) and q.shape[2:] == k.shape[2:] == cos.shape[1:]
+        usual = usual and cos.shape == sin.shape and cos.shape[0] in (1, len(q)) and cos.dtype == sin.dtype
         if more or options or not usual or torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
             return self.function(q, k, cos, sin, *more, **options)
         kernel = self.kernel(rotary.KERNELS, rotary.Spec.of(q, k, cos, sin))

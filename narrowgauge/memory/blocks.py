@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.structure import matches, outermost
+from narrowgauge.structure import matches, outermost, require_module
 
 
 class BlockForward:
@@ -72,6 +72,7 @@ def find_blocks(
 
     Raises ConfigError if there are none, or if a pattern matches nothing.
     """
+    require_module(model, verb)
     if names is not None:
         return _named(model, [names] if isinstance(names, str) else list(names), verb)
     found = {
@@ -81,8 +82,8 @@ def find_blocks(
     }
     if not found:
         raise ConfigError(
-            f"{verb}: {type(model).__name__} has no numbered stack of equal blocks (ModuleList or Sequential). "
-            "Name the modules to treat as blocks: blocks=['encoder.layer_a', ...]."
+            f"{verb}: {type(model).__name__} has no numbered stack of two or more equal blocks (ModuleList or Sequential). "
+            "Name the modules to treat as blocks, blocks=['encoder.layer_a', ...]; in a run take 2 or more --layers, or leave it out."
         )
     return found
 

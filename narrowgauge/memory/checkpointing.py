@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -176,6 +176,7 @@ def _within(
             "checkpoint: a budget is held by measuring, so it needs a sample batch. Pass batch=, shaped like the largest one."
         )
 
+    @cache
     def kept(count: int) -> int:
         _recompute(model, found, names[:count])
         return saved_bytes(model, batch, loss).total

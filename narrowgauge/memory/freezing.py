@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.structure import expanded, matches
+from narrowgauge.structure import expanded, matches, require_module
 
 ADAMW_STATE_BYTES = 8  # two float32 moments
 OptimizerBytes = float | Callable[[nn.Parameter], int]
@@ -77,6 +77,7 @@ def train_only(
 
 def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]:
     """The parameters that are named. A number of a range that matches nothing is an error as well."""
+    require_module(model, verb)
     texts = [patterns] if isinstance(patterns, str) else patterns
     wanted = [pattern.strip() for text in texts for pattern in text.split(",") if pattern.strip()]
     if not wanted:

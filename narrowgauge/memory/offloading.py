@@ -78,7 +78,9 @@ def offload(
 
 def to_host(tensor: Tensor) -> Restore:
     """Queues the copy to pinned memory; the tensor's memory is not given away before it is done. -> what copies it back."""
-    device, stream = tensor.device, _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+    device = tensor.device
+    if (stream := _STREAMS.get(device)) is None:
+        stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,5 +1,6 @@
-"""What recipes add to a layer as state (LayerState, the base of all of it), and the memory of delayed scaling: one AmaxHistory per
-tensor with a window (role x, w or gy of a layer).
+"""What recipes add to a layer as state: LayerState, the base of all of it, and AmaxHistory, the memory of delayed scaling.
+
+A layer has one AmaxHistory per tensor with a window (role x, w or gy).
 
     history    [length]  largest magnitudes of earlier steps, newest first; 0 where nothing was seen yet
     live       [3]       this step's amax state, see `ops.quantize.amax_state`

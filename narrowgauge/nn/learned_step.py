@@ -32,14 +32,15 @@ class LearnedSteps(LayerState):
     """The learned steps of a layer: parameters `x` and `w`, log(step) / RATE, [1] float32 each, those that its recipe has.
 
     cold_left  [1] int64, the steps of the cold start that are left; in them the steps are set from the data
-    seen       [n] int64, 1 for each role that data has set since the last `advance`: only such a step counts, or an expert that is not
-               used at first would end its cold start with steps that mean nothing. No bool: torch's AveragedModel subtracts buffers
+    found      [n, 2] float64 of each role: the sum of the parameters that data gave since the last `advance`, and their count. The step
+               that a cold start leaves is their mean, whatever their order and the rank that saw them. A role without any keeps its own,
+               or an expert that is not used at first would end its cold start with steps that mean nothing
     is_held    whether an optimizer that stepped had one of them
     missed     optimizer steps that moved the weight, and none of these, since the cold start
     """
 
     cold_left: Tensor
-    seen: Tensor
+    found: Tensor
 
     def __init__(self, settings: dict[str, LearnedStep], device: torch.device) -> None:
         super().__init__()
@@ -48,7 +49,9 @@ class LearnedSteps(LayerState):
             self.register_parameter(role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device)))
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
-        self.register_buffer("seen", torch.zeros(len(settings), dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer(
+            "found", torch.zeros(len(settings), 2, dtype=torch.float64, device=device), persistent=False
+        )
         self._looked_at, self._is_cold = self._cold_version(), True
         self.is_held, self.missed = False, 0
 
@@ -86,25 +89,29 @@ class LearnedSteps(LayerState):
 
     @torch.no_grad()
     def put(self, role: str, step: Tensor, data: Tensor, writes: bool) -> Tensor:
-        """Sets a step, [1], positive, if `writes`; returns it as `get` would give it, a rounding error away.
+        """Sets a step, [1], positive, until the next one, if `writes`; returns it as `get` would give it, a rounding error away.
 
         data  [1] bool on the device, whether there was data to set it by
         """
         value = step.log() / RATE
         if writes:
             getattr(self, role).copy_(value)
-            here = torch.arange(len(self.settings), device=self.seen.device) == list(self.settings).index(role)
-            self.seen.logical_or_(here & data)
+            here = torch.arange(len(self.settings), device=data.device) == list(self.settings).index(role)
+            self.found += torch.where((here & data)[:, None], torch.cat((value, torch.ones_like(value))), 0.0)
         return _step(value)
 
     @torch.no_grad()
     def advance(self) -> None:
         """Ends an optimizer step."""
-        for role in self.settings:
-            getattr(self, role).clamp_(min=math.log(SMALLEST_STEP) / RATE, max=math.log(LARGEST_STEP) / RATE)
+        for (total, count), role in zip(self.found, self.settings, strict=True):
+            parameter = _own_part(getattr(self, role))
+            if self.is_cold:
+                mean = (total / count).to(torch.float32)
+                parameter.copy_(torch.where(count > 0, mean, parameter))
+            parameter.clamp_(min=math.log(SMALLEST_STEP) / RATE, max=math.log(LARGEST_STEP) / RATE)
         if self.is_cold:
-            self.cold_left -= self.seen.all().to(self.cold_left.dtype)
-            self.seen.zero_()
+            self.cold_left -= (self.found[:, 1] > 0).all().to(self.cold_left.dtype)
+            self.found.zero_()
             self._look_at_cold()
 
     @torch.no_grad()
@@ -112,14 +119,14 @@ class LearnedSteps(LayerState):
         for role in self.settings:
             getattr(self, role).fill_(0.0)
         self.cold_left.fill_(self._cold_steps)
-        self.seen.zero_()
+        self.found.zero_()
         self._looked_at, self._is_cold = self._cold_version(), True
         self.is_held, self.missed = False, 0
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
-        if self.seen.is_meta and not self.cold_left.is_meta:  # it is in no state dict
-            self.seen = torch.zeros_like(self.seen, device=self.cold_left.device)
+        if self.found.is_meta and not self.cold_left.is_meta:  # it is in no state dict
+            self.found = torch.zeros_like(self.found, device=self.cold_left.device)
         self._look_at_cold()
 
     def saw_optimizer(self, weight: Tensor, held: set[int]) -> None:
@@ -133,6 +140,11 @@ class LearnedSteps(LayerState):
         return ", ".join(self.settings)
 
 
+def _own_part(parameter: Tensor) -> Tensor:
+    """The parameter, or what this rank has of one that FSDP2 shards: [1] or, on all ranks but the first, [0]."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
 def _step(parameter: Tensor) -> Tensor:
     return (parameter * RATE).exp().clamp(SMALLEST_STEP, LARGEST_STEP)
 
@@ -144,8 +156,8 @@ def warn_of_untrained(layers: list[tuple[str, LearnedSteps]]) -> None:
         steps.is_held = True  # said once
     if untrained:
         warnings.warn(
-            f"advance: in {WATCHED} optimizer steps no learned step of {len(untrained)} layers, {untrained[0][0]!r} the first, was "
-            "moved, though weights were: no optimizer holds them, as when it is built before convert. Build it after convert, or "
+            f"advance: in {WATCHED} optimizer steps no learned step of {len(untrained)} layers, {untrained[0][0]!r} the first, was held "
+            "by an optimizer, though the weights were, as when it is built before convert. Build it after convert, or "
             "give it the steps: optimizer.add_param_group({'params': [p for n, p in model.named_parameters() if '.steps.' in n]}). "
             "If they shall stay as they are, let them not require a gradient.",
             stacklevel=4,

@@ -33,6 +33,7 @@ from narrowgauge.recipe import LeverageScore
 
 # A reading that was not taken, or one beyond float32. Finite: infinity less infinity would make NaN of an average of two models.
 UNREAD = torch.finfo(torch.float32).max
+UNSEEN = -1.0  # in this step
 
 
 class Sample(NamedTuple):
@@ -140,31 +141,38 @@ def sampling_variance(p: Tensor, scores: Tensor) -> Tensor:
 
 
 def note(readings: Tensor, place: int, variance: Tensor, whole: Tensor) -> None:
-    """Writes the variance that sampling adds to a product, relative to its squared norm `whole`, into a layer's readings [2]."""
+    """Notes the variance that sampling adds to a product, relative to its squared norm `whole`, in a layer's readings [2].
+
+    The largest of the step's micro-batches, so that their order does not matter.
+    """
     relative = torch.where(variance == 0, 0.0, variance / whole).to(torch.float32)
     relative = torch.where(whole.isfinite(), relative, UNREAD).clamp(max=UNREAD)  # no reason to sample
     here = torch.arange(2, device=readings.device) == place
-    readings.copy_(torch.where(here, relative, readings))
+    relative = torch.where(relative.isnan(), UNREAD, relative)  # a poisoned gradient: all rows
+    readings.copy_(torch.where(here, torch.maximum(relative, readings), readings))
 
 
 class RowSampling(LayerState):
     """Which products of a layer sample their rows.
 
     variance  [2] float32: the relative variance that sampling would add to grad_input and grad_weight, as predicted in the
-              last backward pass; UNREAD before the first, so that a layer begins with all its rows
+              last step; UNREAD before the first, so that a layer begins with all its rows
+    live      [2] float32: that of this step so far, UNSEEN before its first backward pass
     """
 
     variance: Tensor
+    live: Tensor
     PRODUCTS = ("grad_input", "grad_weight")
 
     def __init__(self, settings: dict[str, LeverageScore], device: torch.device) -> None:
         super().__init__()
         self.settings = settings
         self.register_buffer("variance", torch.full((2,), UNREAD, device=device))
+        self.register_buffer("live", torch.full((2,), UNSEEN, device=device), persistent=False)
         self.decide([UNREAD, UNREAD])
 
     def decide(self, variance: list[float]) -> None:
-        """Takes over readings of `variance`. A NaN, from a poisoned gradient, means: all rows."""
+        """Takes over readings of `variance`."""
         self.active: tuple[str, ...] = tuple(
             product
             for product, predicted in zip(self.PRODUCTS, variance, strict=True)
@@ -175,12 +183,16 @@ class RowSampling(LayerState):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         if not self.variance.is_meta:
-            self.variance.clamp_(max=UNREAD)  # infinite in states of earlier versions
+            # NaN and infinite in states of earlier versions.
+            self.variance.nan_to_num_(nan=UNREAD).clamp_(max=UNREAD)
+            if self.live.is_meta:  # it is in no state dict
+                self.live = torch.full_like(self.variance, UNSEEN)
             self.decide(self.variance.tolist())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.variance.fill_(UNREAD)
+        self.live.fill_(UNSEEN)
         self.decide([UNREAD, UNREAD])
 
     def extra_repr(self) -> str:
@@ -190,7 +202,10 @@ class RowSampling(LayerState):
 @torch.no_grad()
 def decide(samplings: list[RowSampling]) -> None:
     """Ends a step for layers, at least one, with one read from the device. One without a gradient in the step keeps its reading."""
+    for each in samplings:
+        each.variance.copy_(torch.where(each.live == UNSEEN, each.variance, each.live))
+        each.live.fill_(UNSEEN)
     if holds_numbers(samplings[0].variance):
-        readings = torch.stack([sampling.variance for sampling in samplings]).tolist()
-        for sampling, variance in zip(samplings, readings, strict=True):
-            sampling.decide(variance)
+        readings = torch.stack([each.variance for each in samplings]).tolist()
+        for each, variance in zip(samplings, readings, strict=True):
+            each.decide(variance)

@@ -92,7 +92,9 @@ class QLinear(nn.Linear):
         self.decision: object | None = None
         self.precast: PrecastWeight | None = None  # what the optimizer's step leaves of the weight's cast
         self.shared_inputs: SharedInputs | None = None  # casts of x are shared with the layers that have the same
-        self.step_ended = False  # by an optimizer of torch, so that the next `advance` has nothing to end
+        self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
+        self.warned_of_ranks = False
+        self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
         self._written = (0, 0)
         self._recipe: Recipe | None = None
@@ -199,6 +201,7 @@ class QLinear(nn.Linear):
             if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self)) is not None:
                 context.sources["x"] = [inputs]
             if context.grads and self.training and (self.scaling or self.steps or self.sampling):
+                self.step_ended = False
                 self._expect_advance(weight)
         try:
             y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context))
@@ -225,6 +228,7 @@ class QLinear(nn.Linear):
             self.plan(x.device, wrapper(x, weight), wide and x.device.type == "cpu"),
             out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             steps_version=() if steps is None or cache is None else steps.version(),
+            stream=None if self.peers is None else self.peers.stream(x.device),
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:
@@ -264,7 +268,7 @@ class QLinear(nn.Linear):
         if self.scaling is not None:
             return self.amax_state("x"), self.amax_state("w"), self.amax_state("gy")
         steps, sampling = self.steps, self.sampling
-        variance = None if sampling is None or not self.training else sampling.variance
+        variance = None if sampling is None or not self.training else sampling.live
         if steps is None:
             return None, None, variance
         fresh: dict[str, Tensor] = {}
@@ -330,7 +334,14 @@ class QLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take: all but the cached casts, those of the optimizer's step, and the observer."""
-        return self.__dict__ | {"_cache": None, "precast": None, "observer": None, "_plans": {}, "step_ended": False}
+        return self.__dict__ | {
+            "_cache": None,
+            "precast": None,
+            "observer": None,
+            "_plans": {},
+            "peers": None,
+            "step_ended": False,
+        }
 
 
 def _words(names: Iterable[str]) -> str:

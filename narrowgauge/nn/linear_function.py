@@ -38,7 +38,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         needs, plan = ctx.needs_input_grad, context.plan
         wants = needs[0] or needs[4], needs[1] or needs[5]  # the gradient of x or its step, of w or its step
-        rotation = Rotation.draw(plan.recipe.output.rotate, x)
+        rotation = Rotation.draw(plan.recipe.output.rotate, x, context.stream, "output")
         x_operand = find("x", x, context, wants, x_state)
         lhs, kept = x_operand.rows(rotation), x_operand.saved()
         w_operand = find("w", weight, context, wants, w_state)
@@ -64,13 +64,13 @@ class LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = x_step = w_step = None
 
         if wants[0]:
-            rotation = Rotation.draw(recipe.grad_input.rotate, gy)
+            rotation = Rotation.draw(recipe.grad_input.rotate, gy, context.stream, "grad_input")
             lhs, rhs = g.rows(rotation), w.cols(rotation, g)
             d = _gradient(plan.grad_input, recipe.grad_input, lhs, rhs, context, ctx.x_dtype)
             d, x_step = x.gradient(g.finished("grad_input", d))
             grad_input = d.to(ctx.x_dtype)
         if wants[1]:
-            rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T)
+            rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
             d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, weight.dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))

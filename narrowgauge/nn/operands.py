@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import is_compiling
+from narrowgauge.addresses import in_memory, is_compiling
 from narrowgauge.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
@@ -24,7 +24,7 @@ from narrowgauge.recipe import Cast, Hadamard, Window
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.random import Key
+    from narrowgauge.ops.random import Key, Stream
 
 Saved = tuple[Tensor | None, ...]
 
@@ -38,13 +38,16 @@ class Rotation:
     is_random: bool = False
 
     @classmethod
-    def draw(cls, hadamard: Hadamard | None, operand: Tensor) -> Rotation:
+    def draw(
+        cls, hadamard: Hadamard | None, operand: Tensor, stream: Stream | None = None, product: str = ""
+    ) -> Rotation:
         """Along the last axis of `operand`, with new signs where they are random."""
         if hadamard is None:
             return _NONE
         from narrowgauge.ops.hadamard import draw_signs
 
-        signs, is_random = draw_signs(hadamard, operand.shape[1], operand.device), hadamard.signs == "random"
+        is_random = hadamard.signs == "random"
+        signs = draw_signs(hadamard, operand.shape[1], operand.device, stream, product)
         return cls(hadamard, tied(signs, operand) if is_random and signs is not None else signs, is_random)
 
     def __call__(self, operand: Tensor) -> Tensor:
@@ -110,7 +113,11 @@ class Operand:
                 from narrowgauge.ops.quantize.pair import quantize_pair
 
                 x, records = self.tensor, self.context.records
-                noise = (_noise(x), _noise(x.T)) if cast.rounding == "stochastic" else (None, None)
+                noise = (
+                    (self._noise(x, "rows"), self._noise(x.T, "cols"))
+                    if cast.rounding == "stochastic"
+                    else (None, None)
+                )
                 made = quantize_pair(x, cast, amax_state=state, records=records, cols=both, noise=noise)
                 casts.rows, casts.cols, casts.amax = made
                 return
@@ -153,13 +160,13 @@ class Operand:
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         casts, plan = self.casts, self.plan
         if casts.rows is None:
-            made = self.cast(rotation(self.tensor), plan.rows, plan.rows_expand)
+            made = self.cast(rotation(self.tensor), plan.rows, plan.rows_expand, "rows")
             if not rotation.is_random:
                 casts.rows = made
             return made
         if plan.role == "w" and plan.rows is not None and plan.rows.rounding == "stochastic":
             # Draws what casting drew: activation checkpointing repeats a forward that cast with one that finds the cast here.
-            _noise(rotation(self.tensor))
+            self._noise(rotation(self.tensor), "rows")
         return casts.rows
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
@@ -174,18 +181,23 @@ class Operand:
                 # Native GEMMs would otherwise turn the codes at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
-            made = self.cast(rotation(self.tensor.T), plan.cols, plan.cols_expand)
+            made = self.cast(rotation(self.tensor.T), plan.cols, plan.cols_expand, "cols")
         if not rotation.is_random:
             casts.cols = made
         return made
 
-    def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None) -> QTensor | Tensor:
-        """x [outer, inner] as it enters a product: 16 bits, or quantized by its own amax or its window's."""
+    def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, which: str) -> QTensor | Tensor:
+        """x [outer, inner], the rows or the cols, as it enters a product: 16 bits, or quantized by its own amax or its window's."""
         if cast is None:
             return high_precision(x, self.context.out_dtype)
-        noise = _noise(x) if cast.rounding == "stochastic" else None
+        noise = self._noise(x, which) if cast.rounding == "stochastic" else None
         amax = self.casts.amax if isinstance(cast.calibrate, Window) else None
         return self.plan.quantize(x, cast, amax, noise, expand)
+
+    def _noise(self, x: Tensor, which: str) -> Tensor | Key:
+        from narrowgauge.ops.random import draw  # where casts round stochastically alone
+
+        return draw(tuple(x.shape), x.device, self.context.stream, self.plan.role, which)
 
     @property
     def keeps_codes(self) -> bool:
@@ -210,8 +222,8 @@ class Operand:
             keeps_values = rows.is_expanded and rows.device.type == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
-            rotation = Rotation.draw(plan.cols_rotate, self.tensor.T)
-            casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None)
+            rotation = Rotation.draw(plan.cols_rotate, self.tensor.T, self.context.stream, "x")
+            casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
         return casts.amax, codes.data, codes.scale, codes.global_scale
@@ -253,8 +265,8 @@ KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}
 def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None) -> Operand:
     """The tensor as an Operand, with casts from the first source that knows it."""
     plan: OperandPlan = getattr(context.plan, role)
-    if not is_compiling() and tensor.is_neg():
-        tensor = tensor.resolve_neg()
+    if not is_compiling():
+        tensor = in_memory(tensor)
     operand: Operand = plan.kind(tensor, plan, context, needs, state)
     for source in context.sources.get(role, ()):
         if (casts := source.lookup(operand)) is not None:
@@ -262,9 +274,3 @@ def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, b
             break
     operand.read()
     return operand
-
-
-def _noise(like: Tensor) -> Tensor | Key:
-    from narrowgauge.ops.random import draw  # where casts round stochastically alone
-
-    return draw(tuple(like.shape), like.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from narrowgauge.ops.quantize import quantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.random import Stream
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM) for each operand of each product. Eager mode only.
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
@@ -181,6 +184,7 @@ class LinearContext:
     is_cold        whether learned steps are in their cold start
     sampled        the products whose rows are sampled in this step
     steps_version  changes whenever the learned steps do
+    stream         where random numbers come from; None: torch's generator, in turn
     """
 
     plan: LinearPlan
@@ -193,3 +197,4 @@ class LinearContext:
     is_cold: bool = False
     sampled: tuple[str, ...] = ()
     steps_version: tuple[int, ...] = ()
+    stream: Stream | None = None

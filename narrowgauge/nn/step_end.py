@@ -3,7 +3,8 @@
 torch calls `_after_step` after every `optimizer.step()` (torch.optim.optimizer.register_optimizer_step_post_hook, registered with the
 first layer). It ends the step of the models that were converted as a whole, and of the layers that stand alone, of which the
 optimizer holds a parameter: also of those whose weights it does not move, as under LoRA. So a weight that is written without a sign,
-by a fused optimizer, is cast anew. `advance` after it does nothing for those layers, once: their step has ended already.
+by a fused optimizer, is cast anew. `advance` after it only forgets the casts of those layers made since: their step has ended already.
+In eager mode a layer that trains again in between has begun another step, which `advance` ends.
 
 A step inside a backward pass (an optimizer per parameter) ends nothing, since layers further ahead have not seen their gradients; the
 casts of its weights are forgotten. Where a GradScaler skips the step, torch calls nothing, and the windows go on taking maxima. A step
@@ -15,6 +16,8 @@ and nothing else is global.
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -27,27 +30,38 @@ from narrowgauge.nn.amax_history import roll_history
 QLinear = Any  # nn.linear imports this
 _LAYERS: weakref.WeakSet[QLinear] = weakref.WeakSet()
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_LOCK = threading.RLock()  # of both: weak sets may not grow while they are read
 _registered: list[Any] = []  # torch's handle, so that it is done once
 
 
 def follow_layer(layer: QLinear) -> None:
     """From now on the steps of torch's optimizers that hold a parameter of the layer are steps of it."""
-    if not _registered:
-        _registered.append(register_optimizer_step_post_hook(_after_step))
-    _LAYERS.add(layer)
+    with _LOCK:
+        if not _registered:
+            _registered.append(register_optimizer_step_post_hook(_after_step))
+        _LAYERS.add(layer)
 
 
 def follow_model(model: nn.Module) -> None:
     """And of all layers of a model, whichever of its parameters the optimizer holds."""
-    _MODELS.add(model)
+    with _LOCK:
+        _MODELS.add(model)
 
 
 def forget(layer: QLinear) -> None:
-    _LAYERS.discard(layer)
+    with _LOCK:
+        _LAYERS.discard(layer)
 
 
 def end_steps(layers: dict[QLinear, str]) -> None:
-    """Layer -> name. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide."""
+    """Layer -> name. Windows take over the amax that was seen, learned steps count their cold start down, samplers decide.
+
+    Before that, what ranks saw of the layers that they share is agreed on.
+    """
+    _warn_of_ranks(layers)
+    agreements = {id(layer.peers.agreement): layer.peers.agreement for layer in layers if layer.peers is not None}
+    for agreement in sorted(agreements.values(), key=lambda each: each.number):
+        agreement.end_step(layers.keys())
     learned = [(name, layer.steps) for layer, name in layers.items() if layer.steps is not None]
     samplings = [layer.sampling for layer in layers if layer.sampling is not None]
     for layer in layers:
@@ -65,23 +79,41 @@ def end_steps(layers: dict[QLinear, str]) -> None:
     roll_history([each for layer in layers for each in (layer.scaling or {}).values()])
 
 
+def _warn_of_ranks(layers: dict[QLinear, str]) -> None:
+    """Once per model: ranks that do not agree on what their layers remember compute different numbers."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    alone = [each for each in layers if each.peers is None and each.recipe is not None and each.recipe.has_memory]
+    if any(not layer.warned_of_ranks for layer in alone):
+        warnings.warn(
+            f"{distributed.get_world_size()} ranks train, and recipe {alone[0].recipe.name!r} remembers amax, steps or readings, which "
+            f"differ from rank to rank in {len(alone)} layers. Call narrowgauge.distribute(model) once, after it was parallelised.",
+            stacklevel=4,
+        )
+    for layer in alone:
+        layer.warned_of_ranks = True
+
+
 @torch.no_grad()
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for layer in _LAYERS:
+    with _LOCK:
+        layers, models = set(_LAYERS), list(_MODELS)
+    for layer in layers:
         if layer.steps is not None and (weight := layer._parameters.get("weight")) is not None:
             layer.steps.saw_optimizer(weight, held)
-    alone = [each for each in _LAYERS if any(id(own) in held for own in each._parameters.values())]
+    alone = [each for each in layers if any(id(own) in held for own in each._parameters.values())]
     if torch._C._current_graph_task_id() != -1:  # inside a backward pass
         for layer in alone:
             layer.empty_cache(keep=True)
         return
     ended: dict[QLinear, str] = {}
-    for model in list(_MODELS):
+    for model in models:
         if any(id(parameter) in held for parameter in model.parameters()):
-            ended |= {each: name for name, each in model.named_modules() if each in _LAYERS}
+            ended |= {each: name for name, each in model.named_modules() if each in layers}
     ended |= {each: "" for each in alone if each not in ended}
     if ended:
         end_steps({each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())})

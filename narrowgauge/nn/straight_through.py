@@ -20,7 +20,7 @@ residual_every more for a learned step. q_w is made again from the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from narrowgauge.ops.quantize import calibrated_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.random import Stream
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class CodedOperand(Operand):
     inner = 0  # K, before the rotation fills it up
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
-        rows = beside.sampled if self.plan.role == "x" else None
+        rows = self.sampled = beside.sampled if self.plan.role == "x" else None
         if self.plan.cols is None or self.coded is None:
             return high_precision(self.tensor if rows is None else self.tensor[rows], self.context.out_dtype).T
         return self.coded.operand(self.plan.cols_expand, rows).transposed()
@@ -102,7 +105,11 @@ class CodedOperand(Operand):
         return self.coded.codes * self.coded.scale
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
-        return rotation(self.tensor) if cols is None else self.original()
+        if cols is None:
+            return rotation(self.tensor)
+        has_codes = isinstance(cols, QTensor) and self.tensor is not None
+        seen = self.rotation(self.tensor) if has_codes else self.original()
+        return seen if self.sampled is None else seen[self.sampled]
 
     def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
         signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]
@@ -152,7 +159,7 @@ class CodedInput(CodedOperand):
         offset = None
         if isinstance(cast.calibrate, LearnedStep) and self.context.records:
             # Whether or not there is a backward pass: reentrant checkpointing repeats a forward pass that had none.
-            offset = _offset(self.tensor.device)
+            offset = self._offset(self.tensor)
         if self.casts.codes is None:
             self.casts.codes = self._code(cast, offset)
         made: QTensor = self.casts.codes.operand(self.plan.rows_expand)
@@ -162,12 +169,15 @@ class CodedInput(CodedOperand):
         x, (masks, reads) = self.tensor, self._asks
         if not masks or not isinstance(cast.calibrate, LearnedStep):
             return _coded(x, self.rotation, cast, self.state, packed=reads, bits=masks)[0]
-        offset = _offset(x.device) if offset is None else offset
+        offset = self._offset(x) if offset is None else offset
         step = None if self.state is None else tied(self.state, offset)
         coded, rotated = _coded(x, self.rotation, cast, step, packed=True, bits=True)
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, offset)
         some = self.rotation(x[rows]) if rotated is None else rotated[rows]
         return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
+
+    def _offset(self, x: Tensor) -> Tensor:
+        return _uniform((), x.device, self.context.stream, "x", "residual")
 
     def saved(self) -> Saved:
         """(signs, x, scale, codes two to a byte, bits, residual, rows), each if backward asks for it."""
@@ -222,7 +232,7 @@ class CodedGradient(Operand):
 
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         self._draw("grad_input", None)
-        made = self.cast(self.read_rows, self.plan.rows, self.plan.rows_expand)
+        made = self.cast(self.read_rows, self.plan.rows, self.plan.rows_expand, "rows")
         if self.plan.transposes:
             self.casts.rows = made
         return made
@@ -234,7 +244,7 @@ class CodedGradient(Operand):
         self.sampled = None if self.sample is None else self.sample.rows
         if self.sampled is None and isinstance(rows := self.casts.rows, QTensor):
             return rows.transposed()
-        return self.cast(self.read_rows.T, self.plan.cols, self.plan.cols_expand)
+        return self.cast(self.read_rows.T, self.plan.cols, self.plan.cols_expand, "cols")
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
         return self.read_rows
@@ -250,7 +260,8 @@ class CodedGradient(Operand):
         p = leverage_score.probabilities(scores, budget)
         self.variance, self.squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
         if product in self.context.sampled:
-            self.sample = leverage_score.systematic(p, budget, torch.rand(len(gy) + 1, device=gy.device))
+            noise = _uniform((len(gy) + 1,), gy.device, self.context.stream, "gy", product)
+            self.sample = leverage_score.systematic(p, budget, noise)
             self.read_rows = leverage_score.importance_weighted(gy.to(torch.float32), self.sample)
 
     def finished(self, product: str, d: Tensor) -> Tensor:
@@ -297,14 +308,17 @@ def _coded(
     return Coded(cast, found.codes, scale, found.bits, packed=found.packed), rotated
 
 
+def _uniform(shape: tuple[int, ...], device: torch.device, stream: Stream | None, *names: str) -> Tensor:
+    """float32 in [0, 1) from torch's generator, or the draw of a stream with these names."""
+    if stream is None:
+        return torch.rand(shape, device=device, dtype=torch.float32)
+    return stream.key(*names).uniform(shape).to(device)
+
+
 def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
     """The step as a scale [1, 1]. 0 * sum: NaN and infinity in x show themselves through it, as they do through an amax."""
     assert step is not None
     return step.detach().reshape(1, 1) + x.sum(dtype=torch.float32) * 0.0
-
-
-def _offset(device: torch.device) -> Tensor:
-    return torch.rand((), device=device, dtype=torch.float32)
 
 
 def _drawn_rows(rows: int, every: int, offset: Tensor) -> Tensor:

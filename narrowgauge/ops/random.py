@@ -7,6 +7,9 @@ that holds the generator's state holds it. A kernel computes the number where it
 is the 32-bit finalizer with the constants of Chris Wellons' hash-prospector ("lowbias32"); two of them, one per half of the key,
 so that two draws are not each other's stretches.
 
+Who trains on several ranks draws by name instead of by turn (`Stream`): the key is a function of the micro-batch, the layer and what is
+drawn, so each rank draws what one process would.
+
 In eager mode, on the CPU and on GPUs with Triton. There the key stays in the GPU's memory, drawn by its own generator: nothing
 waits for it, and a CUDA graph draws another one at every replay. Elsewhere, and under torch.compile, `draw` is torch.rand, which
 is fast or fused there.
@@ -14,12 +17,14 @@ is fast or fused there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import wrapper
+from narrowgauge.addresses import cached, wrapper
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import refuse as refuse_triton
 
@@ -47,6 +52,39 @@ class Key:
         return torch.as_tensor(self.words, dtype=torch.int64, device=device)
 
 
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The random numbers of one layer in one micro-batch, each draw by its name.
+
+    name   of the layer
+    words  of the micro-batch: two whole numbers below 2**32, or int64 [2] in the memory of a GPU
+    shard  what tells this rank's part of a sharded tensor from the others', by role; a role without one is the same on all ranks
+    """
+
+    name: str
+    words: tuple[int, int] | Tensor
+    shard: dict[str, str] = field(default_factory=dict)
+
+    def key(self, role: str, which: str) -> Key:
+        """The key of a draw for the tensor of a role ("x", "w" or "gy"), or for a product."""
+        low, high = hashed(self.name, role, which, self.shard.get(role, ""))
+        if isinstance(self.words, Tensor):
+            return Key(self.words ^ _on_device(low, high, self.words.device))
+        return Key((self.words[0] ^ low, self.words[1] ^ high))
+
+
+@cache
+def hashed(*names: str | int) -> tuple[int, int]:
+    """Two whole numbers below 2**32 that stand for these names."""
+    digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+@cached
+def _on_device(low: int, high: int, device: torch.device) -> Tensor:
+    return torch.tensor((low, high), dtype=torch.int64, device=device)
+
+
 def reference(
     low: int | Tensor, high: int | Tensor, shape: tuple[int, ...], device: torch.device | None = None
 ) -> Tensor:
@@ -56,11 +94,15 @@ def reference(
     return ((bits >> 8).to(torch.float32) * 2.0**-24).reshape(shape)
 
 
-def draw(shape: tuple[int, ...], device: torch.device) -> Key | Tensor:
-    """Noise for a tensor of `shape` on `device`, from torch's generator."""
+def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = None, *names: str) -> Key | Tensor:
+    """Noise for a tensor of `shape` on `device`: from torch's generator, or the draw of a stream with these names (role, which)."""
+    cuda = device.type == "cuda" and refuse_triton("cuda", device_facts("cuda", device.index).capability) is None
+    if stream is not None and not torch.compiler.is_compiling():
+        key = stream.key(*names)
+        return key if (cuda or device.type == "cpu") and not wrapper() else key.uniform(shape).to(device)
     if wrapper():  # a key that is fake has no numbers
         return torch.rand(shape, dtype=torch.float32, device=device)
-    if device.type == "cuda" and refuse_triton("cuda", device_facts("cuda", device.index).capability) is None:
+    if cuda:
         return Key(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
     if device.type != "cpu" or torch.compiler.is_compiling():
         return torch.rand(shape, dtype=torch.float32, device=device)

@@ -2,8 +2,8 @@
 
 A kernel that was never run on a device, a layout that a library changed, a driver or a compiler that mistranslates: none of them raises an
 error, all of them give plausible numbers. So before a kernel is first taken on a device for a kind of call, it computes a sample there,
-and the definition computes the truth on the CPU. An op says what it compares by a `Check` (mm/selfcheck.py, quantize/selfcheck.py,
-hadamard/encoding.py, rotary, optim/backends.py), and the registry asks for it ahead of a kernel. All the rest is here.
+and the definition computes the truth on the CPU. An op says what it compares by a `Check` (selfcheck.py of mm,
+quantize and norm_act, hadamard/encoding.py, rotary, optim/backends.py), and the registry asks for it ahead of a kernel. The rest is here.
 
 Once per process, device, kernel and kind of call; then a dictionary. Random numbers come from generators of their own, and nothing is
 recorded for autograd. Devices that are not here (`Device.index` None) are taken by their word. Tests examine every checked kernel of every

@@ -11,7 +11,7 @@ warning says it once where plain torch stands in for a kernel that should have b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class Spec:
 
 
 def _refuse_rule(spec: Spec) -> Refusal | None:
-    return Refusal("operands", rules.refuse(spec.rule)) if rules.refuse(spec.rule) else None
+    return Refusal("operands", reason) if (reason := rules.refuse(spec.rule)) else None
 
 
 def _refuse_triton(spec: Spec) -> Refusal | None:
@@ -55,17 +55,11 @@ def _refuse_native(spec: Spec) -> Refusal | None:
         return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
     if (refusal := _refuse_rule(spec)) is not None:
         return refusal
-    return Refusal("toolchain", binding.refuse()) if binding.refuse() else None
-
-
-def _check(run: Callable[..., None], kind: tuple[Kind], device: torch.device) -> list[str]:
-    """What differs from the definition."""
-    reason = compare(lambda param_steps: run(param_steps, {}), kind[0], device)[1]
-    return [] if reason is None else [reason]
+    return Refusal("toolchain", reason) if (reason := binding.refuse()) else None
 
 
 # Its examples are those of tests/ops/triton/stepped.py.
-CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kind,), _check, lambda: ())
+CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kind,), compare, lambda: ())
 
 
 def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from narrowgauge.addresses import holds_numbers, identity
+from narrowgauge.addresses import holds_numbers, identity, in_memory
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import backends, moments, noise, param_groups, rules
@@ -306,4 +306,4 @@ def _usable(gradient: Tensor | None) -> Tensor:
         raise ConfigError("narrowgauge.optim: a sparse gradient. Build the nn.Embedding with sparse=False.")
     if gradient.dtype not in DTYPES:
         gradient = gradient.to(torch.float32)
-    return gradient.resolve_neg().contiguous()
+    return in_memory(gradient).contiguous()

@@ -111,11 +111,7 @@ class Squared(Moment):
 
     def decode(self, state: Encoded) -> Tensor:
         code = state.codes.to(torch.float32)
-        return (
-            code
-            * code.abs()
-            * (_wide(state.scale) * float(torch.tensor(1 / SQUARED_MOST**2, dtype=torch.float32, device="cpu")))
-        )
+        return code * code.abs() * (_wide(state.scale) * (1 / SQUARED_MOST**2))
 
 
 class Dynamic(Moment):
@@ -207,7 +203,7 @@ class SmallFloat(Moment):
 
     def _value(self, magnitude: Tensor, log_k: Tensor) -> Tensor:
         """The tile's share that a code of E4M3 without its sign stands for: (code's number / top)^(1/k)."""
-        fractions, subnormals, quarters = (table.to(magnitude.device) for table in expansion_tables())
+        fractions, subnormals, quarters = expansion_tables(magnitude.device)
         row = (log_k.to(torch.int64) + 2)[..., None].expand_as(magnitude)
         fraction = magnitude & 7
         octaves = ((magnitude >> 3) - 15) << (2 - log_k.to(torch.int32))[..., None]  # in quarters
@@ -241,7 +237,7 @@ class SmallFloat(Moment):
 
 
 @cached
-def expansion_tables() -> tuple[Tensor, Tensor, Tensor]:
+def expansion_tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """float32 constants of y^(1/k) for E4M3 of 2^8 y, one row for each log2 k of -2 ... 2:
 
     (1 + f/8)^(1/k) [5, 8], (f 2^-17)^(1/k) [5, 8] of the subnormal numbers, and 2^(q/4) [4].
@@ -253,7 +249,7 @@ def expansion_tables() -> tuple[Tensor, Tensor, Tensor]:
         squared, root = y * y, y.sqrt()
         rows.append(torch.stack((squared * squared, squared, y, root, root.sqrt())).float())
     quarters = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64, device="cpu").sqrt().sqrt().float()
-    return rows[0], rows[1], quarters
+    return rows[0].to(device), rows[1].to(device), quarters.to(device)
 
 
 def square_root(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.optim import masters, moments, rules
 from narrowgauge.optim.step import DTYPES, shape_of
+from narrowgauge.structure import require_module
 
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
@@ -31,8 +32,7 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
     embeddings    "fp32": weights of an nn.Embedding, also where a head is tied to one, go into groups with states="fp32";
                   "same": they stay with the others
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"groups: {model!r} is no model. Pass a torch.nn.Module.")
+    require_module(model, "groups")
     found = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     sorted_out: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():

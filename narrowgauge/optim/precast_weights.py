@@ -74,11 +74,11 @@ class _Link:
                 self.reason = refuse_here(parameter, cast)
                 self.stepped = None if self.reason else PrecastWeight.of(parameter.detach(), cast, window)
 
-    def words(self) -> str:
+    def words(self, counts: bool = True) -> str:
         if self.stepped is None or self.stepped.refused:
             return self.reason if self.stepped is None else self.stepped.refused
         what = "amax" if self.stepped.codes is None else "codes in both orientations"
-        return f"{what}, taken after {self.stepped.taken} of {self.stepped.left} steps"
+        return f"{what}, taken after {self.stepped.taken} of {self.stepped.left} steps" if counts else what
 
 
 class WeightCasts(Mapping[str, str]):
@@ -118,16 +118,11 @@ class WeightCasts(Mapping[str, str]):
             if isinstance(link.layer, QLinear) and link.layer.precast is link.stepped:
                 link.layer.precast = None
 
-    @property
-    def served(self) -> int:
-        """Layers for which the step leaves something."""
-        return sum(link.stepped is not None and not link.stepped.refused for link in self._links.values())
-
     def summary(self) -> list[str]:
         """A line for each thing that is left, or reason for nothing, with the number of layers."""
         counts: dict[str, int] = {}
         for link in self._links.values():
-            words = link.words().partition(", taken")[0]
+            words = link.words(counts=False)
             counts[words] = counts.get(words, 0) + 1
         return [f"{words}: {count} layer{'s' if count > 1 else ''}" for words, count in counts.items()]
 

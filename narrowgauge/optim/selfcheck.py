@@ -11,22 +11,23 @@ quotient off by a bit, a scale of another tile, a code rounded the other way are
 Where the step leaves the weight's cast as well, its largest magnitude and codes are compared too, of 35 (48) rows and of 9 (16): more
 than a band of programs, and less than a program; and so are the codes under a scale that a NaN will make NaN.
 
-Once per process, device, and form of a tensor's step (`triton.launch.Form`): about ten milliseconds of a processor, the compilation
+Once per process, device, and `Kind` of a tensor's step: about ten milliseconds of a processor, the compilation
 that the step needs anyway, and a wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.ops import selfcheck
 from narrowgauge.ops.quantize import precast_weight
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
+from narrowgauge.ops.selfcheck import Comparison
 from narrowgauge.optim import masters, noise
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.rules import Rule
@@ -36,7 +37,7 @@ from narrowgauge.recipe import Cast, Window
 STEPS, SEED = 3, 20260614
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.9}
 
-Run = Callable[[Sequence[ParamStep]], None]
+Run = Callable[[Sequence[ParamStep], dict[Any, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ class Kind:
     turns_aligned: bool = False
 
 
-def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | None]:
-    """(0 or infinity, what differs from the definition as a clause, or None)."""
+def compare(run: Run, kinds: tuple[Kind], device: torch.device) -> Iterator[Comparison]:
+    """All that steps leave, beside the definition's, after each of them."""
+    [kind] = kinds
     expected, found = _samples(kind, torch.device("cpu")), _samples(kind, device)
     for step in range(1, STEPS + 1):
         for each in (*expected, *found):
@@ -71,14 +73,11 @@ def compare(run: Run, kind: Kind, device: torch.device) -> tuple[float, str | No
         for each in expected:
             if each.stepped is not None:
                 precast_weight.write(each.stepped, each.weight)
-        run(found)
+        run(found, {})
         for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
             computed = _left(got)
-            for name, x in _left(wanted).items():
-                reason = selfcheck.difference(f"{name} of tensor {place}", computed[name], x, device)
-                if reason is not None:
-                    return float("inf"), f"{reason} in step {step}"
-    return 0.0, None
+            for name, truth in _left(wanted).items():
+                yield Comparison(f"{name} of tensor {place} after step {step}", computed[name], truth)
 
 
 def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.clipping import clip_gradients
 
 
 class InBackward:
@@ -42,7 +43,7 @@ class InBackward:
                     "or what in_backward returned, for as long as the model trains."
                 )
             if clip is not None:
-                torch.nn.utils.clip_grad_norm_([parameter], clip)
+                clip_gradients([parameter], clip)
             group = optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
             optimizer._step([(parameter, group, number)])
             parameter.grad = None

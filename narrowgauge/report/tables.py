@@ -100,7 +100,7 @@ def happenings(recorded: Recorded) -> list[str]:
     for event in recorded.of("nonfinite_amax"):
         nonfinite.setdefault(f"{role(event)} of {event.get('module', '?')}", []).append(event)
     for where, events in nonfinite.items():
-        count = format_text.plural(sum(event.get("count", 1) for event in events), "reading")
+        count = format_text.plural(max(event.get("count", 1) for event in events), "reading")  # counts so far
         until = f", the last at step {format_text.count(events[-1]['step'])}" if len(events) > 1 else ""
         text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the scaling window."
         found.append((events[0]["step"], text))

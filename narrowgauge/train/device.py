@@ -52,9 +52,8 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
-    if found := re.search(
-        r"VmHWM:\s*(\d+) kB", status
-    ):  # ru_maxrss counts what the process was before it became Python
+    # Not ru_maxrss where VmHWM is known: it counts what the process was before it became Python.
+    if found := re.search(r"VmHWM:\s*(\d+) kB", status):
         return 1024 * int(found[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

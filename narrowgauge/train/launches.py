@@ -78,8 +78,8 @@ class LaunchMonitor:
         self._noted = self._compiled = 0
 
     def measures(self, number: int) -> bool:
-        """Whether the idle time of step `number` is measured."""
-        return self.device.type == "cuda" and number == self.config.launches_at
+        """Whether the idle time is to be measured in step `number`; in the next one if that step's tensors are read."""
+        return self.device.type == "cuda" and 0 < number == self.config.launches_at
 
     def measured(self, number: int, take: Callable[[], Taken], log: MetricsLog, show: Console) -> Taken:
         """Takes a step, measures the idle time between its kernels, and reports it."""

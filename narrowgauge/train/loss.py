@@ -66,14 +66,12 @@ def check_labels(labels: Tensor, classes: int) -> bool:
 class Objective:
     """The loss of one model; called with a micro-batch."""
 
-    forward: Callable[
-        ..., Any
-    ]  # the model below its head, or the whole model where head is None; compiled if the run is
+    # The model below its head, or the whole model where head is None; compiled if the run is.
+    forward: Callable[..., Any]
     options: Mapping[str, Any]  # that it is called with besides the batch
     description: str = ""  # how the loss is computed, and why not in chunks
-    head: nn.Linear | None = (
-        None  # its product and the loss are taken in chunks; None: float32 logits are held once more
-    )
+    # Its product and the loss are taken in chunks; None: float32 logits are held once more.
+    head: nn.Linear | None = None
     softcap: float | None = None  # of the logits
 
     @classmethod
@@ -148,5 +146,5 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if step <= warmup_steps:
         return peak * step / warmup_steps
     done = (step - warmup_steps) / (config.steps + 1 - warmup_steps)
-    cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0), dtype=torch.float64)).item())
+    cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * done, dtype=torch.float64)).item())
     return lowest + (peak - lowest) * cosine

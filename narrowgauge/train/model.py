@@ -49,9 +49,8 @@ def build(
         parameter.data = parameter.data.to(precision.weights)
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
-    if (
-        config.layers_recipe or patterns["*"] is not None
-    ):  # else there is nothing to convert, and a model needs no Linear
+    # else there is nothing to convert, and a model needs no Linear
+    if config.layers_recipe or patterns["*"] is not None:
         with warnings.catch_warnings():  # said before the first step (`run_metadata.emulated_on_gpu`)
             warnings.filterwarnings("ignore", message="convert: products of recipe .* are emulated")
             convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)

@@ -22,9 +22,8 @@ def apply_memory_options(
     probe  inputs of the first step's largest micro-batch: a budget of checkpointing is measured on them; generators stay as they are
     """
     notes = []
-    if (
-        config.freeze
-    ):  # torch's AdamW keeps as many bytes as ours, but only tells them after a step; nothing is allocated here
+    if config.freeze:
+        # torch's AdamW keeps as many bytes as ours, but only tells them after a step; nothing is allocated here
         kept = state_bytes(_narrow(config, model, precision))
         notes.append(str(memory.freeze(model, config.freeze, optimizer_bytes=kept.of)))
     if config.compress_activations:

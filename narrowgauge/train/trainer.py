@@ -9,6 +9,7 @@ from the checkpoint of step k continues with batch k + 1 of the same sequence.
 What is learnt, from which batches and by which metrics, is the task's business (`tasks.task`).
 """
 
+import math
 import time
 from functools import partial
 from typing import Any
@@ -197,13 +198,15 @@ class Trainer:
     def _watched_step(self, monitor: launches.LaunchMonitor, show: Console) -> tuple[dict[str, Any], int]:
         """`_optimizer_step`, with statistics of tensors or the GPU's idle time where they are due."""
         config, number = self.config, self.step + 1
-        if config.tensor_every and not (config.compile or config.cuda_graph) and number % config.tensor_every == 0:
+        watches = config.tensor_every > 0 and not (config.compile or config.cuda_graph)
+        if watches and number % config.tensor_every == 0:
             with watched(self.model) as events:
                 taken = self._optimizer_step()
             for event in events.values():
                 self.log.write("tensor", self.step, **event)
             return taken
-        if monitor.measures(number):
+        follows = watches and self.step % config.tensor_every == 0
+        if monitor.measures(number) or (follows and monitor.measures(self.step)):
             return monitor.measured(number, self._optimizer_step, self.log, show)
         return self._optimizer_step()
 
@@ -256,12 +259,11 @@ class Trainer:
         return loss.detach()
 
     def _refuse_nonfinite(self, loss: float, grad_norm: float, micro_batches: list[Batch], targets: int) -> None:
-        finite = torch.tensor([loss, grad_norm]).isfinite()
-        if finite.all():
+        if math.isfinite(loss) and math.isfinite(grad_norm):
             self.skipped_steps = 0
             return
         self.skipped_steps += 1
-        if self.scaler and finite[0] and self.skipped_steps <= MOST_SKIPPED_STEPS:
+        if self.scaler and math.isfinite(loss) and self.skipped_steps <= MOST_SKIPPED_STEPS:
             return  # float16 overflowed: the scaler leaves this step out and lowers its scale
         number = self.step + 1
         self.optimizer.zero_grad()

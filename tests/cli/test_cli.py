@@ -200,6 +200,7 @@ def test_defaults_are_resolved_before_the_loop_sees_them(loop):
 def test_every_setting_has_a_flag_that_the_help_shows(capsys):
     assert cli.main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
+    assert "TOML file with settings." in shown
     for key in by_key():
         assert train.flag(key) in shown, key
     for group in ("model", "data", "precision", "training", "run"):

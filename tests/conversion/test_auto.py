@@ -113,6 +113,16 @@ def test_a_cache_that_cannot_be_written_is_said(on_hopper, tmp_path):
         assert decide(WORKLOAD, CPU, tmp_path / "missing" / "auto.json", measured).recipe == "bf16"
 
 
+def test_a_write_that_fails_leaves_no_draft(tmp_path, monkeypatch):
+    def full(draft, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(measure, "publish", full)
+    with pytest.warns(UserWarning, match="are not kept: No space left on device"):
+        measure.keep(tmp_path / "auto.json", "a", {"bf16": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert measure.user_cache() == tmp_path / "narrowgauge" / "auto.json"
@@ -276,6 +286,10 @@ def test_choices_are_followed_without_measuring(monkeypatch):
         ({}, r"'auto' chooses by the sizes of the products, but tokens is None\. Pass tokens="),
         ({"tokens": 0}, "tokens is 0"),
         ({"tokens": True}, "tokens is True"),
+        (
+            {"tokens": 8, "choices": 3},
+            r"choices = 3 is no mapping\. Pass what auto\.chosen",
+        ),
         (
             {"tokens": 8, "choices": {"0": "fp8-row"}},
             r"the choice for '1' is None; it must be one of .* Pass the choices made for this model",

@@ -201,9 +201,27 @@ def test_wrong_types_change_nothing(recipe: object) -> None:
     assert type(model[0]) is nn.Linear
 
 
-def test_what_is_no_model_is_refused_in_words():
-    with pytest.raises(ConfigError, match=r"convert: a str is no nn\.Module\. Pass the model first, then the recipe"):
-        ng.convert("fp8-current", "fp8-current")
+@pytest.mark.parametrize(
+    ("verb", "call"),
+    [
+        ("convert", lambda model: ng.convert(model, "fp8-current")),
+        ("convert", lambda model: ng.convert(model, None)),
+        ("describe", ng.describe),
+        ("advance", ng.advance),
+        ("suspended", lambda model: ng.suspended(model).__enter__()),
+        ("switch", lambda model: ng.switch(model, "bf16")),
+        ("groups", ng.optim.groups),
+        ("freeze", lambda model: ng.memory.freeze(model, "0")),
+        ("train_only", lambda model: ng.memory.train_only(model, "0")),
+        ("checkpoint", lambda model: ng.memory.checkpoint(model, "full")),
+        ("compress_activations", ng.memory.compress_activations),
+        ("offload", ng.memory.offload),
+        ("blocks", ng.memory.find_blocks),
+    ],
+)
+def test_what_is_no_model_is_refused_in_words(verb, call):
+    with pytest.raises(ConfigError, match=rf"^{verb}: type str is no nn\.Module\. Pass the model first\.$"):
+        call("fp8-current")
 
 
 def test_a_layer_with_two_names_is_found_by_either() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -157,10 +157,9 @@ def test_a_run_keeps_the_columns_in_words() -> None:
     assert set(map(type, row.columns().values())) == {str} and row.emulated
 
 
-def test_a_gpu_that_emulates_is_told_when_a_model_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_emulates_is_told_when_a_model_is_converted(device_is: Callable[..., None]) -> None:
     """Once for each reason, with the number of layers; not on a CPU, nor where the products are native."""
-    ampere = Device("cuda", (8, 0), cuda=(12, 9))
-    monkeypatch.setattr(importlib.import_module("narrowgauge.ops.mm"), "facts_of", lambda *device: ampere)
+    device_is(Device("cuda", (8, 0), cuda=(12, 9)))
     with FakeTensorMode():
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False, device="meta") for _ in range(3)))
         for layer in model:

@@ -55,11 +55,35 @@ def test_an_encoder_with_a_padding_mask_hands_no_nested_tensor_to_its_linears():
         plain = encoder(x, src_key_padding_mask=padding)
         ng.convert(encoder, "int8")
         found = encoder(x, src_key_padding_mask=padding)
-        assert (found - plain)[~padding].norm() < 0.05 * plain[~padding].norm()
+        assert (found - plain)[~padding].norm() < 0.01 * plain[~padding].norm()  # int8 is off by 0.003
         ng.convert(encoder, None)
         assert_same(encoder(x, src_key_padding_mask=padding), plain)
         with pytest.raises(ShapeError, match=r"x is a nested torch.float32.*dense tensor"):
             ng.QLinear(32, 32, recipe="int8")(torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(2, 32)]))
+
+
+def relu(x):
+    return x.clamp(min=-1.0)
+
+
+def test_an_own_function_called_relu_is_not_taken_for_torchs():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, activation=relu, batch_first=True).eval()
+    model, x = nn.ModuleList([layer, nn.Linear(32, 32)]), torch.randn(2, 5, 32)
+    with torch.no_grad():
+        plain = layer(x)
+        for patterns in ({"1": "fp8-current"}, "fp8-current", None):
+            ng.convert(model, patterns)
+            assert layer.activation_relu_or_gelu == 0
+            assert torch.equal(layer(x), plain) == (patterns != "fp8-current")
+
+
+def test_a_layer_whose_user_refused_the_fused_encoder_keeps_refusing_it():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    layer.activation_relu_or_gelu = 0
+    for recipe in ("fp8-current", None):
+        ng.convert(layer, recipe)
+        assert layer.activation_relu_or_gelu == 0
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()])

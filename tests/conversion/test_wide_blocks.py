@@ -14,6 +14,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.recipe import WideBlocks
 from narrowgauge.structure import Block, blocks
 from tests.compare import assert_same
+from tests.small_model import recipe_names
 
 
 class Layer(nn.Module):
@@ -97,6 +98,8 @@ def named(model):
         ({"*": "nvfp4", "layers.5.*": "nvfp4"}, {"6"}),
         ({"*": "nvfp4", "body.layers.[56].*": "nvfp4"}, set()),
         ({"*": "nvfp4", "layers.[0-9]*.*": "nvfp4"}, set()),
+        ({"*": "nvfp4", "layers.5-6.*": "nvfp4"}, set()),
+        ({"*": "nvfp4", "layers.0-5.*": "nvfp4"}, {"6"}),
         ({"*": "nvfp4", "layers.2.*": "bf16"}, {"2", "5", "6"}),
         ({"*": replace(ng.recipes.NVFP4, wide_blocks=None)}, set()),
         ({"*": replace(ng.recipes.NVFP4, wide_blocks=WideBlocks(share=0.5))}, {"3", "4", "5", "6"}),
@@ -136,10 +139,6 @@ def test_rules_that_mean_nothing_are_refused(arguments, words):
 
 
 # --- switch ------------------------------------------------------------------------------------------------------------------
-
-
-def recipe_names(model):
-    return {row.name: row.recipe for row in ng.describe(model)}
 
 
 def test_a_switch_widens_and_never_narrows():

@@ -71,6 +71,8 @@ def test_what_is_no_causal_example_is_not_packed(labels):
 def test_what_cannot_be_collated_is_refused():
     with pytest.raises(DataError, match="batch is empty"):
         Collator(pad_id=0)([])
+    with pytest.raises(DataError, match="mixes examples with packed rows"):
+        Collator(pad_id=0)([example(1), [example(2), example(3)]])
     with pytest.raises(DataError, match="9 tokens, but the widths end at 8"):
         Collator(pad_id=0, widths=(8,))([example(*range(9))])
     with pytest.raises(ConfigError, match="attention 'flash'"):

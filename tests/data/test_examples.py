@@ -189,10 +189,12 @@ def test_a_template_that_doubles_the_beginning_is_refused(write, chat_tokenizer,
     assert found[0]["input_ids"][:2].tolist() == [0, 3]
 
 
-def test_a_template_without_an_end_is_told(write, chat_tokenizer, tmp_path):
+@pytest.mark.parametrize("end", ["<|im_end|>", "{eos}"])
+def test_a_template_without_an_end_is_told(write, chat_tokenizer, tmp_path, end):
     chat_tokenizer.chat_template = PLAIN.replace("<|im_end|>", "")
+    chat_tokenizer.add_special_tokens({"eos_token": end})
     found = prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
-    assert "1 chats end without the end-of-text token <|im_end|>" in found.notes[0]
+    assert f"1 chats end without the end-of-text token {end}" in found.notes[0]
 
 
 def test_a_template_whose_prompt_ends_in_a_space_is_told(write, chat_tokenizer, tmp_path):

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from narrowgauge.data import documents
+from narrowgauge.data.sources import records
 from narrowgauge.errors import ConfigError, DataError, StorageError
 
 
@@ -63,6 +64,13 @@ def test_a_missing_source_is_refused_at_the_call_with_the_closest_name(tree, nam
         documents(tree / name)
 
 
+def test_a_link_that_leads_nowhere_is_called_one(tmp_path):
+    for name, target in (("loop.txt", "loop.txt"), ("gone.txt", "absent.txt")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(DataError, match=rf"{name}: a link to '{target}', where no file or folder is"):
+            documents(tmp_path / name)
+
+
 def test_a_folder_without_text_files_says_what_it_holds(tmp_path):
     with pytest.raises(DataError, match="the folder holds no files"):
         documents(tmp_path)
@@ -106,5 +114,6 @@ def test_an_empty_name_is_not_the_current_folder():
 
 
 def test_a_name_that_the_file_system_refuses_is_a_storage_error():
-    with pytest.raises(StorageError, match="cannot be looked at"):
-        documents("x" * 5000)
+    for read in (documents, lambda name: list(records(name, ["text"]))):
+        with pytest.raises(StorageError, match="cannot be looked at"):
+            read("x" * 5000)

@@ -160,7 +160,7 @@ def test_tsv_has_no_quoting(file):
     [
         ("title,text\na,b\nc\n", r":3: 1 fields, but the header has 2"),
         ("title,text\na,b,c\n", r":2: 3 fields, but the header has 2"),
-        ('text\n"open\nto the end\n', r":2: malformed CSV: unexpected end of data"),
+        ('text\n"open\nto the end\n', r":2: malformed CSV: a quotation mark is open to the end of the file"),
         ('text\n"a"b\n', r":2: malformed CSV"),
         ("text,text\na,b\n", r":1: the header names 'text' twice"),
         ("title;text\na;b\n", r":1: the header 'title;text' is not separated by commas"),

@@ -1,3 +1,5 @@
+"""The ranks of all tests here."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -36,14 +36,14 @@ class Ranks:
         self.world = world
         self._members: list[tuple[Any, Connection]] = []
 
-    def __call__(self, function: Callable[..., Any], *given: Any) -> list[Any]:
-        """What `function(*given)` returns on each rank; a function of a module, and arguments that pickle takes."""
+    def __call__(self, function: Callable[..., Any], *given: Any, **named: Any) -> list[Any]:
+        """What `function(*given, **named)` returns on each rank; a function of a module, and arguments that pickle takes."""
         __tracebackhide__ = True
         if not self._members:
             self._start()
         try:
             for _, pipe in self._members:
-                pipe.send_bytes(pickle.dumps((function, given)))
+                pipe.send_bytes(pickle.dumps((function, given, named)))
             return self._results()
         except BaseException:
             self.close(kill=True)
@@ -77,7 +77,9 @@ class Ranks:
                     worked, result = False, "the process ended"
                 (found if worked else failed)[rank] = result
         if failed:
-            raise RankError("\n".join(f"rank {rank} of {self.world}: {words}" for rank, words in sorted(failed.items())))
+            raise RankError(
+                "\n".join(f"rank {rank} of {self.world}: {words}" for rank, words in sorted(failed.items()))
+            )
         return [found[rank] for rank in range(self.world)]
 
     def close(self, kill: bool = False) -> None:
@@ -99,12 +101,12 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
     )
     while True:
         try:
-            function, given = pickle.loads(pipe.recv_bytes())
+            function, given, named = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
         torch.manual_seed(0)
         try:
-            answer = pickle.dumps((True, function(*given)))
+            answer = pickle.dumps((True, function(*given, **named)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)

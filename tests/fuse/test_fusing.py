@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.fuse import fuse, fusions, precast
+from narrowgauge.fuse import fuse, fusions, precast, rotary
 from narrowgauge.nn.linear import QLinear
 from tests.compare import assert_same
 
@@ -272,6 +272,21 @@ def test_queries_and_keys_are_turned_as_the_attention_would(precision, monkeypat
         assert not taken
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("angles", [(1, 6, 8), (1, 1, 16), (3, 6, 16)], ids=["part of a head", "one token", "batch"])
+def test_angles_that_no_kernel_reads_reach_the_own_code(angles, monkeypatch):
+    """Part of a head is turned by models with partial_rotary_factor; torch broadcasts the others."""
+
+    def own(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(x[..., : cos.shape[-1]] * cos[:, None] * sin[:, None] for x in (q, k))  # type: ignore[return-value]
+
+    attention = rotary.FusedAttention(nn.Linear(2, 2), own)
+    monkeypatch.setattr(attention, "kernel", lambda registry, spec: pytest.fail("a kernel would read it"))
+    q, k = (torch.randn(3 if angles[0] == 1 else 1, heads, 6, 16) for heads in (4, 2))
+    cos, sin = torch.randn(angles), torch.randn(angles)
+    for got, expected in zip(attention.embed(q, k, cos, sin), own(q, k, cos, sin), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_an_attention_that_turns_otherwise_keeps_its_own_code(monkeypatch):

@@ -221,7 +221,7 @@ def test_bad_requests_are_refused_in_words():
         checkpoint(model, "full", blocks="layer.*")
     with pytest.raises(ConfigError, match="lies inside another one"):
         checkpoint(model, "full", blocks=["layers.0", "layers.0.mlp"])
-    with pytest.raises(ConfigError, match="Linear has no numbered stack of equal blocks"):
+    with pytest.raises(ConfigError, match="Linear has no numbered stack of two or more equal blocks"):
         checkpoint(nn.Linear(4, 4), "full")
     model.model.layers[2].gradient_checkpointing = True  # what gradient_checkpointing_enable sets
     with pytest.raises(ConfigError, match="checkpoints already, by transformers' own switch"):

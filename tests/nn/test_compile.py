@@ -59,13 +59,16 @@ def test_compiled_gradients_of_a_learned_step_are_of_the_rows_that_were_drawn():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_both_operands_of_a_compiled_product_are_rotated_by_the_same_signs():
-    """torch.compile's partitioner drew those of backward twice, and the weights' gradients were noise, at -9 dB (bounded)."""
+    """torch.compile's partitioner drew those of backward twice, and the weights' gradients were noise, at -9 dB (bounded).
+
+    Of 60 draws in eager mode, the best and the worst are 0.5 dB apart.
+    """
     model, x, target = _two_layers("mxfp4")
     with ng.suspended(model):
         exact = _backward(model, model, x, target)
     eager, compiled = (_backward(call, model, x, target) for call in (model, torch.compile(model, backend="aot_eager")))
     for name, gradient in exact.items():
-        assert sqnr_db(compiled[name], gradient) > sqnr_db(eager[name], gradient) - 3, name
+        assert sqnr_db(compiled[name], gradient) > sqnr_db(eager[name], gradient) - 1, name
 
 
 def _two_layers(recipe):

@@ -200,7 +200,10 @@ def test_a_parametrized_weight_is_computed_once_in_a_forward(name: str) -> None:
 @pytest.mark.parametrize("written", ["in place", "through data", "in a copy"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_evaluation_scales_a_weight_that_was_written_by_itself(written: str, compiled: bool) -> None:
-    """Merged adapters, averaged weights: the window of delayed scaling knows nothing of them, and they saturated, at 0.81."""
+    """Merged adapters, averaged weights: the window of delayed scaling knows nothing of them, and they saturated, at 0.81 (bounded).
+
+    Two operands in e4m3 are off by 0.037 of the product.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "fp8-delayed"), torch.randn(64, 64)
@@ -216,4 +219,4 @@ def test_evaluation_scales_a_weight_that_was_written_by_itself(written: str, com
         y = (torch.compile(model, backend="eager") if compiled else model)(x)
         with ng.suspended(model):
             exact = model(x)
-    assert (y - exact).norm() < 0.05 * exact.norm()
+    assert (y - exact).norm() < 0.04 * exact.norm()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
 from typing import Any
 
+import narrowgauge.fuse
 import narrowgauge.ops
 import narrowgauge.optim
 from narrowgauge.ops.registry import Registry
 
 
-def registries() -> list[Registry[Any]]:
-    """Of the modules of ops and optim, in the order of their names; modules that hold Triton kernels alone are not imported."""
+@cache
+def registries() -> tuple[Registry[Any], ...]:
+    """Of the modules of ops, optim and fuse, in the order of their names; where Triton is not installed, of those that do without."""
     found: dict[int, Registry[Any]] = {}
-    for package in (narrowgauge.ops, narrowgauge.optim):
+    for package in (narrowgauge.ops, narrowgauge.optim, narrowgauge.fuse):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.rpartition(".")[2].startswith(
-                ("triton_", "kernel", "moment_codes", "elements", "scales", "noise")
-            ):
+            try:
                 values = vars(importlib.import_module(module.name)).values()
+            except ModuleNotFoundError as error:
+                if error.name != "triton":
+                    raise
+            else:
                 found |= {id(value): value for value in values if isinstance(value, Registry)}
-    return list(found.values())
+    return tuple(found.values())

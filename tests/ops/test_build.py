@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 from tests.processes import PYTHON, run_ok
+from tests.selection import needs_compiler
 
 PACKAGE, SOURCES = "narrowgauge.optim", ("tiny.cpp",)
-needs_compiler = pytest.mark.skipif(shutil.which(build.compiler_name()) is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture
@@ -91,6 +91,26 @@ def test_a_forked_process_has_threads_of_its_own():
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     assert run_ok([PYTHON, "-c", program]).stdout.strip() == "4"
+
+
+def test_a_share_that_began_is_waited_for_where_the_next_cannot_begin(monkeypatch):
+    pool, ended = ThreadPoolExecutor(1), []
+
+    class Exhausted:
+        def submit(self, run, share: int):
+            if share == 2:
+                raise RuntimeError("can't start new thread")
+            return pool.submit(run, share)
+
+    def run(share: int) -> None:
+        time.sleep(0.05)
+        ended.append(share)
+
+    monkeypatch.setattr(build, "_pool", lambda workers: Exhausted())
+    with pytest.raises(RuntimeError, match="new thread"):
+        build.in_shares(3, run)
+    assert ended == [1]
+    pool.shutdown()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

@@ -35,11 +35,11 @@ from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.quantize.cpp import rounds
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import WHOLE, Cast, Hadamard
+from narrowgauge.recipe import WHOLE, Cast, ClippedRms, Current, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same, sqnr_db
+from tests.selection import needs_compiler
 
-needs_compiler = pytest.mark.skipif(bool(cpp.LIBRARY.missing), reason="needs a C++ compiler")
 needs_gemm = pytest.mark.skipif(bool(cpp.LIBRARY.missing) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler")
 SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (4, 8), (7, 33), (16, 64), (13, 130)]
 EDGES = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-42, 3.4e38, 7.0, 7.0000005, -7.0, 0.5, 1.5, -2.5]
@@ -135,6 +135,20 @@ def test_stochastic_rounding_is_the_reference(shape, dtype, tile, format, expand
     expected = quantize(x, cast, noise=random.reference(11, 13, tuple(x.shape)), expand=expand)
     assert_same(found.data, expected.data)
     assert_same(found.scale, expected.scale)
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", ["columns", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_stochastic_rounding_reads_a_matrix_of_any_strides_as_the_reference(dtype, layout):
+    """With scales from sums, whose order follows the memory."""
+    x = (torch.randn(301, 402) * torch.randn(301, 402).exp()).to(dtype)
+    x = {"columns": x.T, "strided": x[:, ::2]}[layout]
+    for tile, calibrate in itertools.product(((WHOLE, WHOLE), (1, WHOLE)), (Current(), ClippedRms())):
+        cast = Cast(format=INT4, tile=tile, rounding="stochastic", calibrate=calibrate)
+        found, expected = (quantize(x, cast, noise=Key((5, 6)), backend=each) for each in ("native-cpp", "reference"))
+        assert_same(found.data, expected.data)
+        assert_same(found.scale, expected.scale)
 
 
 NARROW = [format for format in formats.ALL if rounds(format)]
@@ -239,6 +253,19 @@ def test_longer_sums_than_32_bits_hold_are_cut(monkeypatch):
     whole = mm(lhs, rhs, backend="native-cpp")
     monkeypatch.setattr(compiled_kernel, "LONGEST_SUM", 128)
     assert_same(mm(lhs, rhs, backend="native-cpp"), whole)
+
+
+@needs_gemm
+def test_a_sum_that_no_float32_holds_is_rounded_once():
+    """Its parts are added before they are rounded."""
+    from narrowgauge.ops.mm.cpp import LONGEST_SUM
+
+    k, operands = LONGEST_SUM + 5000, []
+    for format, least in ((INT4, 5), (INT4X2, 90)):
+        codes = torch.randint(least, int(format.max) + 1, (4, k), dtype=torch.int8)
+        data = format.pack(codes) if format is INT4 else codes
+        operands.append(QTensor(data=data, scale=torch.ones(1, 1), cast=Cast(format=format), inner=k))
+    assert_same(mm(*operands, backend="native-cpp"), mm(*operands, backend="reference"))
 
 
 @needs_gemm

@@ -8,7 +8,6 @@ to out_dtype half a unit in its last place: 2**-8 in bfloat16, 2**-11 (at least 
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import replace
 from itertools import product
 
@@ -24,7 +23,7 @@ from narrowgauge.errors import BackendError, ConfigError, ShapeError
 from narrowgauge.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT4X2, INT8, NF4
 from narrowgauge.ops.mm import cublas, definition, high_precision, mm, plan
 from narrowgauge.ops.quantize import dequantize, quantize
-from narrowgauge.ops.registry import Device, device_facts, onednn_without_vnni
+from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
@@ -307,17 +306,11 @@ INT8_GEMMS = [
 ]
 
 
-# Without VNNI, oneDNN on x86 adds pairs of products in 16 bits; then the registry takes another kernel.
-exact_int8 = pytest.mark.skipif(
-    onednn_without_vnni(os.environ), reason="a variable holds oneDNN back from VNNI: torch._int_mm saturates"
-)
-
-
-@exact_int8
+@pytest.mark.usefixtures("exact_int8")
 @pytest.mark.parametrize("gemm", INT8_GEMMS, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (16, 16, 16), (17, 24, 40), (100, 3, 1000)], ids=str)
 def test_the_integer_gemm_is_the_reference(gemm, shape):
-    """torch._int_mm on the CPU. To the bit while float32 holds the sums, 127**2 K < 2**24 (exact)."""
+    """What stands around torch._int_mm. To the bit while float32 holds the sums, 127**2 K < 2**24 (exact)."""
     lhs, rhs = operands(gemm, shape)
     bias = matrix(1, shape[1], seed=2)[0]
     for out_dtype in OUT_DTYPES:
@@ -328,7 +321,7 @@ def test_the_integer_gemm_is_the_reference(gemm, shape):
     assert_product(cublas.run_int8(lhs, rhs, None, torch.float32, False), lhs, rhs)
 
 
-@exact_int8
+@pytest.mark.usefixtures("exact_int8")
 def test_long_integer_sums_do_not_wrap_around():
     """127 * 127 * 140,000 is beyond int32; the two partial sums are exact and each is rounded once."""
     q = quantize(torch.full((2, 140_000), 127.0), Cast(format=INT8, tile=(1, WHOLE)))
@@ -336,7 +329,7 @@ def test_long_integer_sums_do_not_wrap_around():
     assert ((out.double() / (127.0 * 127 * 140_000) - 1).abs() < 2 * 2.0**-24).all()
 
 
-@exact_int8
+@pytest.mark.usefixtures("exact_int8")
 def test_transposed_integer_codes_reach_the_integer_gemm():
     q = quantize(matrix(40, 24), Cast(format=INT8))
     x = quantize(matrix(10, 40, seed=1), Cast(format=INT8))
@@ -412,7 +405,7 @@ def on_fake_cuda(x):
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
 
-@exact_int8
+@pytest.mark.usefixtures("exact_int8")
 @pytest.mark.parametrize("shape", [(33, 50, 130), (1, 1, 1), (16, 16, 16), (17, 3, 48)], ids=str)
 def test_integer_gemms_meet_what_cuda_asks_for(shape, monkeypatch):
     """torch._int_mm on CUDA: more than 16 rows, K and N multiples of 8, rhs column-major (aten/src/ATen/native/cuda/Blas.cpp).
@@ -449,7 +442,7 @@ def test_a_forced_kernel_refuses_in_words():
     assert_same(mm(lhs, rhs, backend="reference"), definition.run(lhs, rhs, None, torch.float32, False))
 
 
-@exact_int8
+@pytest.mark.usefixtures("exact_int8")
 def test_expanded_operands_never_reach_a_native_kernel(device_is):
     """On a CPU with VNNI too, where int8 codes go to the integer GEMM."""
     device_is(Device("cpu", int8_gemm=True))
@@ -501,6 +494,8 @@ def test_expanded_operands_never_reach_a_native_kernel(device_is):
             r"bias is \[2\], it must be \[5\], one number per row of rhs",
         ),
         (torch.ones(2, 4), torch.ones(5, 4), torch.ones(1, 5), r"bias is \[1, 5\], it must be \[5\]"),
+        (None, None, None, "lhs is of type NoneType. Pass a tensor or a QTensor"),
+        (torch.ones(2, 4), [[1.0]], None, "rhs is of type list. Pass a tensor or a QTensor"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_in_words(lhs, rhs, bias, words):

@@ -180,8 +180,7 @@ def test_the_interpreter_agrees_with_the_definition():
         ),
     ],
 )
-def test_every_refusal_has_its_reason(lhs, rhs, device, words, monkeypatch):
-    monkeypatch.setattr("narrowgauge.ops.triton.unavailable", lambda: "")
+def test_every_refusal_has_its_reason(lhs, rhs, device, words, triton_installed):
     refusal = triton_kernel.refuse(MmSpec(lhs, rhs, device))
     assert (refusal and refusal.text) == words
     if words is None:
@@ -194,9 +193,8 @@ def test_without_triton_it_says_so(monkeypatch):
     assert refusal == Refusal("toolchain", "triton is not installed")
 
 
-def test_a_recipe_with_another_tile_is_computed_by_it_without_a_line_of_code(monkeypatch):
+def test_a_recipe_with_another_tile_is_computed_by_it_without_a_line_of_code(triton_installed):
     """On Hopper, where cuBLAS has blocks of 128 alone. Its casts have Triton kernels too."""
-    monkeypatch.setattr("narrowgauge.ops.triton.unavailable", lambda: "")
     blocks = recipes.get("fp8-block")
     smaller = {
         name: replace(gemm, **{side: replace(getattr(gemm, side), tile=tuple(min(size, 64) for size in getattr(gemm, side).tile))

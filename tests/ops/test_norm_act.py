@@ -13,12 +13,12 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E4M3, E5M2, INT4
 from narrowgauge.fuse import fuse
 from narrowgauge.fuse.forward import FusedForward
-from narrowgauge.ops import triton
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, KINDS, CastRequest, Kind, NormActSpec, definition, value
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.registry import Device
+from narrowgauge.ops.selfcheck import examine
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
@@ -97,12 +97,6 @@ def test_the_casts_are_those_of_what_is_returned(order):
         assert made.transposed is None
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """As if Triton were here, of the version that torch brings."""
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
-
-
 def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(64, 64), dtypes=(torch.bfloat16,)):
     return NormActSpec(Kind(name, 1e-5), device, dtypes, shape[1], casts, 0 in shape)
 
@@ -123,22 +117,69 @@ def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(6
         (spec("rms-norm", (VECTOR, True)), "pieces of columns as well as of rows do not stay in registers"),
     ],
 )  # fmt: skip
-def test_refusals_say_why(installed, given, words):
+def test_refusals_say_why(triton_installed, given, words):
     for registry in (FORWARD, BACKWARD):
         with pytest.raises(BackendError, match=f"triton refused: .*{words}"):
             registry.choose(given, "triton")
 
 
 @pytest.mark.parametrize("cast", [ROW, VECTOR], ids=str)
-def test_gradients_have_one_scale_per_tensor(installed, cast):
+def test_gradients_have_one_scale_per_tensor(triton_installed, cast):
     with pytest.raises(BackendError, match="triton refused: casts gradients by one scale per tensor"):
         BACKWARD.choose(spec("gelu", (cast, False)), "triton")
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("cast", [TENSOR, ROW, VECTOR], ids=str)
-def test_a_gpu_takes_the_kernel(installed, name, cast):
+def test_a_gpu_takes_the_kernel(triton_installed, name, cast):
     assert FORWARD.choose(spec(name, (cast, cast.tile == (WHOLE, WHOLE)))).kernel.name == "triton"
+
+
+def wrong(change):
+    """The definition, with something changed in the first of what it makes."""
+
+    def run(kind, tensors, *given):
+        *_, requests = given
+        one, rest = (FORWARD if len(given) == 1 else BACKWARD).kernels[-1].run(kind, tensors, *given)
+        made = one if isinstance(one, list) else [one]
+        made[0] = change(made[0])
+        return (made if isinstance(requests, list) else made[0]), rest
+
+    return run
+
+
+def one_code_off(made):
+    made.transposed.data.view(torch.uint8)[100, 7] ^= 1
+    return made
+
+
+def a_window_as_it_was(made):
+    return replace(made, amax=made.amax + 1)
+
+
+@pytest.mark.parametrize("registry", [FORWARD, BACKWARD], ids=lambda each: each.op)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda made: made, None),
+        (lambda made: replace(made, value=made.value.roll(1, 0)), "its result 0 is wrong on cpu"),
+        (lambda made: replace(made, value=made.value * (1 + 2.0**-8)), "its result 0 is wrong on cpu"),
+        (one_code_off, "its codes of x.T is wrong on cpu in 1 of "),
+        (a_window_as_it_was, "its amax is wrong on cpu"),
+        (lambda made: 1 / 0, "it failed when it was tried on cpu: ZeroDivisionError"),
+    ],
+    ids=["right", "another row", "rounded too often", "a code", "amax", "raises"],
+)
+def test_wrong_kernels_are_found(registry, change, words):
+    check = registry.kernels[0].check()
+    [spec] = [each for each in check.examples() if each.kind.name == "gelu" and "delayed" in str(each.casts[0][0])]
+    result = examine(registry.op, wrong(change), check, check.kind(spec), torch.device("cpu"))
+    assert result.reason is None if words is None else result.reason.startswith(words)
+
+
+def test_a_spec_of_x_alone_is_checked_as_that_of_all_tensors():
+    kind = FORWARD.kernels[0].check().kind
+    assert kind(spec("layer-norm")) == kind(spec("layer-norm", dtypes=(torch.bfloat16,) * 3))
 
 
 # --- through the layers -------------------------------------------------------------------------------------------------------------
@@ -204,7 +245,7 @@ def _noted(taken: list, found):
 
 
 def test_windows_of_gradients_are_noted_once(monkeypatch):
-    """By the producer, for the layer, to the last bit of what the layer would have noted of the same gradient."""
+    """By the fused activation, for the layer, to the last bit of what the layer would have noted of the same gradient."""
     torch.manual_seed(0)
     model = forced(ng.convert(Mlp(), "fp8-delayed"), monkeypatch)
     gradients = []
@@ -235,15 +276,6 @@ def _hooked(y: Tensor, change) -> Tensor:
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu(poisoned_memory) -> torch.device:
-    """A device that Triton takes; fresh memory on it is NaN or the largest integer."""
-    reason = triton.refuse("cuda", torch.cuda.get_device_capability())
-    if reason is not None:
-        pytest.skip(reason.text)
-    return torch.device("cuda")
 
 
 @pytest.mark.gpu

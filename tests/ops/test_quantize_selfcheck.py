@@ -141,11 +141,6 @@ def test_a_second_orientation_with_the_first_ones_scales_is_found():
 # --- the registry --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_results(monkeypatch):
-    monkeypatch.setattr(selfcheck, "RESULTS", {})
-
-
 def registry_of(run) -> Registry[Spec]:
     registry: Registry[Spec] = Registry("quantize")
     registry.register(Kernel("fast", lambda spec: None, run, check=lambda: casting.CHECKS["quantize"]))

@@ -45,12 +45,6 @@ def spec(cast: Cast, device: Device = HOPPER, shape: tuple[int, int] = (64, 64),
     return Spec(device=device, dtype=changes.pop("dtype", torch.bfloat16), shape=shape, cast=cast, **changes)
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """As if Triton were here, of the version that torch brings."""
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -58,7 +52,7 @@ def installed(monkeypatch):
         (spec(Cast(format=E4M3), Device("cuda", (7, 5))), "compute capability 7.5, needs 8.0"),
         (spec(Cast(format=NF4, tile=(1, 64))), "computes floats and integers, not the levels of nf4"),
         (spec(Cast(format=E2M1, scale=E4M3_TWO_LEVEL)), r"scales blocks by e4m3-two-level, not tiles of \(-1, -1\)"),
-        (spec(Cast(format=E4M3), shape=(0, 5)), "there is nothing to round"),
+        (spec(Cast(format=E4M3), shape=(0, 5)), "there is nothing to compute"),
         (spec(Cast(format=E4M3), dtype=torch.float64), "reads float32, bfloat16 and float16, not torch.float64"),
         (spec(Cast(format=INT4, rounding="stochastic"), noise="tensor"), "makes its noise itself, from a key"),
         (spec(Cast(format=INT4, calibrate=ClippedRms())), "takes the largest magnitude, not 2.475 rms"),
@@ -68,22 +62,22 @@ def installed(monkeypatch):
         (spec(Cast(format=E4M3, tile=(1, 32)), amax=True), "takes the amax of a block from the block"),
     ],
 )  # fmt: skip
-def test_refusals_say_why(installed, given, words):
+def test_refusals_say_why(triton_installed, given, words):
     with pytest.raises(BackendError, match=f"quantize: triton refused: .*{words}"):
         KERNELS.choose(given, "triton")
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_a_gpu_takes_the_kernel(installed, cast, capability):
+def test_a_gpu_takes_the_kernel(triton_installed, cast, capability):
     assert KERNELS.choose(spec(cast, Device("cuda", capability))).kernel.name == "triton"
 
 
-def test_a_given_amax_replaces_every_calibration(installed):
+def test_a_given_amax_replaces_every_calibration(triton_installed):
     assert triton_kernel.refuse(spec(Cast(format=INT4, calibrate=ClippedRms()), amax=True)) is None
 
 
-def test_one_pass_refuses_what_it_cannot_do(installed):
+def test_one_pass_refuses_what_it_cannot_do(triton_installed):
     def refuse_delayed(spec):
         return pair.refuse(replace(spec, delayed=True))
 
@@ -170,15 +164,6 @@ def test_a_key_on_a_device_has_the_numbers_of_the_key():
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu(poisoned_memory) -> torch.device:
-    """A device that Triton takes; fresh memory on it is NaN or the largest integer."""
-    reason = triton.refuse("cuda", torch.cuda.get_device_capability())
-    if reason is not None:
-        pytest.skip(reason.text)
-    return torch.device("cuda")
 
 
 def wide(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

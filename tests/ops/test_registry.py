@@ -10,7 +10,6 @@ import torch
 from narrowgauge import recipes
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, INT8, NF4
-from narrowgauge.ops import triton
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.mm import KERNELS, plan
 from narrowgauge.ops.mm.definition import compute_dtype
@@ -65,9 +64,8 @@ INT8_UNITS = {"int8": "native-int8"}
     ids=["plain cpu", "fast cpu", "turing", "ampere", "ada", "hopper", "hopper, cuda 12.8", "blackwell", "12.0", "xpu", "mps"],
 )  # fmt: skip
 @pytest.mark.parametrize("gemm", GEMMS)
-def test_which_kernel_computes_which_recipe(device, found, gemm, monkeypatch):
+def test_which_kernel_computes_which_recipe(device, found, gemm, triton_installed):
     """4-bit integers run as INT8, gradients in two digits too; LUQ's powers of two and scales per contracted token do not."""
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
     integers: set[str] = set()
     in_cpp = device == PLAIN_CPU and not int4.LIBRARY.missing and int4.has_gemm()
     if "int8" in found or in_cpp:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.ops import rotary, triton
+from narrowgauge.ops import rotary
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import examine
 from tests.compare import assert_same
@@ -68,13 +68,11 @@ def test_turning_forth_and_back_by_true_angles_is_the_identity():
         (Device("cuda", (9, 0)), DTYPES[0], 64, True, "there is nothing to compute"),
     ],
 )
-def test_refusals_say_why(monkeypatch, device, dtypes, head, is_empty, words):
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
+def test_refusals_say_why(triton_installed, device, dtypes, head, is_empty, words):
     assert rotary.refuse(rotary.Spec(device, dtypes, head, is_empty)).text.startswith(words)
 
 
-def test_a_gpu_takes_the_kernel(monkeypatch):
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
+def test_a_gpu_takes_the_kernel(triton_installed):
     assert rotary.KERNELS.choose(rotary.Spec(Device("cuda", (9, 0)), DTYPES[1], 128)).kernel.name == "triton"
 
 

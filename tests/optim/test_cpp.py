@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import platform
-import shutil
 import warnings
 from typing import Any
 
@@ -20,8 +19,8 @@ from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from tests.compare import assert_same
+from tests.selection import needs_compiler
 
-needs_compiler = pytest.mark.skipif(shutil.which(build.compiler_name()) is None, reason="needs a C++ compiler")
 BUILD: dict[str, Any] = {
     "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
     "lion": lambda p, **o: Lion(p, lr=1e-3, weight_decay=0.1, **o),
@@ -158,6 +157,7 @@ def test_without_a_compiler_it_says_so_once_and_steps_in_torch(monkeypatch):
         raise BackendError("optim: no C++ compiler 'none' is here.")
 
     monkeypatch.setattr(binding, "_library", none)
+    monkeypatch.setattr(binding, "refuse", functools.cache(binding.refuse.__wrapped__))
     backends.tell_once.cache_clear()
     parameters = weights(torch.float32)
     optimizer = AdamW(parameters, states="8bit")
@@ -174,6 +174,25 @@ def test_without_a_compiler_it_says_so_once_and_steps_in_torch(monkeypatch):
     backends.tell_once.cache_clear()
 
 
+def test_a_build_that_fails_is_tried_once(monkeypatch):
+    attempts = []
+
+    def failing() -> None:
+        attempts.append(1)
+        raise BackendError("optim: it does not compile.")
+
+    monkeypatch.setattr(binding, "_library", failing)
+    monkeypatch.setattr(binding, "refuse", functools.cache(binding.refuse.__wrapped__))
+    parameters = weights(torch.float32)
+    optimizer = AdamW(parameters, states="8bit")
+    gradients(parameters, 0, torch.float32)
+    backends.tell_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="it does not compile"):
+        optimizer.step()
+    assert len(parameters) > 1 and attempts == [1]
+    backends.tell_once.cache_clear()
+
+
 @needs_compiler
 def test_a_failing_compiler_is_named(tmp_path, monkeypatch):
     compiler = tmp_path / "broken"
@@ -182,6 +201,7 @@ def test_a_failing_compiler_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(binding, "_library", binding._library.__wrapped__)
+    monkeypatch.setattr(binding, "refuse", binding.refuse.__wrapped__)
     assert "could not build the fused step: nothing works" in binding.refuse()
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
     assert "no C++ compiler" in binding.refuse()

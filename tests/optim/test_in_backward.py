@@ -42,6 +42,14 @@ def test_backward_says_that_its_optimizer_is_gone():
     assert torch.equal(model[0].weight, before)
 
 
+def test_gradients_whose_squares_overflow_are_clipped_and_not_lost():
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = ng.optim.SGD([weight], lr=1.0, momentum=0.0, backend="torch")
+    ng.optim.in_backward(optimizer, clip_parameter_norm=1.0)
+    (weight * 1e20).sum().backward()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), -0.5))
+
+
 def test_what_in_backward_returns_holds_it():
     model = nn.Linear(16, 4)
     stepping = ng.optim.in_backward(ng.optim.AdamW(model.parameters(), lr=1e-3))

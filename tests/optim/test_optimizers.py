@@ -341,7 +341,6 @@ def test_an_empty_parameter_and_a_scalar():
         (lambda: Lion([matrix()], betas=(0.9, 1.0)), "below 1"),
         (lambda: SGD([matrix()], embeddings="8bit"), "embeddings = '8bit'"),
         (lambda: AdamW(None), "AdamW: None has no parameters. Pass the model"),
-        (lambda: groups(3), "groups: 3 is no model"),
         (lambda: state_bytes(3), "state_bytes: 3 is no optimizer"),
     ],
 )

@@ -1,7 +1,7 @@
 """Casts of weights that the optimizer's step leaves: the numbers of a run without them, whatever happens between two steps (exact).
 
 On a GPU a kernel leaves them and a kernel takes them up; here the definition does both, through the same seams. The kernels themselves
-are compared in tests/ops/triton/precast_weights.py.
+are compared in tests/ops/triton/casting.py.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def test_other_casts_are_refused_in_words(codes, recipe, words):
     model = ng.convert(nn.Sequential(nn.Linear(32, 48)), recipe)
     casts = AdamW(model.parameters()).cast_weights(model)
     assert casts["0"].startswith(words), casts["0"]
-    assert casts.served == 0 and casts.summary() == [f"{casts['0']}: 1 layer"]
+    assert casts.summary() == [f"{casts['0']}: 1 layer"]
 
 
 @pytest.mark.parametrize(
@@ -353,13 +353,13 @@ def test_a_step_by_another_kernel_leaves_nothing_and_says_so(codes, backend, wor
     model = ng.convert(nn.Sequential(nn.Linear(32, 48)), "fp8-delayed")
     optimizer = AdamW(model.parameters(), backend=backend)
     casts = optimizer.cast_weights(model)
-    assert casts.served == 1
+    assert ", taken" in casts["0"]
     ng.advance(model)
     for _ in range(2):
         model(torch.ones(4, 32)).sum().backward()
         optimizer.step()
         ng.advance(model)
-    assert casts.served == 0 and casts["0"].startswith(words)
+    assert casts["0"].startswith(words)
 
 
 def test_a_weight_that_is_not_contiguous_is_refused_in_words(codes):

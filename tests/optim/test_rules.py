@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import AdamW, Lion, rules, state_bytes
-from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from tests.compare import assert_same
+from tests.selection import needs_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch")  # said once in a process
-needs_compiler = pytest.mark.skipif(bool(binding.refuse()), reason="needs a C++ compiler")
 
 
 def _constants(group: Any, step: int) -> float:

@@ -8,7 +8,6 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops import triton
 from narrowgauge.optim import SGD, AdamW, Lion, state_bytes
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
@@ -21,14 +20,6 @@ MASTERS = [
     ("fp16-scaled", torch.float16),
 ]  # fmt: skip
 SHAPES = ((8, 557), (33, 2048), (3, 130, 17), (77,), (1, 4097), (0, 5))
-
-
-@pytest.fixture
-def gpu(poisoned_memory) -> torch.device:
-    reason = triton.refuse("cuda", torch.cuda.get_device_capability())
-    if reason is not None:
-        pytest.skip(reason.text)
-    return torch.device("cuda")
 
 
 def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = None) -> None:
@@ -111,7 +102,7 @@ def test_weights_cast_by_the_step_change_no_number(gpu, recipe, dtype, master):
         optimizer = AdamW(model.parameters(), states="8bit", master=master, lr=1e-2)
         if casts:
             told = optimizer.cast_weights(model)
-            if not told.served:
+            if ", taken" not in told["0"]:
                 pytest.skip(told["0"])
         ng.advance(model)
         batches = [torch.randn(64, 288, device=gpu, dtype=dtype) for _ in range(4)]

@@ -94,7 +94,7 @@ def run(plan: Plan) -> dict[str, Any]:
         "python": "3.11.7",
         "device": "CPU, 2 threads, AVX-512",
         "threads": 2,
-        "started_at": "2026-11-20T22:56:00Z",
+        "started_at": "2026-11-20T22:56:00+00:00",
         "command": [
             "narrowgauge",
             "train",

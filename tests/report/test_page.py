@@ -185,6 +185,7 @@ def test_only_the_tensors_that_lose_most_are_drawn_where_there_are_many(tmp_path
 def test_command_configuration_and_environment_are_shown(text):
     assert "narrowgauge train --recipe fp8-delayed --data 'a file & more.txt' --compare bf16" in text
     assert 'name = "llama-tiny" # <not a tag>' in text
+    assert "started 2026-11-20 22:56:00 UTC" in text
     assert "PyTorch 2.13.0+cpu" in text and '"unigram_entropy": 3.3127' in text
 
 
@@ -448,7 +449,7 @@ def test_layers_that_differ_in_their_notes_are_one_row_that_tells_them(tmp_path)
 def test_what_happened_is_told_in_order(tmp_path):
     listed = [
         {"event": "nonfinite_amax", "step": 7, "module": "m", "role": "gy", "count": 3},
-        {"event": "nonfinite_amax", "step": 9, "module": "m", "role": "gy"},
+        {"event": "nonfinite_amax", "step": 9, "module": "m", "role": "gy", "count": 5},
         {"event": "switch", "step": 240, "switch": "bf16@80%", "layers": 14, "before": ["nvfp4"], "after": ["bf16"]},
         {"event": "switch", "step": 250, "switch": "bf16@81%"},  # as an earlier version wrote it
         {"event": "launches", "step": 30, "words": "the GPU was idle", "advice": ["Compile the model."]},
@@ -456,7 +457,7 @@ def test_what_happened_is_told_in_order(tmp_path):
     ]
     assert tables.happenings(recorded(tmp_path, listed)) == [
         "Step 5: The run resumed from its beginning.",
-        "Step 7: An amax of the output gradients of m was not finite (4 readings, the last at step 9) and was kept out of the "
+        "Step 7: An amax of the output gradients of m was not finite (5 readings, the last at step 9) and was kept out of the "
         "scaling window.",
         "Step 30: the GPU was idle. Compile the model.",
         "Step 240: 14 layers went from nvfp4 to bf16.",

@@ -13,7 +13,6 @@ from narrowgauge.cli import main
 from narrowgauge.conversion import auto
 from narrowgauge.conversion.auto import Decision
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.ops import triton
 from narrowgauge.ops.registry import Device
 from narrowgauge.train import loop
 from narrowgauge.train import run_metadata as machine
@@ -100,7 +99,7 @@ def test_a_gpu_that_emulates_says_why(device_is):
     ]
 
 
-def test_an_optimizer_without_its_kernel_says_why(monkeypatch, device_is):
+def test_an_optimizer_without_its_kernel_says_why(triton_installed, device_is):
     """As on a GPU that Triton does not serve; torch's own optimizer is nobody's fallback."""
     model = nn.Linear(64, 128)
     optimizer = ng.optim.AdamW(model, states="8bit")
@@ -109,7 +108,6 @@ def test_an_optimizer_without_its_kernel_says_why(monkeypatch, device_is):
         "The optimizer steps 2 tensors in plain torch, several times slower than its kernel: compute capability 7.5, needs 8.0."
     ]
     device_is(Device("cuda", (9, 0)), of="cpu")
-    monkeypatch.setattr(triton, "unavailable", lambda: "")
     assert machine.stepped_in_torch(optimizer) == []
     assert machine.stepped_in_torch(torch.optim.AdamW(model.parameters())) == []
 

@@ -36,7 +36,10 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 
 def test_a_peak_is_measured_where_the_system_tells_none_of_its_own(monkeypatch, tmp_path):
-    """A sandbox may have /proc without VmHWM, and nothing that resets it."""
+    """A sandbox may have /proc without VmHWM, and nothing that resets it.
+
+    Half, for each core counts pages of its own before it reports them; bytes and kilobytes are a thousand apart.
+    """
     cpu = torch.device("cpu")
     own = device.peak_bytes(cpu)
     (tmp_path / "status").write_text("VmRSS:\t 1 kB\n", encoding="utf-8")

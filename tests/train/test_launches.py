@@ -66,7 +66,8 @@ def test_a_fused_run_learns_what_another_does(text, tmp_path):
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
 
 
-def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("tensor_every", "step"), [(0, 3), (3, 4)])  # step 3 is the one asked for
+def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch, capsys, tensor_every, step):
     """With a made-up trace of one step, on a device that it is measured on."""
 
     @contextmanager
@@ -74,10 +75,16 @@ def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch,
         yield [(i * 40e-6, i * 40e-6 + 10e-6) for i in range(100)]
 
     monkeypatch.setattr(gpu_idle, "watched", made_up)
-    monkeypatch.setattr(launches.LaunchMonitor, "measures", lambda self, number: number == self.config.launches_at)
-    loop.run(settings(text, tmp_path / "run", launches_at=3, micro_batches=2))
+    real = launches.LaunchMonitor.measures
+
+    def measures(self, number):
+        self.device = torch.device("cuda")
+        return real(self, number)
+
+    monkeypatch.setattr(launches.LaunchMonitor, "measures", measures)
+    loop.run(settings(text, tmp_path / "run", launches_at=3, micro_batches=2, tensor_every=tensor_every))
     [event] = events(tmp_path / "run", "launches")
-    assert event["step"] == 3 and event["kernels"] == 100 and event["idle"] == pytest.approx(0.75, abs=0.01)
+    assert event["step"] == step and event["kernels"] == 100 and event["idle"] == pytest.approx(0.75, abs=0.01)
     assert len(losses(tmp_path / "run")) == 6, "the step that is measured counts"
     assert [sentence.split(":")[0] for sentence in event["advice"]] == [
         "Launch steps as CUDA graphs",
@@ -85,7 +92,7 @@ def test_the_idle_time_of_a_step_is_logged_and_said(text, tmp_path, monkeypatch,
         "Compile the model, which fuses small kernels",
     ]
     said = capsys.readouterr().err
-    assert "step 3: the GPU was idle for 7" in said and "--cuda-graph" in said
+    assert f"step {step}: the GPU was idle for 7" in said and "--cuda-graph" in said
     assert "the GPU was idle for" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 

@@ -172,7 +172,6 @@ def test_corners_of_the_schedule():
     assert rate(10) == 1e-3
     assert rate(55, steps=99) == pytest.approx((1e-3 + 1e-4) / 2, rel=1e-12)  # half of the way down
     assert rate(101) == pytest.approx(1e-4, rel=1e-12)  # after the last step
-    assert rate(102) == pytest.approx(1e-4, rel=1e-12)  # beyond the end it stays
 
 
 def test_schedule_without_warm_up_and_with_nothing_else():

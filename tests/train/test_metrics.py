@@ -80,6 +80,12 @@ def test_a_line_cut_by_a_crash_is_passed_over_and_removed(tmp_path, stump):
     assert [event["step"] for event in read_metrics(path)] == [1, 2, 3]
 
 
+def test_a_key_that_an_event_does_not_name_may_hold_anything(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, ("step", 1, {"loss": 2.0, "module": ["a"], "role": {}, "switch": [[]]}))
+    assert [event["module"] for event in read_metrics(path)] == [["a"]]
+
+
 def test_a_file_of_one_torn_line_becomes_empty(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"torn" * 50_000)

@@ -97,7 +97,8 @@ def in_shares(count: int, run: Callable[[int], object]) -> None:
         return
     shares: list[Future[object]] = []
     try:
-        shares += [_pool(count - 1).submit(run, k) for k in range(1, count)]
+        for k in range(1, count):  # one by one: those that began are waited for where the next cannot
+            shares.append(_pool(count - 1).submit(run, k))
         run(0)
     finally:
         _wait_for(shares)

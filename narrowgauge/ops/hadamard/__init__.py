@@ -37,6 +37,7 @@ from narrowgauge.formats import Format
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.hadamard import cpp, definition
 from narrowgauge.ops.hadamard.definition import Codes, hadamard_matrix, unpack_bits
+from narrowgauge.ops.random import Stream
 from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
 from narrowgauge.recipe import Hadamard
 
@@ -60,13 +61,17 @@ def rotated_length(inner: int, hadamard: Hadamard | None) -> int:
     return inner if hadamard is None else -(-inner // hadamard.block) * hadamard.block
 
 
-def draw_signs(hadamard: Hadamard, inner: int, device: torch.device) -> Tensor | None:
-    """The signs for a contracted axis of `inner` elements: None, the fixed ones, or new ones from torch's generator."""
+def draw_signs(
+    hadamard: Hadamard, inner: int, device: torch.device, stream: Stream | None = None, product: str = ""
+) -> Tensor | None:
+    """The signs for a contracted axis of `inner` elements: None, the fixed ones, or new ones from torch's generator or a stream."""
     if hadamard.signs == "none":
         return None
     length = rotated_length(inner, hadamard)
     if hadamard.signs == "fixed":
         return definition.fixed_signs(hadamard.block, device).repeat(length // hadamard.block)
+    if stream is not None:
+        return (stream.key(product, "signs").uniform((length,)).to(device) < 0.5) * 2.0 - 1.0
     return torch.randint(0, 2, (length,), device=device, dtype=torch.float32) * 2 - 1
 
 

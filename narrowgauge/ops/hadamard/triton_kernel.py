@@ -53,7 +53,7 @@ def _rotated(values, C: tl.constexpr, ORDER: tl.constexpr, PIECES: tl.constexpr)
 
 
 class Outputs(NamedTuple):
-    """codes [rows, whole], packed [rows, whole / 2], bits [rows, ceil(whole / 8)], uint8; None: not written."""
+    """codes [rows, whole], packed [rows, whole / 2], bits [rows, ceil(whole / 8)], uint8; packed, bits None: not written."""
 
     codes: Any
     packed: Any
@@ -77,8 +77,7 @@ def rotate_and_encode(
     found = tl.reshape(encode(ratio, ratio, C), (ROWS, COLUMNS))
     in_rows = (row < x.rows)[:, None]
     kept = in_rows & (column < whole)[None, :]
-    if out.codes is not None:
-        tl.store(out.codes + row[:, None] * whole + column[None, :], found, mask=kept)
+    tl.store(out.codes + row[:, None] * whole + column[None, :], found, mask=kept)
     if out.packed is not None:
         byte = across * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         place = row[:, None] * (whole // 2) + byte[None, :]

@@ -117,6 +117,9 @@ def _describe(operand: QTensor | Tensor) -> str:
 
 
 def _check(lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None) -> None:
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if not isinstance(operand, QTensor | Tensor):
+            raise ShapeError(f"mm: {name} is of type {type(operand).__name__}. Pass a tensor or a QTensor.")
     if len(lhs.shape) != 2 or len(rhs.shape) != 2:
         both = f"lhs {_describe(lhs)} and rhs {_describe(rhs)}"
         raise ShapeError(f"mm: {both} must be two-dimensional. Flatten them first.")

@@ -17,6 +17,7 @@ from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 
 LONGEST_SUM = (2**31 - 1) // (14 * 98)  # of products within 32 bits
+EXACT_SUM = (2**24 - 1) // (7 * 98)  # and within float32, in which the parts of a longer one come
 
 
 def refuse(spec: MmSpec) -> Refusal | None:
@@ -43,6 +44,6 @@ def run(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -
         return cpp.gemm(left, right, lhs.scale, rhs.scale, unsigned_left, largest)
     one = torch.ones(1, 1, device="cpu")
     total = torch.zeros(lhs.shape[0], rhs.shape[0], dtype=torch.float64, device="cpu")
-    for parts in zip(left.split(LONGEST_SUM, dim=1), right.split(LONGEST_SUM, dim=1), strict=True):
+    for parts in zip(left.split(EXACT_SUM, dim=1), right.split(EXACT_SUM, dim=1), strict=True):
         total += cpp.gemm(*parts, one, one, unsigned_left, largest)
     return times_scales(total.to(torch.float32), lhs.scale, rhs.scale)

@@ -68,7 +68,7 @@ def run_int8(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bo
     a, b = aligned(lhs.one_to_a_byte(), rows, ALIGNMENT), aligned(rhs.one_to_a_byte(), ALIGNMENT, ALIGNMENT)
     parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
     sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
-    return times_scales(sum(sums[1:], start=sums[0]), lhs.scale, rhs.scale)  # as the emulation does, to the bit
+    return times_scales(sum(sums[1:], start=sums[0]), lhs.scale, rhs.scale)  # of one part the emulation's bits
 
 
 class Scaled(NamedTuple):

@@ -29,6 +29,8 @@ On NVIDIA GPUs by Triton kernels (triton_launch.py):
     row             values and cast                                       1; a second time out of the cache, of a norm a third
     blocks          values and cast                                       1; a norm a second time, out of the cache
 
+A norm in this table is rms-norm; layer-norm reads x once more, for its mean.
+
 Refused, with the reason: what torch.compile fuses itself, casts that round stochastically or that `quantize` has no kernel for, rows
 of both orientations, norms of rows that do not stay in registers in their backward pass, gradients cast by more than one scale.
 """
@@ -100,10 +102,15 @@ def _in_triton(name: str) -> Callable[..., Any]:
     return lambda *given: getattr(import_module("narrowgauge.ops.norm_act.triton_launch"), name)(*given)
 
 
+def _check_of(which: str) -> Callable[[], Any]:
+    """Loads how kernels are examined; its module is imported where a kernel is checked alone."""
+    return lambda: getattr(import_module("narrowgauge.ops.norm_act.selfcheck"), which)
+
+
 FORWARD: Registry[NormActSpec] = Registry("norm_act")
-FORWARD.register(Kernel("triton", refuse, _in_triton("forward")))
+FORWARD.register(Kernel("triton", refuse, _in_triton("forward"), check=_check_of("FORWARD")))
 FORWARD.register(Kernel("reference", lambda spec: None, definition.forward, by_torch=True))
 
 BACKWARD: Registry[NormActSpec] = Registry("norm_act_backward")
-BACKWARD.register(Kernel("triton", refuse_backward, _in_triton("backward")))
+BACKWARD.register(Kernel("triton", refuse_backward, _in_triton("backward"), check=_check_of("BACKWARD")))
 BACKWARD.register(Kernel("reference", lambda spec: None, definition.backward, by_torch=True))

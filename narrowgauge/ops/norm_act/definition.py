@@ -26,7 +26,7 @@ CUBE = 0.044715
 
 def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:
     """See `ops.norm_act`."""
-    return _cast(value(kind, tensors), request), statistics(kind, tensors)
+    return cast(value(kind, tensors), request), statistics(kind, tensors)
 
 
 def backward(
@@ -37,7 +37,7 @@ def backward(
     gradients = _norm_gradients(wide, found, h) if kind.is_norm else _activation_gradients(kind, wide, h)
     rounded = [gradient.to(each.dtype) for gradient, each in zip(gradients, tensors, strict=True)]
     count = len(requests)
-    return [_cast(*each) for each in zip(rounded[:count], requests, strict=True)], rounded[count:]
+    return [cast(*each) for each in zip(rounded[:count], requests, strict=True)], rounded[count:]
 
 
 def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
@@ -92,7 +92,7 @@ def _activation_gradients(kind: Kind, tensors: Sequence[Tensor], h: Tensor) -> t
     return (h * (p + x * p * (1 - p) * 2 * ROOT * (1 + 3 * CUBE * x.square())),)
 
 
-def _cast(y: Tensor, request: CastRequest | None) -> CastResult:
+def cast(y: Tensor, request: CastRequest | None) -> CastResult:
     """y with what `quantize` gives of it."""
     if request is None:
         return CastResult(y)

@@ -73,9 +73,6 @@ def rounds(format: Format) -> bool:
 def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None) -> QTensor:
     """See `ops.quantize`."""
     shape, dtype, shared = (x.shape[0], x.shape[1]), expand or torch.int8, None
-    if noise is not None and x.stride(1) != 1 and x.shape[1] != 1:
-        # x.T, as grad_weight may give it, has the noise of its own order: made contiguous, it is read in that.
-        x = x.contiguous()
     if amax is None and noise is None and makes_scales(x, cast):
         data, scale = _cast_nearest(x, cast, dtype)
     else:

@@ -1,6 +1,6 @@
 """The definition of quantize and dequantize in plain torch; also the CPU's and the compiler's path.
 
-A ragged tensor is first filled up with zeros, which change no amax, and cut again at the end; see `tiles` for the layout.
+A ragged tensor is first filled up with zeros, which change no amax, and cut again at the end; see `scaling` for the layout.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def quantize(
     data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
     if tiled:
         data = data.reshape(x.shape)[: shape[0], : shape[1]]
-    if expand is None and format.bits < 8 and format.codes_per_byte > 1:
+    if expand is None and format.codes_per_byte > 1:
         data = format.pack(data)
     return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)
 

@@ -53,7 +53,7 @@ def _check(definition: Run, calls: Calls, examples: Callable[[], Iterable[Spec]]
                     truth, got = definition(*given), run(*copies)
                     where = f"{call}{', x.T in memory' if turned else ''}{', NaN within' if poisoned else ''}"
                     window = (copies[2], given[2]) if isinstance(given[2], Tensor) and given[2].ndim == 1 else None
-                    for each in _compared(got, truth, window, poisoned):
+                    for each in compared(got, truth, window, poisoned):
                         yield each._replace(name=each.name + where)
 
     return Check(_kind, compare, examples)
@@ -89,7 +89,7 @@ def _moved(given: Any, device: torch.device) -> Any:
     return given
 
 
-def _compared(got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poisoned: bool) -> Iterator[Comparison]:
+def compared(got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poisoned: bool) -> Iterator[Comparison]:
     """A QTensor, or (that of x, that of x.T, amax), beside the truth; the window of both; the scales ahead of the codes."""
     if not isinstance(truth, tuple):
         got, truth = (got, None), (truth, None)

@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal
-from narrowgauge.ops.triton import refuse as refuse_device
+from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.recipe import Current, Window
 from narrowgauge.scaling import WHOLE
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_TILE = 128
 
 
 def refuse(spec: Spec) -> Refusal | None:
     """Why these kernels do not quantize such a tensor, or None."""
-    if (refusal := refuse_device(spec.device.type, spec.device.capability)) is not None:
+    if (refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape)) is not None:
         return refusal
     from narrowgauge.ops.triton import cast_constants
 
     cast = spec.cast
     if (refusal := cast_constants.refuse(cast)) is not None:
         return refusal
-    if 0 in spec.shape:
-        return Refusal("shape", "there is nothing to round")
-    if spec.dtype not in DTYPES:
-        return Refusal("dtype", f"reads float32, bfloat16 and float16, not {spec.dtype}")
     if spec.noise == "tensor":
         return Refusal("noise", "makes its noise itself, from a key")
     if not spec.amax and not isinstance(cast.calibrate, Current | Window):

@@ -49,8 +49,9 @@ class _Job(ctypes.Structure):
     )  # fmt: skip
 
 
+@cache
 def refuse() -> str:
-    """Why the compiled backend cannot be used here, or ''."""
+    """Why the compiled backend cannot be used here, or ''. A build that fails is not tried again."""
     try:
         _library()
     except BackendError as error:

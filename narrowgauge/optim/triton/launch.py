@@ -3,7 +3,7 @@
 Tensors of one Form (states, master, types, rule) whose group and step count are the same are a Batch and take one launch; a model with
 decayed matrices, undecayed vectors and float32 embeddings takes three. A launch for each tensor would cost more than the work on a tensor
 of a million elements, and a list of arguments ends at a few kilobytes; so addresses and sizes stand in a table on the GPU, written
-when a tensor is new, and what changes at every step (addresses of gradients, constants, the key of the noise) in a step_args: a few
+when a tensor is new, and what changes at every step (addresses of gradients, constants, the key of the noise) in `step_args`: a few
 kilobytes that travel from pinned memory in one copy per step, in the order of the stream.
 
 Programs take ELEMENTS elements in WARPS warps, 16 in a thread: weight, gradient and two moments are then 64 registers. Expanded
@@ -247,4 +247,5 @@ def _sent(x: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def _tables(device: torch.device) -> Tensor:
-    return _sent(torch.cat([table.flatten() for table in moments.expansion_tables()]), device)
+    tables = moments.expansion_tables(torch.device("cpu"))
+    return _sent(torch.cat([table.flatten() for table in tables]), device)

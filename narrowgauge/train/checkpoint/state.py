@@ -205,10 +205,14 @@ def _impossible_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     for name, tensor in tensors.items():
         if (count := nonfinite(tensor)) and not NOT_FINITE.search(name):
             yield f"{name} holds {count} values that are not finite, of {tensor.numel()}"
-        elif tensor.numel() and NOT_NEGATIVE.search(name) and (least := float(tensor.to(torch.float64).min())) < 0:
+        elif tensor.numel() and NOT_NEGATIVE.search(name) and (least := _least(tensor)) < 0:
             yield f"{name} holds {least:g}, and is never negative"
         elif tensor.numel() and LEARNED.search(name) and (most := float(tensor.abs().max())) > LARGEST_LEARNED:
             yield f"{name} holds {most:g}, and is never above {LARGEST_LEARNED:.4f}"
+
+
+def _least(tensor: Tensor) -> float:
+    return float((tensor if tensor.itemsize > 1 else tensor.float()).min())  # torch has no minimum of 8-bit floats
 
 
 def _impossible_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[str]:

@@ -30,10 +30,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from narrowgauge import manifest, storage, tensor_files
+from narrowgauge import addresses, manifest, storage
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
-from narrowgauge.manifest import FACTS, NAME, Manifest
-from narrowgauge.tensor_files import SHARD_BYTES
+from narrowgauge.manifest import FACTS, NAME, SHARD_BYTES, Manifest
 
 LOWER_IS_BETTER = frozenset({"loss"})
 Tensors = dict[str, dict[str, Tensor]]
@@ -87,7 +86,11 @@ def _refuse_unstorable(tensors: Tensors) -> None:
             reason = ""
             if type(tensor) not in (Tensor, torch.nn.Parameter):
                 reason = f"is a {type(tensor).__name__}, not a plain tensor"
-            elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in tensor_files.DTYPES:
+            elif (
+                tensor.layout != torch.strided
+                or tensor.is_meta
+                or str(tensor.dtype).removeprefix("torch.") not in manifest.DTYPES
+            ):
                 reason = (
                     f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
                 )
@@ -161,7 +164,7 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, taken, size = {}, set(), 0
-        shard[name] = tensor_files.own(tensor, taken)
+        shard[name] = addresses.own(tensor, taken)
         size += tensor.nbytes
     if shard:
         yield shard

@@ -259,7 +259,7 @@ class TrainConfig:
     keep: int = RUN(2, "Checkpoints kept, the newest.", COUNT)
     log_every: int = RUN(10, "Steps between lines on the console.", COUNT)
     tensor_every: int = RUN(50, "Steps between tensor statistics; 0: none.", COUNT_OR_ZERO)
-    launches_at: int = RUN(30, "Step in which a GPU's idle time between kernels is measured; 0: none.", COUNT_OR_ZERO)
+    launches_at: int = RUN(30, "Step whose idle time on a GPU is measured, or the next if its tensors are read; 0: none.", COUNT_OR_ZERO)
     tensorboard: bool = RUN(False, "Write TensorBoard events to the run folder too.")
     compare: str = RUN("", "Recipe of a second run on the same data to compare with, as bf16; empty: none.")
     sample_tokens: int = RUN(64, "Tokens of the sample written at each evaluation; 0: none.", Range(0, 2**20), tasks=WRITING)

@@ -83,7 +83,7 @@ class TableTask(TrainTask):
     @cached_property
     def _plan(self) -> data.Plan:
         """Of the first epoch."""
-        return data.LengthBatchSampler(self.train.lengths, self._batching).plan
+        return data.plan(self.train.lengths, self._batching)
 
     @cached_property
     def _evaluated(self) -> data.Examples:
@@ -98,8 +98,8 @@ class TableTask(TrainTask):
 
     def steps(self, epochs: int) -> int:
         """Under a token budget epochs differ a little."""
-        lengths = self.train.lengths
-        return sum(len(data.plan(lengths, self._batching, epoch)) for epoch in range(epochs))
+        later = (data.plan(self.train.lengths, self._batching, epoch) for epoch in range(1, epochs))
+        return len(self._plan) + sum(map(len, later))
 
     def tokens_at_once(self) -> int:
         batches = max(1, len(self._plan)) * self.config.micro_batches

@@ -7,6 +7,7 @@ batches of one run and keeps the position. The trainer uses these two and does n
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -70,7 +71,7 @@ class TrainTask(ABC):
         """Metric by which the best weights are chosen; '' keeps none."""
         return {"": self.default_metric, "none": ""}.get(self.config.best, self.config.best)
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, str]:
         """Name -> fingerprint of what must not change between a checkpoint and a resumed run."""
         return {"tokenizer": data.fingerprint(self.tokenizer), "content_hash": self.facts()["data"]["content_hash"]}
@@ -108,11 +109,11 @@ class TrainTask(ABC):
 
     def evaluate(self, model: Any, score: Score) -> dict[str, Any]:
         """Metrics on the validation data, streamed: `loss` first, and `tokens`, the targets that it is a mean of."""
-        total, tokens = 0.0, 0
+        total, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
         for batch in self.evaluation(model):
-            total += float(score(batch)[0])
+            total += score(batch)[0]
             tokens += data.valid_targets(batch)
-        return {"loss": total / tokens, "tokens": tokens}
+        return {"loss": float(total) / tokens, "tokens": tokens}  # the only synchronisation
 
     def sample(self, model: Any) -> dict[str, str] | None:
         """`prompt` and the `text` of the model, which evaluates; None if it writes nothing. Leaves generators alone."""

@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: its kern
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from narrowgauge.ops.quantize import triton_launch as casting  # noqa: E402
+from narrowgauge.ops import registry  # noqa: E402
 from narrowgauge.ops.registry import Device  # noqa: E402
 
 BEFORE_39 = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (
@@ -79,7 +79,7 @@ def caught(modules: list[Any], sm: int, found: list[Compiled]) -> Iterator[None]
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(AbsentGpu(sm))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casting, "device_facts", lambda *device: Device("cuda", TARGETS[sm]))
+        patch.setattr(registry, "cpu_facts", lambda: Device("cuda", TARGETS[sm]))  # the tensors are on the CPU
         for module in modules:
             patch.setattr(module, "launch", compile_instead)
         try:

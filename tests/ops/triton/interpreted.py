@@ -27,6 +27,7 @@ from narrowgauge.ops.hadamard import draw_signs, encoding
 from narrowgauge.ops.hadamard import triton_kernel as hadamard
 from narrowgauge.ops.hadamard.encoding import rotate_and_encode
 from narrowgauge.ops.mm import plan
+from narrowgauge.ops.norm_act import triton_launch as of_norms
 from narrowgauge.ops.quantize import (
     quantize,
     tile_amax,
@@ -211,8 +212,8 @@ def compare_layers(recipe: str, kernel: object, exact: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
         found.append(train_layers(recipe))
-        patch.setattr(triton, "refuse_device", lambda *device: None)
-        patch.setattr(encoding, "refuse_tensors", lambda *given: None)
+        for module in (triton, encoding):
+            patch.setattr(module, "refuse_tensors", lambda *given: None)
         for module in (triton_launch, encoding):
             patch.setattr(
                 module, "launch", lambda kernel, *call, **o: launches.append(kernel) or whole(kernel, *call, **o)
@@ -268,6 +269,8 @@ QUICK_CHECKS = (
     "check of quantize: e4m3 1x128",
     "check of quantize_pair: e4m3 tensor fp32 delayed",
     "check of quantize_precast: e4m3 tensor fp32 delayed",
+    "check of norm_act: Kind(name='swiglu'",
+    "check of norm_act_backward: Kind(name='layer-norm'",
 )
 SEVERAL_PROGRAMS = (
     "both e4m3 tensor fp32",
@@ -307,6 +310,7 @@ def cases() -> Iterator[Case]:
                 f"both delayed, in use {in_use}, {value} within",
                 lambda in_use=in_use, value=value: compare_both_delayed(in_use, value, in_use > 0),
             )
+    of_norms.PARTS = 16  # each of them is a program to interpret
     for op, kernel, spec in checked_by_interpreter():
         kind = " ".join(map(str, spec.casts if op == "mm" else kernel.check().kind(spec)))
         yield f"check of {op}: {kind}", lambda call=(op, kernel, spec): check(*call)

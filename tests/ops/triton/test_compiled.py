@@ -10,7 +10,6 @@ import torch
 
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8
 from narrowgauge.ops.random import Key
-from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
 from tests.ops.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
@@ -117,9 +116,8 @@ def test_other_inputs_compile_without_spills(cast, columns, dtype):
 @pytest.mark.parametrize(
     ("order", "dtype", "sm"), quick([(32, torch.bfloat16, 90)], [(32, torch.bfloat16, 90), (64, torch.float32, 80)])
 )
-def test_the_rotation_uses_tensor_cores(order, dtype, sm, monkeypatch):
+def test_the_rotation_uses_tensor_cores(order, dtype, sm):
     """Of 16-bit numbers, in float32; float32 as three of them. No spills."""
-    monkeypatch.setattr(encoding, "device_facts", lambda *device: Device("cuda", TARGETS[sm]))
     x, hadamard = torch.empty(512, 4096, dtype=dtype), Hadamard(block=order)
     found = compiled(
         [encoding],

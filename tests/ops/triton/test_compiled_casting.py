@@ -10,7 +10,6 @@ from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.quantize import triton_launch as casting
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
-from narrowgauge.ops.registry import Device
 from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.moments import STATES
@@ -49,18 +48,17 @@ class Left:
 
 
 def kernels(
-    states: str, master: str | None, dtype: torch.dtype, sm: int, cast: Cast, monkeypatch, shape=(256, 512)
+    states: str, master: str | None, dtype: torch.dtype, sm: int, cast: Cast, shape=(256, 512)
 ) -> dict[str, Compiled]:
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     optimizer = AdamW([parameter], states=states, master=master, backend="torch")
     optimizer._kernel, optimizer.casting = (lambda param_step: KERNEL), Left(parameter, cast)
     parameter.grad = torch.zeros_like(parameter)
-    monkeypatch.setattr(launch, "device_facts", lambda *device: Device("cuda", TARGETS[sm]))
     return compiled([launch], sm, optimizer.step)
 
 
-def check_both(states, master, dtype, sm, cast, monkeypatch) -> None:
-    found = kernels(states, master, dtype, sm, cast, monkeypatch)
+def check_both(states, master, dtype, sm, cast) -> None:
+    found = kernels(states, master, dtype, sm, cast)
     assert found["foresee"].spills == 0 and found["step"].spills == 0, found
     instructions = found["step"].instructions()
     conversions = {name for name in instructions if "satfinite" in name}
@@ -74,20 +72,20 @@ def check_both(states, master, dtype, sm, cast, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("states", "master", "dtype", "sm", "cast"), QUICK, ids=str)
-def test_it_compiles_without_spills(states, master, dtype, sm, cast, monkeypatch):
-    check_both(states, master, dtype, sm, cast, monkeypatch)
+def test_it_compiles_without_spills(states, master, dtype, sm, cast):
+    check_both(states, master, dtype, sm, cast)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("states", "master", "dtype", "sm", "cast"), MATRIX, ids=str)
-def test_more_forms_compile_without_spills(states, master, dtype, sm, cast, monkeypatch):
-    check_both(states, master, dtype, sm, cast, monkeypatch)
+def test_more_forms_compile_without_spills(states, master, dtype, sm, cast):
+    check_both(states, master, dtype, sm, cast)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "states"), [((67, 512), "8bit"), ((64, 511), "8bit"), ((67, 511), "4bit")], ids=str)
-def test_odd_sizes_compile_without_spills(shape, states, monkeypatch):
-    found = kernels(states, "stochastic", torch.bfloat16, 90, DELAYED, monkeypatch, shape)
+def test_odd_sizes_compile_without_spills(shape, states):
+    found = kernels(states, "stochastic", torch.bfloat16, 90, DELAYED, shape)
     assert found["step"].spills == 0, found["step"].usage
 
 
@@ -101,16 +99,16 @@ ODD = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "states", "master", "dtype", "sm"), ODD, ids=str)
-def test_more_odd_sizes_compile_without_spills(shape, states, master, dtype, sm, monkeypatch):
-    found = kernels(states, master, dtype, sm, DELAYED, monkeypatch, shape)
+def test_more_odd_sizes_compile_without_spills(shape, states, master, dtype, sm):
+    found = kernels(states, master, dtype, sm, DELAYED, shape)
     assert found["step"].spills <= 8 * BEFORE_39, found["step"].usage
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", [E5M2, INT8], ids=str)
-def test_other_formats_compile_without_spills(format, monkeypatch):
+def test_other_formats_compile_without_spills(format):
     cast = Cast(format=format, calibrate=Window())
-    found = kernels("8bit", "stochastic", torch.bfloat16, 90, cast, monkeypatch)
+    found = kernels("8bit", "stochastic", torch.bfloat16, 90, cast)
     assert found["step"].spills == 0, found["step"].usage
 
 

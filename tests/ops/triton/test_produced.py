@@ -10,7 +10,6 @@ import torch
 
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, Kind
-from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import POW2
 from tests.ops.triton.compiling import TARGETS, Compiled, compiled
@@ -67,9 +66,7 @@ def kernels(name: str, cast: str, of_gradient: bool, sm: int, dtype: torch.dtype
             orders = [None] if kind.is_norm else [order] * len(tensors)
             triton_launch.backward(kind, tensors, statistics, x, orders)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_launch, "device_facts", lambda *device: Device("cuda", TARGETS[sm]))
-        return list(compiled([triton_launch, quantizing], sm, call).values())
+    return list(compiled([triton_launch, quantizing], sm, call).values())
 
 
 def check(name: str, cast: str, of_gradient: bool, sm: int) -> None:

@@ -399,12 +399,14 @@ def test_a_reader_beside_a_writer_never_sees_half_a_checkpoint(tmp_path):
     reads = 0
     with ThreadPoolExecutor(1) as pool:
         writer = pool.submit(write)
-        while reads < 100 and not writer.done():  # it ends early only by an error
-            try:
-                found, _ = store.newest_valid(tmp_path)
-            except CheckpointError:
-                continue  # all three that were listed are gone by now
-            assert found is not None and found.tensors["weights"]["a"].unique().tolist() == [float(found.step)]
-            reads += 1
-        stop.set()
+        try:
+            while reads < 100 and not writer.done():  # it ends early only by an error
+                try:
+                    found, _ = store.newest_valid(tmp_path)
+                except CheckpointError:
+                    continue  # all three that were listed are gone by now
+                assert found is not None and found.tensors["weights"]["a"].unique().tolist() == [float(found.step)]
+                reads += 1
+        finally:
+            stop.set()
         writer.result()

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from narrowgauge import manifest, storage, tensor_files
+from narrowgauge import manifest, storage
 from narrowgauge.errors import CheckpointError, NumericsError, StorageError
 from narrowgauge.train.checkpoint import store
 from tests.processes import PYTHON, run
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-DTYPES = sorted(tensor_files.DTYPES, key=str)
+DTYPES = sorted((getattr(torch, name) for name in manifest.DTYPES), key=str)
 
 
 def some_tensors(step: int = 1) -> store.Tensors:
@@ -286,10 +286,10 @@ def test_prune_keeps_the_newest_by_step_and_touches_nothing_else(tmp_path):
         (folder / "mine").touch()
     outside = saved(tmp_path / "outside", 4)[0]
     (tmp_path / "step-00000004").symlink_to(outside)
-    assert manifest.prune(tmp_path, 2) == [paths[1], paths[0]]
+    for _ in range(2):
+        manifest.prune(tmp_path, 2)
     assert [path.exists() for path in paths] == [False, False, True, True]
     assert all((folder / "mine").exists() for folder in foreign) and outside.exists()
-    assert manifest.prune(tmp_path, 2) == []
     with pytest.raises(CheckpointError, match="keep = 0"):
         manifest.prune(tmp_path, 0)
 
@@ -319,10 +319,10 @@ def test_recover_clears_our_leftovers_and_only_those(tmp_path):
     for name in (".tmp-step-00000002-123", ".tmp-step-00000001", ".tmp-mine", ".old-stuff", "tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    recovered = {path.name for path in storage.recover(tmp_path, manifest.STEP.pattern)}
-    assert recovered == {".tmp-step-00000002-123", ".tmp-step-00000001"}
+    storage.recover(tmp_path, manifest.STEP.pattern)
     assert sorted(os.listdir(tmp_path)) == [".old-stuff", ".tmp-mine", kept.name, "tmp"]
-    assert storage.recover(tmp_path / "absent", manifest.STEP.pattern) == []
+    storage.recover(tmp_path / "absent", manifest.STEP.pattern)
+    assert not (tmp_path / "absent").exists()
 
 
 CRASH = """

@@ -1,0 +1,212 @@
+"""What ranks that hold the same layers agree on at the end of each step, so that they stay equal to the bit.
+
+    amax windows     the largest amax that a rank saw, and whether one was not finite: MAX
+    samplers         the largest variance that a rank predicted: MAX
+    learned steps    in their cold start, the mean over all micro-batches: SUM of float64, which is exact
+
+One MAX for all layers of a group, in `advance`. NaN never travels: a MAX of NaN is lost on some backends, so a window keeps the
+largest finite amax and a flag apart. Every rank must end the same steps; torch's own optimizers do, also where a GradScaler skips one.
+
+Random numbers (stochastic rounding, random signs, samples of rows) are drawn by name (`ops.random.Stream`): by the seed of the
+micro-batch and the layer's name. `Distributed` seeds torch's generators for the length of a forward pass by (seed, step, global
+number of the micro-batch), so a rank draws what one process would draw for the same micro-batch, in dropout too; checkpointing, which
+brings the generators back, repeats it; and after the forward pass the generators are as they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from narrowgauge.errors import CheckpointError
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.quantize.amax_state import SEEN
+from narrowgauge.ops.random import Stream, hashed
+
+ATTRIBUTE = "_narrowgauge_agreement"  # of a model
+
+
+@dataclass(eq=False)
+class Peers:
+    """The ranks that hold a layer, as the layer sees them.
+
+    name    of the layer in the whole model
+    groups  in which its state is agreed on, one after the other; empty: it stands alone
+    shard   see `ops.random.Stream`
+    """
+
+    agreement: Agreement
+    name: str
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    shard: dict[str, str] = field(default_factory=dict)
+
+    def stream(self, device: torch.device) -> Stream | None:
+        """Where the layer's random numbers come from, in eager mode; None: from torch's generator, as outside of a forward pass."""
+        words = self.agreement.words(device)
+        return None if words is None else Stream(self.name, words, self.shard)
+
+
+@dataclass(eq=False)
+class Agreement:
+    """Of one model, or one stage of a pipeline, on this rank.
+
+    seed          of the random numbers; equal on all ranks
+    arrange       finds layers and replica for a model, as it is parallelised now
+    layers        those that are converted, and their peers
+    replica       (number, count) of this rank among those that read other data
+    step          optimizer steps that have ended
+    micro_batch   forward passes with gradients in this step
+    messages      counts what was sent (bytes), by what it was
+    number        of this among those of the process: where one optimizer ends the step of several, they do so in one order on all ranks
+    """
+
+    seed: int
+    arrange: Callable[[Agreement, nn.Module], None] | None = None
+    layers: dict[QLinear, Peers] = field(default_factory=dict)
+    replica: tuple[int, int] = (0, 1)
+    step: int = 0
+    micro_batch: int = 0
+    messages: dict[str, int] = field(default_factory=dict)
+    _seeds: dict[int, Any] = field(default_factory=dict, init=False)
+    _before: list[Any] = field(default_factory=list, init=False)
+    _hooks: list[Any] = field(default_factory=list, init=False)
+    number: int = field(default_factory=itertools.count().__next__, init=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a model stands alone: it is on no rank but this one."""
+        return Agreement, (0,)
+
+    def attach(self, model: nn.Module) -> None:
+        """Follows the forward passes of the model; of what did so before, the hooks go."""
+        before = model.__dict__.get(ATTRIBUTE)
+        for handle in before._hooks if isinstance(before, Agreement) else ():
+            handle.remove()
+        first = model.register_forward_pre_hook(self.begin_forward, prepend=True)
+        last = model.register_forward_hook(self.end_forward, always_call=True)
+        self._hooks = [first, last]
+        model.__dict__[ATTRIBUTE] = self
+        if self.arrange is not None:
+            self.arrange(self, model)
+
+    # --- random numbers
+
+    def words(self, device: torch.device) -> tuple[int, int] | Tensor | None:
+        """Of the micro-batch whose forward pass seeded the generator of the device; None if none did."""
+        found = self._seeds.get(_seed_of(device))
+        if found is None or device.type != "cuda":
+            return found
+        return self._on_device(found, device)
+
+    def _on_device(self, words: tuple[int, int], device: torch.device) -> Tensor:
+        key = hash((words, device))
+        if key not in self._seeds:
+            self._seeds[key] = torch.tensor(words, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        tensor: Tensor = self._seeds[key]
+        return tensor
+
+    def begin_forward(self, module: nn.Module, _: Any) -> None:
+        """A forward pre-hook of the whole model."""
+        if torch.compiler.is_compiling() or not (self.layers and module.training and torch.is_grad_enabled()):
+            return
+        if torch._C._current_graph_task_id() != -1:  # checkpointing repeats it, with the generators of then
+            return
+        if self.arrange is not None:  # a framework may have wrapped it since
+            self.arrange(self, module)
+            self.arrange = None
+        number, count = self.replica
+        words = hashed(self.seed, self.step, self.micro_batch * count + number)
+        seed = words[0] | (words[1] & 0x7FFFFFFF) << 32
+        self._seeds[seed] = words
+        self.micro_batch += 1
+        self._before.append(_generators())
+        _seed_all(seed)
+
+    def end_forward(self, *_: Any) -> None:
+        """A forward hook of the whole model, called also where the forward pass raises."""
+        if self._before and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            _set_generators(self._before.pop())
+
+    # --- the end of a step
+
+    @torch.no_grad()
+    def end_step(self, ended: Collection[QLinear]) -> None:
+        """Before windows, steps and samplers take over what was seen in the step."""
+        members: dict[tuple[dist.ProcessGroup, ...], list[QLinear]] = {}
+        for layer, peers in self.layers.items():  # in one order on all ranks
+            if layer in ended and peers.groups:
+                members.setdefault(peers.groups, []).append(layer)
+        for groups, layers in members.items():
+            self._agree(groups, layers)
+        if self.micro_batch:
+            self.step, self.micro_batch = self.step + 1, 0
+            self._seeds.clear()
+
+    def _agree(self, groups: tuple[dist.ProcessGroup, ...], layers: list[QLinear]) -> None:
+        parts = [part for layer in layers for part in _largest(layer)]
+        if parts:
+            together = torch.cat(parts)
+            for group in groups:
+                dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+                self.count("windows", together)
+            torch._foreach_copy_(parts, list(together.split([len(part) for part in parts])))
+        found = [layer.steps.found for layer in layers if layer.steps is not None and layer.steps.is_cold]
+        if found:
+            together = torch.cat(found)
+            for group in groups:
+                dist.all_reduce(together, dist.ReduceOp.SUM, group=group)
+                self.count("learned steps", together)
+            torch._foreach_copy_(found, list(together.split([len(each) for each in found])))
+
+    def count(self, what: str, sent: Tensor) -> None:
+        """Counts a message."""
+        self.messages[what] = self.messages.get(what, 0) + sent.numel() * sent.element_size()
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self.seed, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Raises CheckpointError if it is none."""
+        if set(state) < {"seed", "step"} or not all(isinstance(state[key], int) for key in ("seed", "step")):
+            raise CheckpointError(
+                f"distribute: {dict(state)!r} is no state of it, which has whole numbers 'seed' and 'step'. Pass what state_dict() gave."
+            )
+        self.seed, self.step, self.micro_batch = state["seed"], state["step"], 0
+
+
+def _largest(layer: QLinear) -> Iterator[Tensor]:
+    """Views of what ranks take the largest of: seen and nonfinite of each window, and the sampler's readings."""
+    for window in (layer.scaling or {}).values():
+        yield window.live[SEEN:]  # type: ignore[index]
+    if layer.sampling is not None:
+        yield layer.sampling.live
+
+
+def _seed_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.default_generators[device.index or 0].initial_seed())
+    return torch.initial_seed()
+
+
+def _generators() -> tuple[Tensor, list[Tensor]]:
+    """Their states: of the CPU, and of the current GPU."""
+    return torch.get_rng_state(), [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+
+
+def _set_generators(states: tuple[Tensor, list[Tensor]]) -> None:
+    torch.set_rng_state(states[0])
+    for each in states[1]:
+        torch.cuda.set_rng_state(each)
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)

@@ -1,0 +1,88 @@
+"""What a kernel of `ops.norm_act` must compute rightly on a device first (see `ops.selfcheck`): a small sample, 36 x 1072.
+
+Values, statistics and gradients lie within two units of the widest rounding, and 72 of float32's of the largest in a row, since sums
+have another order. Casts have the bits that `quantize` gives of the values that the kernel wrote, and so have windows, with an amax of
+earlier steps and without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import E4M3, E5M2
+from narrowgauge.ops.norm_act import definition
+from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, Kind, NormActSpec
+from narrowgauge.ops.quantize.selfcheck import compared
+from narrowgauge.ops.registry import Device
+from narrowgauge.ops.selfcheck import Check, Comparison
+from narrowgauge.recipe import WHOLE, Cast, Window
+
+ROWS, COLUMNS, SEED = 36, 1072, 20261122
+TENSORS = {"rms-norm": 2, "layer-norm": 3, "swiglu": 2}  # else one
+
+
+def _kind(spec: NormActSpec) -> tuple[Hashable, ...]:
+    """A spec that tells the type of x alone means it of all tensors."""
+    count = TENSORS.get(spec.kind.name, 1)
+    return spec.kind, (*spec.dtypes, *spec.dtypes[:1] * count)[:count], spec.casts
+
+
+def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: torch.device) -> Iterator[Comparison]:
+    function, dtypes, casts = kind
+    generator = torch.Generator().manual_seed(SEED)
+    shapes = [(COLUMNS,) if place and function.is_norm else (ROWS, COLUMNS) for place in range(len(dtypes))]
+    tensors = [torch.randn(size, generator=generator).to(dtype) for size, dtype in zip(shapes, dtypes, strict=True)]
+    y, statistics = definition.forward(function, tensors, None)
+    gy = torch.randn(ROWS, COLUMNS, generator=generator).to(y.value.dtype)
+    count = 2 if of_gradients and function.name == "swiglu" else 1
+
+    def computed(run: Callable[..., Any], device: str | torch.device, requests: list[Any]) -> Any:
+        """(values with their casts, the rest) of the op on the device."""
+        *given, gradient = (each if each is None else each.to(device) for each in (*tensors, *statistics, gy))
+        if of_gradients:
+            return run(function, given[:-2], tuple(given[-2:]), gradient, requests)
+        made, found = run(function, given[:-2], *requests)
+        return [made], found
+
+    def requests(in_use: float, device: str | torch.device) -> list[Any]:
+        def live(cast: Cast) -> Tensor | None:
+            return torch.tensor([in_use, 0.5, 0.0], device=device) if isinstance(cast.calibrate, Window) else None
+
+        return [CastRequest(cast, live(cast), True, turned) for cast, turned in casts] + [None] * (count - len(casts))
+
+    truth, rest = computed(definition.backward if of_gradients else definition.forward, "cpu", [None] * count)
+    wanted = [*(each.value for each in truth), *rest]
+    for in_use in (3.0, 0.0):
+        there, here = requests(in_use, device), requests(in_use, "cpu")
+        made, rest = computed(run, device, there)
+        for place, (got, x) in enumerate(zip([*(each.value for each in made), *rest], wanted, strict=True)):
+            if x is not None:
+                unit = max(torch.finfo(each.dtype).eps for each in (*tensors, x))
+                wide = x.to(torch.float64).abs()
+                bound = 2 * unit * wide + 72 * 2.0**-23 * wide.amax(-1, keepdim=True)
+                yield Comparison(f"result {place}", got, x, bound)
+        for result, moved, request in zip(made, there, here, strict=True):
+            if request is not None:
+                cast = definition.cast(result.value.to("cpu"), request)
+                window = None if request.live is None else (moved.live, request.live)
+                mine, theirs = ((x.plain, x.transposed, x.amax) for x in (result, cast))
+                yield from compared(mine, theirs, window, poisoned=False)
+
+
+def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
+    """Every function, its casts per tensor by a window and without one, and in the forward pass per row."""
+    format = E5M2 if of_gradients else E4M3
+    for name in KINDS:
+        function, count = Kind(name, 1e-5), 2 if of_gradients and name == "swiglu" else 1
+        casts = [(Cast(format=format, calibrate=Window()), True), (Cast(format=format), True)]
+        casts += [] if of_gradients else [(Cast(format=format, tile=(1, WHOLE)), False)]
+        for each in [()] if of_gradients and function.is_norm else [(cast,) * count for cast in casts]:
+            yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, each)
+
+
+FORWARD, BACKWARD = (Check(_kind, partial(_compare, each), partial(_examples, each)) for each in (False, True))
