@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.harness import RESULTS, record
 from narrowgauge import manifest, storage
 from narrowgauge.distributed import storage as ranks
-from narrowgauge.train.checkpoint import sharded
+from narrowgauge.train.checkpoint import sharded, store
 
 PRELOADED = [
     "torch",
@@ -73,11 +73,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return local.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _train(folder: Path, rank: int, world: int, store: str, say: Connection) -> None:
+def _train(folder: Path, rank: int, world: int, meeting: str, say: Connection) -> None:
     """Resumes, then saves step after step until it is killed."""
     torch.set_num_threads(1)
     try:
-        group = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+        group = {"init_method": f"file://{meeting}", "rank": rank, "world_size": world}
         dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S), **group)
         mesh = init_device_mesh("cpu", (world,))
         found, skipped = sharded.newest_valid(folder, _spread(whole_state(0), mesh))
@@ -191,7 +191,7 @@ def _corrupt(folder: Path) -> list[str]:
     for path in manifest.newest_first(folder):
         try:
             ranks.verify(path)
-            checkpoint = sharded.whole(path)
+            checkpoint = store.load(path)
             wanted = whole_state(int(path.name[5:]))
             is_same = all(
                 torch.equal(_bytes(checkpoint.tensors[part][name]), _bytes(tensor))

@@ -2,11 +2,12 @@
 
 All ranks call each function, with the same arguments but for what they hold, and get the same answer or the same error. The
 checkpoint is one of `narrowgauge.distributed.storage`, whose outermost entries are the groups of tensors and "facts". It is read on
-any number of ranks; `whole` reads it in one process, and `newest_valid` reads what `store` wrote.
+any number of ranks; `store.load` reads it in one process, and `newest_valid` reads what `store` wrote.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
     def prepare() -> dict[str, Any]:
         if not 0 <= step < 10**8 or FACTS in tensors:
             raise CheckpointError(f"save: step {step} is not from 0 to 99999999, or a group is called {FACTS!r}.")
-        for name, tensor in tensors.get("weights", {}).items():
-            if count := nonfinite(_local(tensor)):
+        for name, tensor in local(tensors.get("weights", {})).items():
+            if count := nonfinite(tensor):
                 raise NumericsError(
                     f"refuse to save: weight {name!r} holds {count} values that are not finite. "
                     "Resume from the last checkpoint with a lower learning rate or a wider recipe."
@@ -91,13 +92,6 @@ def newest_valid(
     return None, []
 
 
-def whole(path: Path) -> Checkpoint:
-    """A checkpoint of several ranks as `store.load` gives one: ordinary tensors on the CPU, in one process."""
-    state = ranks.read(path)
-    facts = state.pop(FACTS, {})
-    return Checkpoint(manifest.read(path).step, state, facts, path)
-
-
 def prune(folder: Path, keep: int | Path, process_group: Group = None) -> None:
     """`manifest.prune` on rank 0, while the others wait for how it ends."""
     rank, _ = rank_and_world(process_group)
@@ -132,20 +126,13 @@ class Best(store.Best):
 
 
 def _refuse_nonfinite(state: Tensors, path: Path, group: Group) -> str:
-    def look() -> None:
-        for name, tensor in state.get("weights", {}).items():
-            if count := nonfinite(_local(tensor)):
-                raise CheckpointError(
-                    f"{path}: weight {name!r} holds {count} values that are not finite. "
-                    "Restore the checkpoint, or remove it to go on from an older one."
-                )
-
     try:
-        together(look, group)
+        together(partial(store.refuse_nonfinite, {"weights": local(state.get("weights", {}))}, path), group)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts that are on this rank, as plain tensors."""
+    return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in tensors.items()}

@@ -176,6 +176,8 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
 def load(path: Path) -> Checkpoint:
     """The checkpoint at `path`. CheckpointError says what is wrong with it, if anything is."""
     listing = manifest.read(path)
+    if listing.save:
+        return _of_several_ranks(path, listing)
     tensors: Tensors = {group: {} for group in listing.groups}
     place = FACTS
     try:
@@ -194,13 +196,27 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path / place}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
         ) from error
+    refuse_nonfinite(tensors, path)
+    return Checkpoint(listing.step, tensors, facts, path)
+
+
+def _of_several_ranks(path: Path, listing: Manifest) -> Checkpoint:
+    """Ordinary tensors, as one process's checkpoint has them."""
+    from narrowgauge.distributed import storage as ranks  # dear to import: torch's planners
+
+    state = ranks.read(path)
+    facts = state.pop(FACTS.partition(".")[0], {})
+    refuse_nonfinite(state, path)
+    return Checkpoint(listing.step, state, facts, path)
+
+
+def refuse_nonfinite(tensors: Tensors, path: Path) -> None:
     for name, tensor in tensors.get("weights", {}).items():
         if count := nonfinite(tensor):
             raise CheckpointError(
                 f"{path}: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
                 "Restore the checkpoint, or remove it to go on from an older one."
             )
-    return Checkpoint(listing.step, tensors, facts, path)
 
 
 def _refuse_constant(name: str) -> None:

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import narrowgauge as ng
 from benchmarks import checkpoint_kills
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.train.checkpoint import sharded, store
+from narrowgauge.train.checkpoint import state as states
 
 
 def state(step: int, rank: int = 0) -> dict[str, dict[str, torch.Tensor]]:
@@ -76,7 +81,7 @@ def test_all_ranks_resume_from_the_newest_that_is_whole(ranks, tmp_path):
 
 def test_one_process_reads_what_ranks_wrote_and_ranks_what_one_wrote(ranks, tmp_path):
     ranks(2)(save, tmp_path / "ranks", [4])
-    found = sharded.whole(tmp_path / "ranks" / "step-00000004")
+    found = store.load(tmp_path / "ranks" / "step-00000004")
     assert found.step == 4 and found.facts["trained_s"] == 1.5
     wanted = state(4)
     assert all(torch.equal(found.tensors[group][name], x) for group in wanted for name, x in wanted[group].items())
@@ -145,3 +150,49 @@ def test_three_kills_of_random_ranks_lose_nothing(tmp_path):
 @pytest.mark.timeout(1200)  # processes start slowly on a busy machine
 def test_thirty_kills_of_random_ranks_lose_nothing(tmp_path):
     _assert_kills_lose_nothing(tmp_path, 30)
+
+
+def train(folder: Path, until: int, save_at: int | None) -> list[float]:
+    """Losses of a converted model under FSDP2, resumed if there is something to resume from; as the trainer does it."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    ng.convert(model, "fp8-delayed")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ng.distribute(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    get_optimizer_state_dict(model, optimizer)  # makes its state
+    tensors, _ = states.collect(model, optimizer, None)
+    found, _ = sharded.newest_valid(folder, tensors)
+    if found is not None:
+        states.restore(model, optimizer, None, found.tensors, found.facts["state"], str(found.path))
+    losses = []
+    for step in range(found.step if found else 0, until):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ng.advance(model)
+        losses.append(float(loss.detach()))
+        if step + 1 == save_at:
+            tensors, rest = states.collect(model, optimizer, None)
+            sharded.save(folder, save_at, tensors, {"state": rest})
+    return losses
+
+
+def test_a_run_goes_on_to_the_bit(ranks, tmp_path):
+    calm = ranks(2)(train, tmp_path / "calm", 6, None)
+    first = ranks(2)(train, tmp_path / "run", 3, 3)
+    assert first[0] == calm[0][:3]
+    assert ranks(2)(train, tmp_path / "run", 6, None) == [calm[0][3:]] * 2
+    model = ng.convert(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), "fp8-delayed")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found, _ = store.newest_valid(tmp_path / "run")  # one process takes it up as its own
+    assert found is not None
+    states.restore(model, optimizer, None, found.tensors, found.facts["state"], str(found.path))
+    saved = found.tensors["weights"] | found.tensors["scaling"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], found.tensors["optimizer"]["state.0.exp_avg"])
