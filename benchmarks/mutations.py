@@ -45,7 +45,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutations.jsonl"
 SHARES = {"numerics": 20, "optimizer": 12, "checkpoint": 8, "data": 10}
 KINDS = ("sign", "off by one", "swapped axes", "dropped cast")
 FOLDERS = {"optim": "optimizer", "data": "data"}
-CHECKPOINT = re.compile(r"train/checkpoint/|storage\.py")
+CHECKPOINT = re.compile(r"train/checkpoint/|manifest\.py|storage\.py")
 # Neither of the four: text, choices that are measured, and what only reads a model's structure.
 LEFT_OUT = re.compile(
     r"(train|cli|diagnose|report|conversion|memory)/|__main__|errors|structure|fuse/(patterns|probe)|cuda_graphs|registry|selfcheck"

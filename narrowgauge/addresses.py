@@ -15,6 +15,7 @@ knows to be zero (that of `sgn`) has none.
     validity    to tell whether a tensor is the one of before, with the same numbers
     holds_numbers   whether there is data to look at
     cached      keeps constants, but never fake ones
+    own         gives a tensor a memory of its own on the CPU, to be written to a file
 """
 
 from __future__ import annotations
@@ -125,3 +126,13 @@ def validity(tensor: Tensor) -> Key | None:
         return None
     place = tensor.device, identity(tensor), tensor.dtype, tensor.shape, tensor.stride()
     return (tensor._version, *place, torch.is_inference_mode_enabled())
+
+
+def own(tensor: Tensor, taken: set[int]) -> Tensor:
+    """Dense, on the CPU, and alone in a storage, which joins `taken`: files of tensors refuse those that share one."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    place = dense.untyped_storage()
+    is_alone = place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken
+    alone = dense if is_alone else dense.clone()
+    taken.add(alone.untyped_storage().data_ptr())
+    return alone

@@ -118,31 +118,35 @@ def replace_file(path: Path, data: str | bytes, instead: str = "choose another -
 
 @contextmanager
 def new_folder(path: Path, draft: Path) -> Iterator[Path]:
-    """Renames the folder `draft`, which the body makes and syncs, to `path`; removes it if the body fails.
-
-    What was at `path` goes when the new one is on the disk. A crash between the two renames leaves the old one as .old-NAME,
-    which `recover` puts back.
-    """
+    """Renames the folder `draft`, which the body makes and syncs, to `path`, as `replace_folder` does; removes it if the body fails."""
     remove(draft)
-    old = path.with_name(f".old-{path.name}")
     try:
         yield draft
-        replaces = os.path.lexists(path)
-        if replaces:
-            remove(old)
-            os.rename(path, old)
-        try:
-            os.rename(draft, path)
-        except OSError:
-            if replaces:
-                os.rename(old, path)
-            raise
-        flush(path.parent)
-        if replaces:
-            remove(old)
+        replace_folder(path, draft)
     except BaseException:
         remove(draft)
         raise
+
+
+def replace_folder(path: Path, draft: Path) -> None:
+    """Renames the synced folder `draft` to `path`. What was at `path` goes when the new one is on the disk.
+
+    A crash between the two renames leaves the old one as .old-NAME, which `recover` puts back.
+    """
+    old = path.with_name(f".old-{path.name}")
+    replaces = os.path.lexists(path)
+    if replaces:
+        remove(old)
+        os.rename(path, old)
+    try:
+        os.rename(draft, path)
+    except OSError:
+        if replaces:
+            os.rename(old, path)
+        raise
+    flush(path.parent)
+    if replaces:
+        remove(old)
 
 
 def recover(folder: Path, names: str) -> None:

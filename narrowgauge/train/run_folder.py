@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 from narrowgauge import storage
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import BusyError, ConfigError
-from narrowgauge.train.checkpoint.manifest import STEP
+from narrowgauge.manifest import STEP
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 

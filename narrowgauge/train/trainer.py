@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge import manifest
 from narrowgauge.conversion import advance, nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
@@ -28,7 +29,7 @@ from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train import launches
 from narrowgauge.train.attention import use_attention_of_whole_rows
-from narrowgauge.train.checkpoint import manifest, state, store
+from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.device import chosen_device, peak_bytes

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge import manifest
 from narrowgauge.diagnose import compare
 from narrowgauge.diagnose.runs import decode, read_metrics, read_run
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.train import loop
-from narrowgauge.train.checkpoint import manifest, store
+from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint.store import Best
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.metrics import MetricsLog

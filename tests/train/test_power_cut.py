@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from narrowgauge import storage
+from narrowgauge import manifest, storage
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.train import loop
-from narrowgauge.train.checkpoint import manifest, store
+from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.metrics import MetricsLog

@@ -30,20 +30,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from narrowgauge import storage
+from narrowgauge import addresses, manifest, storage
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
-from narrowgauge.train.checkpoint import manifest
-from narrowgauge.train.checkpoint.manifest import FACTS, NAME, Manifest
+from narrowgauge.manifest import FACTS, NAME, SHARD_BYTES, Manifest
 
-SHARD_BYTES = 2**29
 LOWER_IS_BETTER = frozenset({"loss"})
-# What safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
-DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
-    | {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8}
-)
-
 Tensors = dict[str, dict[str, Tensor]]
 
 
@@ -95,7 +86,11 @@ def _refuse_unstorable(tensors: Tensors) -> None:
             reason = ""
             if type(tensor) not in (Tensor, torch.nn.Parameter):
                 reason = f"is a {type(tensor).__name__}, not a plain tensor"
-            elif tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
+            elif (
+                tensor.layout != torch.strided
+                or tensor.is_meta
+                or str(tensor.dtype).removeprefix("torch.") not in manifest.DTYPES
+            ):
                 reason = (
                     f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
                 )
@@ -169,19 +164,10 @@ def _shards(members: Mapping[str, Tensor], ties: Mapping[str, str]) -> Iterator[
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, taken, size = {}, set(), 0
-        shard[name] = _own(tensor, taken)
-        taken.add(shard[name].untyped_storage().data_ptr())
+        shard[name] = addresses.own(tensor, taken)
         size += tensor.nbytes
     if shard:
         yield shard
-
-
-def _own(tensor: Tensor, taken: set[int]) -> Tensor:
-    """Dense, on the CPU, and alone in a storage that is not taken: safetensors refuses what shares one."""
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    place = dense.untyped_storage()
-    is_alone = place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken
-    return dense if is_alone else dense.clone()
 
 
 # Loading
@@ -190,6 +176,8 @@ def _own(tensor: Tensor, taken: set[int]) -> Tensor:
 def load(path: Path) -> Checkpoint:
     """The checkpoint at `path`. CheckpointError says what is wrong with it, if anything is."""
     listing = manifest.read(path)
+    if listing.save:
+        return _of_several_ranks(path, listing)
     tensors: Tensors = {group: {} for group in listing.groups}
     place = FACTS
     try:
@@ -208,13 +196,27 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path / place}: has the right hash, but not the right contents: {error}. Restore the checkpoint."
         ) from error
+    refuse_nonfinite(tensors, path)
+    return Checkpoint(listing.step, tensors, facts, path)
+
+
+def _of_several_ranks(path: Path, listing: Manifest) -> Checkpoint:
+    """Ordinary tensors, as one process's checkpoint has them."""
+    from narrowgauge.distributed import storage as ranks  # dear to import: torch's planners
+
+    state = ranks.read(path)
+    facts = state.pop(FACTS.partition(".")[0], {})
+    refuse_nonfinite(state, path)
+    return Checkpoint(listing.step, state, facts, path)
+
+
+def refuse_nonfinite(tensors: Tensors, path: Path) -> None:
     for name, tensor in tensors.get("weights", {}).items():
         if count := nonfinite(tensor):
             raise CheckpointError(
                 f"{path}: weight {name!r} holds {count} values that are not finite, of {tensor.numel()}. "
                 "Restore the checkpoint, or remove it to go on from an older one."
             )
-    return Checkpoint(listing.step, tensors, facts, path)
 
 
 def _refuse_constant(name: str) -> None:
@@ -273,9 +275,15 @@ class Best:
         is_better = sign * value > sign * self.value or (value == self.value and loss < self.loss)
         if not math.isfinite(value) or (self.step and not is_better):
             return False
-        save(self.folder, step, {"weights": dict(weights)}, {"metric": self.metric, "value": value})
+        self.save(step, dict(weights), {"metric": self.metric, "value": value})
         self.step, self.value, self.loss = step, value, loss
         return True
+
+    def save(self, step: int, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        save(self.folder, step, {"weights": weights}, facts)
+
+    def verify(self, path: Path) -> None:
+        manifest.verify(path)
 
     def facts(self) -> dict[str, Any] | None:
         """For a checkpoint, as JSON: a loss that is not finite is None. None before the first evaluation."""
@@ -288,7 +296,7 @@ class Best:
             return ""
         step, loss = facts["step"], facts.get("loss")
         try:
-            manifest.verify(self.path(step))
+            self.verify(self.path(step))
         except CheckpointError as error:
             return f"the best weights, of step {step}, are lost: {error} The best of the steps to come is kept."
         self.step, self.value, self.loss = step, facts["value"], math.nan if loss is None else loss

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge import storage
+from narrowgauge import manifest, storage
 from narrowgauge.errors import CheckpointError, StorageError
-from narrowgauge.train.checkpoint import manifest, store
+from narrowgauge.train.checkpoint import store
 from tests.processes import PYTHON, ROOT, as_nobody
 from tests.train.checkpoint.test_store import resign, saved
 
@@ -229,7 +229,8 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path):
         f"mount -t tmpfs -o size=4m none {tmp_path} && exec {PYTHON} -c '\n"
         "import os, sys, torch\nfrom pathlib import Path\n"
         "from narrowgauge import storage\nfrom narrowgauge.errors import StorageError\n"
-        "from narrowgauge.train.checkpoint import manifest, store as checkpoint\n"
+        "from narrowgauge import manifest\n"
+        "from narrowgauge.train.checkpoint import store as checkpoint\n"
         f"folder = Path({str(tmp_path)!r})\n"
         'checkpoint.save(folder, 1, {"weights": {"a": torch.zeros(1000)}}, {})\n'
         "storage.require_space = lambda *_: None\n"
@@ -318,7 +319,8 @@ WRITERS = """
 import os, sys, torch
 from pathlib import Path
 from narrowgauge import storage
-from narrowgauge.train.checkpoint import manifest, store as checkpoint
+from narrowgauge import manifest
+from narrowgauge.train.checkpoint import store as checkpoint
 
 torch.set_num_threads(1)
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from narrowgauge import storage
+from narrowgauge import manifest, storage
 from narrowgauge.errors import CheckpointError, NumericsError, StorageError
-from narrowgauge.train.checkpoint import manifest, store
+from narrowgauge.train.checkpoint import store
 from tests.processes import PYTHON, run
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-DTYPES = sorted(store.DTYPES, key=str)
+DTYPES = sorted((getattr(torch, name) for name in manifest.DTYPES), key=str)
 
 
 def some_tensors(step: int = 1) -> store.Tensors:
@@ -329,7 +329,8 @@ CRASH = """
 import os, sys, torch
 from pathlib import Path
 from narrowgauge import storage
-from narrowgauge.train.checkpoint import manifest, store as checkpoint
+from narrowgauge import manifest
+from narrowgauge.train.checkpoint import store as checkpoint
 rename = os.rename
 os.rename = lambda source, target: os._exit(9) if Path(source).name.startswith(".tmp-") else rename(source, target)
 checkpoint.save(Path(sys.argv[1]), 1, {"weights": {"up": torch.zeros(3)}}, {})

@@ -2,6 +2,9 @@
 
     {"kind": ..., "format": 1, "step": 100, "groups": [...], "ties": {...}, "files": {name: {"bytes", "sha256"}}, "sha256": ...}
 
+Format 1 is what one process writes (narrowgauge/train/checkpoint/store.py), format 2 what several ranks write together
+(narrowgauge/distributed/storage.py): without groups and ties, with a number in "save" that all its shards hold too.
+
 The last key is the SHA-256 of the bytes that the manifest has without it. A reader writes what it parsed once more and
 compares, so a changed byte is noticed even where JSON does not care, as in white space. A right hash proves that
 nothing was damaged, not that nobody meant harm: names are checked as well, and nothing outside the folder is opened.
@@ -19,12 +22,20 @@ from typing import Any
 from narrowgauge import storage
 from narrowgauge.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 KIND = "narrowgauge checkpoint"
-NAME, FACTS = "manifest.json", "facts.json"
+SHARD_BYTES = 2**29  # of a file of tensors: what is held twice while one is written or read
+# Names of torch's types that safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
+DTYPES = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "complex64", "bool", "float8_e4m3fn", "float8_e5m2"}
+    | {"float8_e4m3fnuz", "float8_e5m2fnuz", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
+)
+NAME, FACTS, INDEX = "manifest.json", "facts.json", "index.json"
 STEP = re.compile(r"step-\d{8}")
 GROUP = re.compile(r"[a-z][a-z0-9_]{0,40}")
 FILE = re.compile(r"([a-z][a-z0-9_]{0,40})-\d+\.safetensors|facts\.json")
+RANK_FILE = re.compile(r"rank-\d{5,8}-\d+\.safetensors|index\.json")
+SAVE = re.compile(r"[0-9a-f]{32}")
 
 
 class NewerFormatError(CheckpointError):
@@ -33,15 +44,22 @@ class NewerFormatError(CheckpointError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """`ties`: group -> name -> the name under which the same tensor is stored. `files`: name -> bytes and sha256."""
+    """`ties`: group -> name -> the name under which the same tensor is stored. `files`: name -> bytes and sha256.
+
+    save: of several ranks' checkpoint, which call of theirs wrote it; '' of one process's.
+    """
 
     step: int
     groups: list[str]
     ties: dict[str, dict[str, str]]
     files: dict[str, dict[str, Any]]
+    save: str = ""
 
     def signed(self) -> bytes:
-        body = {"kind": KIND, "format": FORMAT, **asdict(self)}
+        fields = asdict(self)
+        if not self.save:
+            del fields["save"]
+        body = {"kind": KIND, "format": 2 if self.save else 1, **fields}
         digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
         return json.dumps({**body, "sha256": digest}, indent=1).encode()
 
@@ -49,14 +67,18 @@ class Manifest:
         """What does not make sense in it, or ''."""
         if not isinstance(self.step, int) or isinstance(self.step, bool) or not 0 <= self.step < 10**8:
             return f"has step = {self.step!r}, not a whole number from 0 to 99999999"
-        if FACTS not in self.files:
-            return f"lists no {FACTS}"
+        needed = INDEX if self.save else FACTS
+        if needed not in self.files:
+            return f"lists no {needed}"
+        if self.save and (not SAVE.fullmatch(self.save) or self.groups or self.ties):
+            return "mixes two formats"
         for group in [*self.groups, *self.ties]:
             if not GROUP.fullmatch(group) or group not in self.groups:
                 return f"has a group {group!r}"
         for name, listed in self.files.items():
-            match = FILE.fullmatch(name)
-            if not match or match[1] not in (None, *self.groups) or listed.keys() != {"bytes", "sha256"}:
+            match = (RANK_FILE if self.save else FILE).fullmatch(name)
+            is_foreign = not match or not (self.save or match[1] in (None, *self.groups))
+            if is_foreign or listed.keys() != {"bytes", "sha256"}:
                 return f"lists a file {name!r}"
         return ""
 
@@ -79,7 +101,7 @@ def read(folder: Path) -> Manifest:
                 f"{folder}: has format {body['format']}, but this narrowgauge reads formats up to {FORMAT}. "
                 "Upgrade narrowgauge."
             )
-        manifest = Manifest(body["step"], body["groups"], body["ties"], body["files"])
+        manifest = Manifest(body["step"], body["groups"], body["ties"], body["files"], body.get("save", ""))
         if manifest.signed() == data:
             reason = manifest.refuse()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

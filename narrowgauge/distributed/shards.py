@@ -1,0 +1,254 @@
+"""A StorageWriter and a StorageReader for torch.distributed.checkpoint: torch's planners decide who stores and reads what.
+
+    rank-00000-0.safetensors    chunks that rank 0 stores, in shards of at most SHARD_BYTES; each also holds the number of this save
+    rank-00001-0.safetensors    ...
+    index.json                  what is where, and what is no tensor (narrowgauge/distributed/index.py)
+    manifest.json               size and SHA-256 of every other file (narrowgauge/manifest.py)
+
+Writing: rank 0 makes a draft folder; all ranks write and sync their shards there and tell rank 0 the digests; then rank 0 writes
+index and manifest, syncs, and renames the draft. Before that nothing looks like a checkpoint, after it everything is on the disk.
+The planners' messages between ranks are torch's own and pickled; no file is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from narrowgauge import manifest, storage
+from narrowgauge.addresses import own
+from narrowgauge.distributed import index as indexes
+from narrowgauge.distributed import replicas, state_tree
+from narrowgauge.distributed.index import STORABLE, Chunk, Index, Stored
+from narrowgauge.distributed.replicas import Told
+from narrowgauge.errors import CheckpointError, StorageError
+from narrowgauge.manifest import INDEX, NAME, SHARD_BYTES, Manifest
+
+INSTEAD = "choose another folder"
+SAMPLE = "Write the checkpoint with narrowgauge.distributed.storage.save."
+
+
+@dataclass(frozen=True)
+class Order:
+    """What rank 0 tells a rank with the final plan."""
+
+    draft: str
+    save: str
+    rank: int
+
+
+class ShardWriter(StorageWriter):
+    """Writes the state `flat`, whose tensors are given to `torch.distributed.checkpoint.save`, as checkpoint `folder`."""
+
+    def __init__(self, folder: Path, flat: state_tree.Flat, step: int) -> None:
+        self.folder, self.flat, self.step = folder, flat, step
+        self.draft: Path | None = None  # on rank 0, from the moment it is made
+        self.save = ""
+        self.told: list[Told] = []
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.draft = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            _refuse_unstorable(item, self.flat.tensors.get(item.index.fqn))
+        return replace(plan, storage_data=replicas.told(plan, self.flat))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.told = [plan.storage_data for plan in plans]
+        self.save = secrets.token_hex(16)
+        total_bytes = sum(_bytes(item) for plan in plans for item in plan.items)
+        values_bytes = len(json.dumps([told.values for told in self.told[:1]]))
+        draft = self.folder.with_name(f".tmp-{self.folder.name}-{os.getpid()}")
+        with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
+            storage.make_folder(self.folder.parent)
+            storage.recover(self.folder.parent, re.escape(self.folder.name))
+            storage.require_space(
+                self.folder.parent, 1.2 * (total_bytes + values_bytes), f"checkpoint {self.folder.name}"
+            )
+            storage.remove(draft)
+            self.draft = draft
+            draft.mkdir()
+        return [replace(plan, storage_data=Order(str(draft), self.save, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        order: Order = plan.storage_data
+        draft = Path(order.draft)
+        if not draft.is_dir():
+            raise StorageError(
+                f"cannot save a checkpoint in {self.folder}: the folder that rank 0 made is not seen here. "
+                "Choose a folder on a file system that all ranks share."
+            )
+        results: list[WriteResult] = []
+        with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
+            for number, (tensors, items) in enumerate(_in_shards(plan.items, planner)):
+                name = f"rank-{order.rank:05d}-{number}.safetensors"
+                data = safetensors.torch.save(tensors, metadata={"save": order.save, "step": str(self.step)})
+                storage.write_synced(draft / name, data)
+                listed = manifest.listed(data)
+                results += [WriteResult(item.index, _bytes(item), (name, listed)) for item in items]
+            storage.flush(draft)
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self.draft is not None
+        written = [result for of_rank in results for result in of_rank]
+        files = {name: listed for name, listed in (result.storage_data for result in written)}
+        index = _index(metadata, written, self.told).json()
+        with storage.refusals("save a checkpoint in", self.folder, INSTEAD):
+            storage.write_synced(self.draft / INDEX, index)
+            files[INDEX] = manifest.listed(index)
+            storage.write_synced(self.draft / NAME, Manifest(self.step, [], {}, files, self.save).signed())
+            storage.flush(self.draft)
+            storage.replace_folder(self.folder, self.draft)
+        self.draft = None
+
+    def discard(self) -> None:
+        """Removes the draft of a save that failed, once no rank writes any more. What cannot be removed is left to the next save."""
+        if self.draft is not None:
+            with suppress(OSError):
+                storage.remove(self.draft)
+            self.draft = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # never chosen by torch from a path alone
+
+
+def _refuse_unstorable(item: WriteItem, tensor: Tensor | None) -> None:
+    name, reason = item.index.fqn, ""
+    if item.type == WriteItemType.BYTE_IO or tensor is None:
+        raise CheckpointError(f"{name!r} is no tensor, and would be pickled. {SAMPLE}")
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if type(local) not in (Tensor, torch.nn.Parameter):
+        reason = f"is a {type(local).__name__}, not a plain tensor"
+    elif local.layout != torch.strided or local.is_meta or local.dtype not in STORABLE.values():
+        reason = f"is a {local.layout} tensor of {local.dtype} on {local.device}, which safetensors does not hold"
+    elif item.tensor_data is None or tuple(local.shape) != tuple(item.tensor_data.chunk.sizes):
+        reason = f"has a local shard of {list(local.shape)} that is no box of the whole tensor"
+    if reason:
+        raise CheckpointError(f"save: {name!r} {reason}. Store plain dense tensors, as `uint8` codes if need be.")
+
+
+def _bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    assert data is not None
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _in_shards(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[dict[str, Tensor], list[WriteItem]]]:
+    """The tensors that a rank stores, on the CPU, in storages of their own, a shard at a time."""
+    tensors: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    held: list[WriteItem] = []
+    size = 0
+    for item in items:
+        if held and size + _bytes(item) > SHARD_BYTES:
+            yield tensors, held
+            tensors, taken, held, size = {}, set(), [], 0
+        size += _bytes(item)
+        resolved = planner.resolve_data(item)
+        assert isinstance(resolved, Tensor)
+        stored = own(indexes.storage_form(resolved.detach()), taken)
+        tensors[indexes.chunk_key(item.index.fqn, tuple(item.index.offset or ()))] = stored
+        held.append(item)
+    if held:
+        yield tensors, held
+
+
+def _index(metadata: Metadata, written: list[WriteResult], told: list[Told]) -> Index:
+    places = {(result.index.fqn, tuple(result.index.offset or ())): result.storage_data[0] for result in written}
+    paths = {name: path for each in told for name, path in each.paths.items()}
+    tensors: dict[str, Stored] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        chunks = []
+        for chunk in entry.chunks:
+            offsets = tuple(chunk.offsets)
+            chunks.append(Chunk(offsets, tuple(chunk.sizes), places[name, offsets], indexes.chunk_key(name, offsets)))
+        tensors[name] = Stored(paths[name], entry.properties.dtype, tuple(entry.size), chunks)
+    return Index(tensors, {name: value for each in told for name, value in each.values.items()}, paths)
+
+
+class ShardReader(StorageReader):
+    """Reads the checkpoint at `folder`, whose index has been read, for `torch.distributed.checkpoint.load`."""
+
+    def __init__(self, folder: Path, listing: Manifest, index: Index) -> None:
+        self.folder, self.listing, self.index = folder, listing, index
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        entries: dict[str, Any] = {}
+        for name, stored in self.index.tensors.items():
+            chunks = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks
+            ]
+            entries[name] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
+        return Metadata(entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """One file at a time, each verified as it is read."""
+        chunks = {
+            (name, chunk.offsets): chunk for name, stored in self.index.tensors.items() for chunk in stored.chunks
+        }
+        files: dict[str, list[Any]] = {}
+        for item in plan.items:
+            chunk = chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            files.setdefault(chunk.file, []).append((item, chunk))
+        for file, wanted in files.items():
+            shard = indexes.shard(self.folder, file, self.listing)
+            for item, chunk in wanted:
+                stored = self.index.tensors[item.storage_index.fqn]
+                part = indexes.piece(shard, stored, chunk, self.folder / file)
+                for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dimension, start, length)
+                with torch.no_grad():
+                    place = planner.resolve_tensor(item).detach()
+                    place.copy_(part)
+                planner.commit_tensor(item, place)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
