@@ -287,8 +287,7 @@ class QLinear(nn.Linear):
         if steps.is_cold:
             from narrowgauge.nn.straight_through import steps_from_data
 
-            sums = None if local is None else local.sums
-            fresh = steps_from_data(steps, _rows(x), weight, context.plan.recipe, self.training, sums)
+            fresh = steps_from_data(steps, _rows(x), weight, context.plan.recipe, writes=self.training)
         if self.training:  # they were written
             fresh = {}
         found = fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))

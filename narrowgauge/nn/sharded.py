@@ -92,12 +92,6 @@ class Locals:
         whole = self.summed(step, self.partly)
         return whole.detach() + (whole - whole.detach()) * self.shares[role == "w"] ** 0.5
 
-    def sums(self, values: Tensor) -> Tensor:
-        """The sums of these numbers over all ranks that hold a part."""
-        there = tuple(Partial() if axis else Replicate() for axis in self.partly)
-        whole = DTensor.from_local(values, self.mesh, there, run_check=False)
-        return _local(whole.redistribute(placements=(Replicate(),) * len(there)))
-
     def wrap(self, y: Tensor) -> Tensor:
         """The local result as a DTensor."""
         strides = _strides(self.shape)

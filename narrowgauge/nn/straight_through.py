@@ -19,7 +19,6 @@ residual_every more for a learned step. q_w is made again from the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -316,18 +315,10 @@ def _drawn_rows(rows: int, every: int, offset: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def steps_from_data(
-    steps: LearnedSteps,
-    x: Tensor,
-    weight: Tensor,
-    recipe: Recipe,
-    writes: bool,
-    sums: Callable[[Tensor], Tensor] | None = None,
-) -> dict[str, Tensor]:
+def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool) -> dict[str, Tensor]:
     """Role -> the step of the cold start, 2 mean|x H| / sqrt(max), [1]; written into the parameters if `writes`.
 
     x [T, K], weight [N, K]. A tensor of zeros, or with a number that is not finite, leaves the step as it was.
-    sums: numbers summed over the ranks that hold a part of the layer; the step is the mean of those that have one.
     """
     found = {}
     for role, tensor, cast in (("x", x, recipe.output.lhs), ("w", weight, recipe.output.rhs)):
@@ -337,8 +328,5 @@ def steps_from_data(
         step = steps.get(role)
         assert step is not None
         there = amax.isfinite() & (amax > 0)
-        if sums is not None:
-            total, count = sums(torch.cat((torch.where(there, amax, 0.0), there.to(amax.dtype)))).split(1)
-            amax, there = total / count, count > 0
         found[role] = steps.put(role, torch.where(there, amax / cast.format.max, step), there, writes)
     return found

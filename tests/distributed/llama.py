@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-VOCABULARY, WIDTH, HEADS, MLP, LAYERS, TOKENS = 128, 64, 4, 128, 2, 32
+VOCABULARY, WIDTH, HEADS, MLP, LAYERS, TOKENS = 128, 128, 4, 256, 8, 32
 
 
 class Attention(nn.Module):
@@ -80,8 +80,9 @@ def batch(step: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    ids, targets = batch(step)
+def loss_of(model: nn.Module, step: int, piece: int = 0, of: int = 1) -> Tensor:
+    """Of the batch of a step, or of one of its pieces."""
+    ids, targets = (each.chunk(of)[piece] for each in batch(step))
     return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
 
 

@@ -77,7 +77,9 @@ class Ranks:
                     worked, result = False, "the process ended"
                 (found if worked else failed)[rank] = result
         if failed:
-            raise RankError("\n".join(f"rank {rank} of {self.world}: {words}" for rank, words in sorted(failed.items())))
+            raise RankError(
+                "\n".join(f"rank {rank} of {self.world}: {words}" for rank, words in sorted(failed.items()))
+            )
         return [found[rank] for rank in range(self.world)]
 
     def close(self, kill: bool = False) -> None:
