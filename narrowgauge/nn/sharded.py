@@ -56,13 +56,13 @@ class Locals:
             x = x.redistribute(placements=wanted)
         self.placements: Placements = tuple(each[1] for each in laid)
         self.shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-        self.x = _local(x, tuple(each[2] for each in laid))
+        self.x = local_part(x, tuple(each[2] for each in laid))
         self.owner = self.x if torch.compiler.is_compiling() else _owner(x)
         # Of a weight that all have, tokens each their own: summed here, since optimizers look at plain gradients.
         token_axes = tuple(
             its.is_replicate() and each.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
         )
-        self.weight = self.summed(_local(weight, weight.placements), token_axes)
+        self.weight = self.summed(local_part(weight, weight.placements), token_axes)
         self.bias = None if bias is None else self._bias(bias, token_axes)
         self.partly = tuple(
             each.is_shard() or its.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
@@ -73,9 +73,9 @@ class Locals:
     def _bias(self, bias: Tensor, token_axes: tuple[bool, ...]) -> Tensor:
         if not isinstance(bias, DTensor):
             raise ConfigError("linear: weight is a DTensor and bias is not. Distribute both.")
-        local = self.summed(_local(bias, bias.placements), token_axes)
+        own = self.summed(local_part(bias, bias.placements), token_axes)
         others = [its.is_partial() and self.mesh.get_local_rank(axis) > 0 for axis, its in enumerate(self.placements)]
-        return _Zeros.apply(local) if any(others) else local
+        return _Zeros.apply(own) if any(others) else own
 
     def summed(self, local: Tensor, axes: tuple[bool, ...]) -> Tensor:
         """local, the same on all ranks of these axes; its gradient becomes the sum of theirs."""
@@ -83,7 +83,7 @@ class Locals:
             return local
         there = (Replicate(),) * len(axes)
         back = tuple(Partial() if axis else Replicate() for axis in axes)
-        return _local(DTensor.from_local(local, self.mesh, there, run_check=False), back)
+        return local_part(DTensor.from_local(local, self.mesh, there, run_check=False), back)
 
     def step(self, step: Tensor | None, role: str) -> Tensor | None:
         """A learned step of "x" or "w" whose gradient is that of the whole tensor."""
@@ -114,7 +114,7 @@ def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placem
     return Replicate(), Replicate(), Replicate()
 
 
-def _local(x: DTensor, gradient: Placements | None = None) -> Tensor:
+def local_part(x: DTensor, gradient: Placements | None = None) -> Tensor:
     """The part of this rank, there: what a collective brings is waited for. gradient: how that of the result will lie."""
     local = x.to_local(grad_placements=gradient or x.placements)
     return _Waited.apply(local) if type(local).__name__ == "AsyncCollectiveTensor" else local
@@ -122,7 +122,7 @@ def _local(x: DTensor, gradient: Placements | None = None) -> Tensor:
 
 def plain(x: Tensor) -> Tensor:
     """x, or the part of it that this rank holds."""
-    return _local(x) if isinstance(x, DTensor) else x
+    return local_part(x) if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
