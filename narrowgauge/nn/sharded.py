@@ -57,7 +57,7 @@ class Locals:
         self.placements: Placements = tuple(each[1] for each in laid)
         self.shape = torch.Size((*x.shape[:-1], weight.shape[0]))
         self.x = local_part(x, tuple(each[2] for each in laid))
-        self.owner = self.x if torch.compiler.is_compiling() else _owner(x)
+        self.owner = self.x if torch.compiler.is_compiling() else owner_of(x)
         # Of a weight that all have, tokens each their own: summed here, since optimizers look at plain gradients.
         token_axes = tuple(
             its.is_replicate() and each.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
@@ -126,7 +126,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _owner(x: DTensor) -> Tensor:
+def owner_of(x: DTensor) -> Tensor:
     """The tensor whose views the layers are given: `from_local` makes another DTensor for each of them."""
     local = x.to_local()
     return local if local._base is None else local._base

@@ -15,6 +15,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from narrowgauge.distributed import tensor_parallel
+from narrowgauge.distributed.tensor_parallel import GatherInput
+
 VOCABULARY, WIDTH, HEADS, MLP, LAYERS, TOKENS = 128, 128, 4, 256, 8, 32
 
 
@@ -86,8 +89,11 @@ def loss_of(model: nn.Module, step: int, piece: int = 0, of: int = 1) -> Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
 
 
-def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama:
-    """As users do, with torch's own styles; sequence: activations between the Linears are cut along the tokens."""
+def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False, gather: str = "", scatter: str = "") -> Llama:
+    """As users do, with torch's own styles; sequence: activations between the Linears are cut along the tokens.
+
+    gather, scatter: "fp8" or "16bit" for our styles in place of PrepareModuleInput and RowwiseParallel.
+    """
     block: dict[str, ParallelStyle] = {
         f"attention.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")
     } | {f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
@@ -102,7 +108,11 @@ def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
             "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }  # fmt: skip
+    if gather:
+        block |= {name: GatherInput(activations=gather) for name in ("attention", "mlp")}
     rows = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
+    if scatter:
+        rows = tensor_parallel.RowwiseParallel(activations=scatter)
     block |= {"attention.o_proj": rows, "mlp.down_proj": rows}
     parallelize_module(model, mesh, whole)
     for layer in model.layers:

@@ -131,3 +131,35 @@ def test_ranks_are_as_near_to_one_process_as_a_perturbed_one(ranks, recipe, worl
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
 def test_with_fsdp2_ranks_are_as_near_to_one_process_with_as_many_micro_batches(ranks, recipe, sequence):
     _assert_near(ranks(4)(_on_ranks, recipe, sequence, True, 2), recipe, pieces=2)
+
+
+def _variants(recipe: str, how: str) -> list[bool]:
+    """Whether gradients are those of the plain run, bit for bit, of each parameter."""
+    runs = []
+    for variant in ("plain", how):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        # torch 2.13 cannot compile blocks one by one under SequenceParallel, without recipes either; whole models it can.
+        whole = how == "compiled whole"
+        model = ng.convert(
+            parallelize(Llama(layers=2), mesh, sequence=how == "checkpointed" or whole), {BLOCKS: recipe}
+        )
+        if variant == "checkpointed":
+            ng.memory.checkpoint(model, "full")
+        elif variant != "plain":
+            for each in [model] if whole else model.layers:
+                each.compile(backend="aot_eager", fullgraph=True)
+        runs.append(_train(model, ranks=True))
+    plain, other = runs
+    return [torch.equal(plain[step][name], other[step][name]) for step in range(STEPS) for name in plain[step]]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "int8", "int4-hq-bs"])
+def test_activation_checkpointing_changes_nothing(ranks, recipe):
+    assert all(all(equal) for equal in ranks(2)(_variants, recipe, "checkpointed"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compiled", "compiled whole"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "int8"])
+def test_compiling_changes_nothing(ranks, recipe, how):
+    assert all(all(equal) for equal in ranks(2)(_variants, recipe, how))
