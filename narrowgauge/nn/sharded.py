@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.recipe import Recipe
 
 Placements = tuple[Placement, ...]
 
@@ -106,7 +107,7 @@ def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placem
         return Shard(last), Partial(), Shard(last)
     if not weight.is_replicate():
         raise ConfigError(
-            f"linear: the weight lies as {weight} on an axis of the mesh; a Linear multiplies by Shard(0), Shard(1) or Replicate. "
+            f"linear: the weight lies as {weight!r} on an axis of the mesh; a Linear multiplies by Shard(0), Shard(1) or Replicate. "
             "Redistribute it, or parallelise the layer with ColwiseParallel or RowwiseParallel."
         )
     if x.is_shard() and not x.is_shard(last):
@@ -123,6 +124,27 @@ def local_part(x: DTensor, gradient: Placements | None = None) -> Tensor:
 def plain(x: Tensor) -> Tensor:
     """x, or the part of it that this rank holds."""
     return local_part(x) if isinstance(x, DTensor) else x
+
+
+def cut_tiles(weight: Tensor, recipe: Recipe) -> str:
+    """In words: which axis of the weight ranks cut within a tile of the recipe; '' if none."""
+    if not isinstance(weight, DTensor):
+        return ""
+    casts = {cast for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast is not None}
+    tiles = {size for cast in casts for size in cast.tile if size > 1}
+    blocks = {gemm.rotate.block for gemm in recipe.gemms().values() if gemm.rotate is not None}
+    found = []
+    for axis, name in ((0, "rows"), (1, "columns")):
+        ranks = 1
+        for dim, placement in enumerate(weight.placements):
+            ranks *= weight.device_mesh.size(dim) if placement.is_shard(axis) else 1
+        each = -(-weight.shape[axis] // ranks)
+        cut = sorted(size for size in tiles | blocks if each % size)
+        if ranks > 1 and cut:
+            found.append(
+                f"{each} {name} on each of {ranks} ranks: the last tile of {' and of '.join(map(str, cut))} is shorter there"
+            )
+    return ", ".join(found)
 
 
 @torch.no_grad()
