@@ -85,13 +85,13 @@ def _limits(recipe: str, pieces: int) -> list[float]:
     return [MOST * max(each) for each in zip(*drifts, strict=True)]
 
 
-def _on_ranks(recipe: str, sequence: bool, converts_first: bool, shards: int = 1) -> Run:
-    """shards: ranks of FSDP2, each of which sees its part of the batch."""
+def _on_ranks(recipe: str, sequence: bool, converts_first: bool, shards: int = 1, messages: str = "") -> Run:
+    """shards: ranks of FSDP2, each of which sees its part of the batch. messages: of our styles, '' of torch's."""
     mesh = init_device_mesh("cpu", (shards, dist.get_world_size() // shards), mesh_dim_names=("dp", "tp"))
     model = Llama()
     if converts_first:
         ng.convert(model, {BLOCKS: recipe})
-    parallelize(model, mesh["tp"], sequence)
+    parallelize(model, mesh["tp"], sequence, messages, messages)
     if not converts_first:
         ng.convert(model, {BLOCKS: recipe})
     if shards > 1:
@@ -101,8 +101,8 @@ def _on_ranks(recipe: str, sequence: bool, converts_first: bool, shards: int = 1
     return _train(model, pieces=(mesh["dp"].get_local_rank(),), of=shards, ranks=True)
 
 
-def _assert_near(runs: list[Run], recipe: str, pieces: int = 1) -> None:
-    limits = _limits(recipe, pieces)
+def _assert_near(runs: list[Run], recipe: str, pieces: int = 1, control: str = "") -> None:
+    limits = _limits(control or recipe, pieces)
     for run in runs:
         drift = _drift(run, _alone(recipe, pieces))
         assert all(each <= limit for each, limit in zip(drift, limits, strict=True)), (recipe, drift, limits)
@@ -131,6 +131,15 @@ def test_ranks_are_as_near_to_one_process_as_a_perturbed_one(ranks, recipe, worl
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
 def test_with_fsdp2_ranks_are_as_near_to_one_process_with_as_many_micro_batches(ranks, recipe, sequence):
     _assert_near(ranks(4)(_on_ranks, recipe, sequence, True, 2), recipe, pieces=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 1), (4, 2)], ids=["2 ranks", "4 ranks", "fsdp2 x tp"])
+def test_with_messages_in_fp8_too(ranks, recipe, world, shards):
+    """bf16 and int8 are finer than E4M3, so there the control is of fp8-current."""
+    runs = ranks(world)(_on_ranks, recipe, True, True, shards, "fp8")
+    _assert_near(runs, recipe, shards, control="fp8-current" if recipe in ("bf16", "int8") else "")
 
 
 def _variants(recipe: str, how: str) -> list[bool]:
