@@ -183,6 +183,11 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         yield Note("weight frozen: no grad_weight")
     if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
         yield Note(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
+    if type(layer.weight).__name__ == "DTensor" and layer.recipe is not None:
+        from narrowgauge.nn.sharded import cut_tiles
+
+        if words := cut_tiles(layer.weight, layer.recipe):
+            yield Note(words)
     if is_read_by_owner(model, name):
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
         yield Note(f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from torch import Tensor
 from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.errors import ConfigError, DataError, ShapeError
 from narrowgauge.ops.registry import device_facts
+
+if TYPE_CHECKING:
+    from narrowgauge.memory.loss_parallel import VocabularyShard
 
 IGNORED = -100
 # Of a chunk's logits in float32. The CPU's is measured: below 8 MiB the many small products cost more than the cache gives
@@ -39,7 +42,7 @@ FEWEST_ROWS = {"cpu": 32, "cuda": 256}
 
 @dataclass(frozen=True)
 class _LossOptions:
-    """softcap and z_loss are 0 when they are off. has_ignored: ignored tokens are among the rows."""
+    """softcap and z_loss are 0 when they are off. has_ignored: ignored tokens are among the rows. shard: of a head that ranks share."""
 
     rows: int
     computes_in: torch.dtype
@@ -48,6 +51,7 @@ class _LossOptions:
     z_loss: float
     needs_gradients: bool
     has_ignored: bool
+    shard: VocabularyShard | None = None
 
     def operand(self, x: Tensor) -> Tensor:
         """As it enters a product: rounded to the type of the computation, held in that of the multiplication."""
@@ -77,12 +81,20 @@ def chunked_cross_entropy(
     ->       loss float32 (float64 for float64), count int64, both 0-d; 0 and 0 if no target is valid
 
     Targets are those of their own positions: a language model's are shifted, hidden[:, :-1] and ids[:, 1:]. Divide the loss by the
-    count, at least 1, or by that of all micro-batches. Differentiable once in hidden, weight and bias, by as many
-    backward passes as keep the graph. Raises ShapeError and, for a target outside 0 ... V - 1, DataError (which synchronises with
-    a GPU). While compiling, targets are not checked and ignored tokens are computed, since both depend on data.
+    count, at least 1, or by that of all micro-batches. A head that is sharded by its words, a DTensor, takes hidden states that are one
+    too (loss_parallel.py); loss and count are then of all words, the same on every rank.
+
+    Differentiable once in hidden, weight and bias, by as many backward passes as keep the graph. Raises ShapeError and, for a target
+    outside 0 ... V - 1, DataError (which synchronises with a GPU). While compiling, targets are not checked and ignored tokens are
+    computed, since both depend on data.
     """
     _check_options(softcap, z_loss, chunk)
     _check(hidden, weight, targets, bias)
+    words, shard = weight.shape[0], None
+    if type(weight).__name__ == "DTensor":
+        from narrowgauge.memory.loss_parallel import unwrapped
+
+        hidden, weight, bias, targets, shard = unwrapped(hidden, weight, bias, targets)
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     valid = labels != ignore_index
     count = valid.sum()
@@ -91,18 +103,19 @@ def chunked_cross_entropy(
         if int(count) < labels.numel():
             states, labels = states[valid], labels[valid]
             valid = torch.ones_like(labels, dtype=torch.bool)
-        _check_targets(labels, weight.shape[0])
+        _check_targets(labels, words)
     device_type = hidden.device.type
     autocasts = hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type)
     computes_in = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
     options = _LossOptions(
-        rows=chunk or _rows(device_type, weight.shape[0]),
+        rows=chunk or _rows(device_type, words if shard is None else shard.most),
         computes_in=computes_in,
         multiplies_in=_multiplies_in(computes_in, hidden.device),
         softcap=softcap or 0.0,
         z_loss=z_loss,
         needs_gradients=torch.is_grad_enabled(),
         has_ignored=not checks_targets,
+        shard=shard,
     )
     # Autocast would round the operands of these products again, and multiply in bfloat16 where float32 was chosen for speed.
     with torch.autocast(device_type, enabled=False):
@@ -171,23 +184,30 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """Sum over the chunk, and its gradient with respect to the logits before the softcap [rows, V]."""
     capped = torch.tanh(logits / options.softcap) * options.softcap if options.softcap else logits
-    labels = labels[:, None]
-    log_p = torch.log_softmax(capped, dim=-1)
-    log_p_target = log_p.gather(1, labels)
-    weight = valid[:, None].to(log_p.dtype)
+    weight = valid[:, None].to(capped.dtype)
+    if options.shard is not None:
+        p, log_sum, target = options.shard.softmax(capped, labels)
+        log_sum = log_sum[:, None]
+        log_p_target = target[:, None] - log_sum
+    else:
+        labels = labels[:, None]
+        log_p = torch.log_softmax(capped, dim=-1)
+        log_p_target = log_p.gather(1, labels)
     loss = -log_p_target
     factor = weight
     if options.z_loss:
-        log_sum = capped.gather(1, labels) - log_p_target
+        log_sum = capped.gather(1, labels) - log_p_target if options.shard is None else log_sum
         loss = loss + options.z_loss * log_sum.square()
         factor = weight * (1 + 2 * options.z_loss * log_sum)
     total = (loss * weight).sum()
     if not needs_gradient:
         return total, None
-    grad = log_p.exp_()
+    grad = log_p.exp_() if options.shard is None else p
     if options.z_loss or options.has_ignored:
         grad = grad.mul_(factor)
-    grad = grad.scatter_add_(1, labels, -weight)
+    grad = (
+        grad.scatter_add_(1, labels, -weight) if options.shard is None else options.shard.subtract(grad, labels, weight)
+    )
     if options.softcap:
         grad = grad.mul_(1 - (capped / options.softcap).square())
     return total, grad

@@ -137,11 +137,14 @@ class SharedInputs:
         self._entry: InputCasts | None = None
         self.gradients = GradientCasts()
 
-    def of(self, x: Tensor, reader: object | None = None) -> InputCasts | None:
-        """What there is of x for the layer `reader`, or for what made x; None for a tensor without a version."""
+    def of(self, x: Tensor, reader: object | None = None, owner: Tensor | None = None) -> InputCasts | None:
+        """What there is of x for the layer `reader`, or for what made x; None for a tensor without a version.
+
+        owner: the tensor that x is a view of, if x is another object for each reader.
+        """
         if (key := validity(x)) is None:
             return None
-        entry = self._entry
+        entry, x = self._entry, x if owner is None else owner
         if entry is None or entry.input() is not x or entry.key != key or id(reader) in entry.readers:
             entry = self._entry = InputCasts(weakref.ref(x, self._forget), key)
         if reader is not None:

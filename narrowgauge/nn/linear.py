@@ -7,7 +7,7 @@ themselves are in linear_function.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from narrowgauge.recipe import Recipe
 if TYPE_CHECKING:
     from narrowgauge.nn.learned_step import LearnedSteps
     from narrowgauge.nn.leverage_score import RowSampling
+    from narrowgauge.nn.sharded import Locals
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
 __all__ = ["Observer", "QLinear", "WeightCache", "linear"]
@@ -167,7 +168,12 @@ class QLinear(nn.Linear):
 
     def cast_weight(self) -> Casts:
         """The casts of its weight that serve a whole optimizer step, made now; empty where `keeps_casts` is false."""
-        cache, weight = WeightCache(), self.weight
+        cache = WeightCache()
+        weight: Tensor = self.weight
+        if type(weight).__name__ == "DTensor":
+            from narrowgauge.nn.sharded import plain
+
+            weight = plain(weight)
         if not self.keeps_casts:
             return cache.casts
         with torch.no_grad():
@@ -194,18 +200,26 @@ class QLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self._recipe is None or self.is_suspended:
             return super().forward(x)
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        owner, local = x, None
         _check(x, weight, bias)
+        if type(weight).__name__ == "DTensor" or type(x).__name__ == "DTensor":
+            from narrowgauge.nn.sharded import Locals
+
+            local = Locals(x, weight, bias)
+            x, weight, bias, owner = local.x, local.weight, local.bias, local.owner
         context = self.context(x, self._cache if torch.is_grad_enabled() else None)
         if not torch.compiler.is_compiling():
-            if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self)) is not None:
+            if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self, owner)) is not None:
                 context.sources["x"] = [inputs]
             if context.grads and self.training and (self.scaling or self.steps or self.sampling):
                 self.step_ended = False
                 self._expect_advance(weight)
         try:
-            y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context))
-            return y.reshape(*x.shape[:-1], weight.shape[0])
+            y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, *self._states(x, weight, context, local))
+            y = y.reshape(*x.shape[:-1], weight.shape[0])
+            return y if local is None else local.wrap(y)
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
 
@@ -263,7 +277,9 @@ class QLinear(nn.Linear):
         """The amax window of a role ("x", "w" or "gy"); None without one."""
         return None if self.scaling is None or role not in self.scaling else self.scaling[role]  # type: ignore[return-value]
 
-    def _states(self, x: Tensor, weight: Tensor, context: LinearContext) -> tuple[Tensor | None, ...]:
+    def _states(
+        self, x: Tensor, weight: Tensor, context: LinearContext, local: Locals | None
+    ) -> tuple[Tensor | None, ...]:
         """Its tensors besides weight and bias: amax windows, or steps and the readings of the sampler."""
         if self.scaling is not None:
             return self.amax_state("x"), self.amax_state("w"), self.amax_state("gy")
@@ -278,7 +294,22 @@ class QLinear(nn.Linear):
             fresh = steps_from_data(steps, _rows(x), weight, context.plan.recipe, writes=self.training)
         if self.training:  # they were written
             fresh = {}
-        return fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w")), variance
+        found = fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))
+        if local is not None:
+            found = local.step(found[0], "x"), local.step(found[1], "w")
+        return *found, variance
+
+    def named_modules(self, *given: Any, **named: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As ever; asked without arguments, as torch's ColwiseParallel and its kin ask for what to cut, the layer alone.
+
+        What a recipe added is the same on all ranks, and has no weight.
+        """
+        return super().named_modules(*given, **named) if given or named else iter([("", self)])
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ever; but learned steps stay as they are: ColwiseParallel cuts and hands back all that named_parameters lists."""
+        if not name.startswith("steps."):
+            super().register_parameter(name, param)
 
     def train(self, mode: bool = True) -> QLinear:
         """As ever; and `eval`, or a change of mode, forgets the quantized weight, since averaged weights are swapped in around it."""

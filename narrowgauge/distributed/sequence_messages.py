@@ -1,0 +1,211 @@
+"""What sequence parallelism sends: tensors of ranks that hold their own tokens, gathered as codes, and parts of sums, scattered.
+
+    gather           each rank's [.., tokens / ranks, K] as uint8, codes and then scales -> [.., tokens, K] on all, and its casts
+    reduce_scatter   each rank's part of [.., tokens, K] -> the sum for its own tokens: E4M3 codes in tiles of 1 x 128 with a byte of
+                     scale each, all-to-all, decoded and added in float32 in the order of the ranks
+
+A scale for the whole tensor is made from the largest amax of all ranks (one small all-reduce), as if one rank had all tokens; a window
+notes that one too. A number that is not finite poisons its tile on every rank. Ranks may hold unequal numbers of tokens, as Shard cuts
+them: messages are filled up.
+
+`reduce_scatter` of rows is the two-step sum of gradients too: the place to join both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from narrowgauge.formats import E4M3, E8M0
+from narrowgauge.fuse.precast import refuse_reader
+from narrowgauge.nn.caches import CacheStats
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.nn.sharded import local_part, owner_of
+from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
+from narrowgauge.ops.quantize.amax_state import update_amax
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, LearnedStep, Window
+from narrowgauge.scaling import E8M0_CEIL, WHOLE
+
+TILE = 128
+MESSAGE = Cast(format=E4M3, tile=(1, TILE), scale=E8M0_CEIL)
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+@torch.no_grad()
+def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counter[str]) -> DTensor:
+    """x of all ranks, in x's dtype, with its casts where the layers look for them.
+
+    role   "x" (of layers that all read it) or "gy" (the gradient of the output of one)
+    sent   counts bytes
+    """
+    mesh, group = x.device_mesh, x.device_mesh.get_group()
+    own = local_part(x)
+    reader = next((layer for layer in layers if _refuse(layer, role) is None), None)
+    operand = None if reader is None else _operand(reader, role, own)
+    cast = MESSAGE if operand is None else operand.plan.rows
+    assert cast is not None
+    filled, shape = _filled(own, axis, x.shape[axis], group.size())
+    rows = filled.reshape(-1, filled.shape[-1])
+    amax = None
+    if cast.tile == (WHOLE, WHOLE):
+        assert operand is not None
+        amax = _largest(rows, group, sent)
+        if operand.state is not None and isinstance(cast.calibrate, Window):
+            amax = operand.casts.amax = update_amax(operand.state, amax, records=operand.context.records)
+    codes = _gathered_codes(quantize(rows, cast, amax=amax), group, shape, axis, x.shape[axis], sent)
+    whole = dequantize(codes, x.dtype).reshape(x.shape)
+    found = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
+    if operand is not None and reader is not None:
+        operand.casts.rows = codes if operand.plan.rows_expand is None else codes.expanded(operand.plan.rows_expand)
+        _hand_over(found, operand, reader, layers)
+    return found
+
+
+@torch.no_grad()
+def reduce_scatter(parts: DTensor, axis: int, sent: Counter[str]) -> DTensor:
+    """The sum of all ranks' parts, cut along `axis`, in their dtype."""
+    mesh, group = parts.device_mesh, parts.device_mesh.get_group()
+    own, size = local_part(parts), group.size()
+    each = -(-parts.shape[axis] // size)
+    filled = _padded(own, axis, each * size).unflatten(axis, (size, each)).movedim(axis, 0)
+    total = _sum_of_rows(filled.reshape(size, -1), group, sent).reshape(filled.shape[1:]).to(own.dtype)
+    start = min(each * group.rank(), parts.shape[axis])
+    tokens = min(each, parts.shape[axis] - start)
+    cut = total.narrow(axis, 0, tokens).contiguous()
+    return DTensor.from_local(cut, mesh, (Shard(axis),), run_check=False, shape=parts.shape, stride=parts.stride())
+
+
+def _sum_of_rows(rows: Tensor, group: dist.ProcessGroup, sent: Counter[str]) -> Tensor:
+    """rows [ranks, n]: row r is this rank's part of what rank r gets -> float32 [n]."""
+    columns = rows.shape[1]
+    if columns == 0:
+        return rows[0].to(torch.float32)
+    q = quantize(rows, MESSAGE)
+    out = torch.cat((E4M3.pack(q.data).view(torch.uint8), E8M0.encode(q.scale)), dim=1)
+    sent["all-to-all"] += out.nbytes
+    received = torch.empty_like(out)
+    dist.all_to_all_single(received, out, group=group)
+    total = torch.zeros(columns, dtype=torch.float32, device=rows.device)
+    for message in received.split(1):
+        codes, scales = message.split((columns, q.scale.shape[1]), dim=1)
+        part = QTensor(data=E4M3.unpack(codes, columns), scale=E8M0.decode(scales), cast=MESSAGE, inner=columns)
+        total += dequantize(part)[0]
+    return total
+
+
+def _gathered_codes(
+    q: QTensor, group: dist.ProcessGroup, shape: torch.Size, axis: int, tokens: int, sent: Counter[str]
+) -> QTensor:
+    """The codes of all ranks in the order of their tokens. shape: of one rank's tensor; tokens: of all, without what fills up."""
+    scale = q.scale.view(torch.uint8).flatten()
+    if q.cast.tile == (WHOLE, WHOLE):  # the same everywhere
+        scale = scale[:0]
+    elif q.cast.scale.power_of_two:
+        scale = E8M0.encode(q.scale).flatten()
+    data = q.data.view(torch.uint8).flatten()
+    message = torch.cat((data, scale))
+    received = message.new_empty(group.size(), message.numel())
+    sent["all-gather"] += received.nbytes
+    _all_gather(received.view(-1), message, group=group)
+    codes, scales = received.split((data.numel(), scale.numel()), dim=1)
+    columns = q.scale.shape[1]
+    found = _in_order(codes, shape, axis, tokens).view(q.data.dtype)
+    if not scale.numel():
+        return QTensor(data=found, scale=q.scale, cast=q.cast, inner=q.inner)
+    if q.cast.scale.power_of_two:
+        whole = E8M0.decode(_in_order(scales, torch.Size((*shape[:-1], columns)), axis, tokens))
+    else:
+        whole = _in_order(scales, torch.Size((*shape[:-1], 4 * columns)), axis, tokens).view(torch.float32)
+    return QTensor(data=found, scale=whole, cast=q.cast, inner=q.inner)
+
+
+def _in_order(received: Tensor, shape: torch.Size, axis: int, tokens: int) -> Tensor:
+    """[ranks, elements of `shape`] -> [rows of all tokens, last axis], contiguous."""
+    each = received.reshape(-1, *shape).movedim(0, axis).flatten(axis, axis + 1)
+    return each.narrow(axis, 0, tokens).reshape(-1, shape[-1]).contiguous()
+
+
+def _largest(rows: Tensor, group: dist.ProcessGroup, sent: Counter[str]) -> Tensor:
+    """[1, 1], of all ranks; NaN if one is not finite: MAX loses NaN on some backends."""
+    amax = tile_amax(rows, (WHOLE, WHOLE)).reshape(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
+    finite = amax.isfinite()
+    both = torch.cat((torch.where(finite, amax, 0.0), (~finite).to(torch.float32)))
+    sent["maximum"] += both.nbytes
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return torch.where(both[1:] > 0, torch.nan, both[:1]).reshape(1, 1)
+
+
+def _refuse(layer: QLinear, role: str) -> str | None:
+    """Why a message is not the codes by which the layer multiplies, or None."""
+    reason = refuse_reader(layer)
+    if reason is not None:
+        return reason
+    plan = getattr(layer.plan(layer.weight.device), role)
+    rotated = plan.rows_rotate is not None
+    cast = plan.rows
+    if cast is None or rotated or cast.rounding != "nearest" or isinstance(cast.calibrate, LearnedStep):
+        return "its cast is wide, rotated, random or learned"
+    if cast.format.codes_per_byte > 1 or cast.has_global_scale or cast.format.storage.itemsize != 1:
+        return f"{cast.format} has two codes to a byte, or two scales"
+    if cast.tile != (WHOLE, WHOLE) and cast.tile[0] != 1:
+        return f"a tile of {cast.tile} has several tokens"
+    return None
+
+
+def travels_as(layer: QLinear, role: str) -> str:
+    """In words: what a gathered x or gradient of the layer is sent as."""
+    reason = _refuse(layer, role)
+    if reason is not None:
+        return f"{MESSAGE}, cast again on arrival: {reason}"
+    return str(getattr(layer.plan(layer.weight.device), role).rows)
+
+
+def _operand(layer: QLinear, role: str, like: Tensor) -> Operand:
+    """What the layer will ask its sources for."""
+    context = layer.context(like)
+    plan = getattr(context.plan, role)
+    needs = True, layer.weight.requires_grad
+    return Operand(like, plan, context, needs, layer.amax_state(role))
+
+
+def _hand_over(found: DTensor, operand: Operand, reader: QLinear, layers: list[QLinear]) -> None:
+    whole: Any = local_part(found)
+    shared = reader.shared_inputs
+    if shared is None:
+        return
+    operand.tensor = whole.reshape(-1, whole.shape[-1])
+    if operand.plan.role == "gy":
+        shared.gradients.put(whole, Casts(operand.casts.rows, None, operand.casts.amax))
+        return
+    inputs = shared.of(whole, None, owner_of(found))
+    if inputs is None:
+        return
+    operand.saved()
+    inputs.put(operand, CacheStats())
+    if operand.state is None or not operand.context.records:
+        return
+    alike = [each for each in layers if each is not reader and each.recipe == reader.recipe]
+    windows = [state for each in alike if _refuse(each, "x") is None and (state := each.amax_state("x")) is not None]
+    if windows:
+        torch._foreach_copy_(windows, [operand.state] * len(windows))
+
+
+def _filled(x: Tensor, axis: int, tokens: int, ranks: int) -> tuple[Tensor, torch.Size]:
+    """x as the rank with most tokens has it, and that shape."""
+    filled = _padded(x, axis, -(-tokens // ranks))
+    return filled, filled.shape
+
+
+def _padded(x: Tensor, axis: int, size: int) -> Tensor:
+    if x.shape[axis] == size:
+        return x
+    shape = [*x.shape]
+    shape[axis] = size - x.shape[axis]
+    return torch.cat((x, x.new_zeros(shape)), dim=axis)

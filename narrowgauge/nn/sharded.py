@@ -1,0 +1,186 @@
+"""A Linear inside DTensor: it computes on local tensors, so that casts, caches, windows and kernels see plain ones.
+
+One row per axis of the mesh, by how the weight lies on it; x that lies otherwise is redistributed first.
+
+                   weight      x            y            gradient of x   of weight
+    column-wise    Shard(0)    Replicate    Shard(last)  Partial         Shard(0)
+    row-wise       Shard(1)    Shard(last)  Partial      Shard(last)     Shard(1)
+    replicated     Replicate   Replicate    Replicate    Replicate       Replicate
+    tokens         Replicate   Shard(i)     Shard(i)     Shard(i)        summed here, Replicate
+
+Partial is summed by whoever asks for another placement of y: the style that parallelised the layer. A row-wise bias enters on the first
+rank alone, before y is rounded, and its gradient is of the whole y. Current scaling and tiles go by the local shard; learned steps are
+the same on all ranks, and their gradients are summed over all that hold a part of x or of the weight.
+
+Imported when the first DTensor is met (QLinear.forward): torch.distributed.tensor costs a second. Traced by torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.recipe import Recipe
+
+Placements = tuple[Placement, ...]
+
+
+class Locals:
+    """The local tensors of one call, and how its result lies on the mesh.
+
+    x, weight, bias  plain; bias is zero where another rank adds it
+    owner            the tensor whose life and object stand for x's, for what layers share
+    partly           (x, weight): the axes of the mesh on which a rank holds a part of it, or sees a part of its gradient
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        if not isinstance(x, DTensor) or not isinstance(weight, DTensor):
+            named = ("x", "weight") if isinstance(x, DTensor) else ("weight", "x")
+            raise ConfigError(
+                f"linear: {named[0]} is a DTensor and {named[1]} is not. Parallelise the layer with a style that turns both into "
+                "DTensors, as ColwiseParallel and RowwiseParallel do, or hand it local tensors."
+            )
+        self.mesh: DeviceMesh = weight.device_mesh
+        if x.device_mesh != self.mesh:
+            raise ConfigError(
+                f"linear: x lies on {x.device_mesh}, weight on {self.mesh}. Redistribute x to the mesh of the weight."
+            )
+        last = x.ndim - 1
+        laid = [_laid(each, its, last) for each, its in zip(x.placements, weight.placements, strict=True)]
+        wanted = tuple(each[0] for each in laid)
+        if wanted != x.placements:
+            x = x.redistribute(placements=wanted)
+        self.placements: Placements = tuple(each[1] for each in laid)
+        self.shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+        self.x = local_part(x, tuple(each[2] for each in laid))
+        self.owner = self.x if torch.compiler.is_compiling() else owner_of(x)
+        # Of a weight that all have, tokens each their own: summed here, since optimizers look at plain gradients.
+        token_axes = tuple(
+            its.is_replicate() and each.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
+        )
+        self.weight = self.summed(local_part(weight, weight.placements), token_axes)
+        self.bias = None if bias is None else self._bias(bias, token_axes)
+        self.partly = tuple(
+            each.is_shard() or its.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
+        )
+        # What a rank's share of all elements is, for LSQ's norm of a step's gradient.
+        self.shares = (self.x.numel() / max(x.numel(), 1), self.weight.numel() / max(weight.numel(), 1))
+
+    def _bias(self, bias: Tensor, token_axes: tuple[bool, ...]) -> Tensor:
+        if not isinstance(bias, DTensor):
+            raise ConfigError("linear: weight is a DTensor and bias is not. Distribute both.")
+        own = self.summed(local_part(bias, bias.placements), token_axes)
+        others = [its.is_partial() and self.mesh.get_local_rank(axis) > 0 for axis, its in enumerate(self.placements)]
+        return _Zeros.apply(own) if any(others) else own
+
+    def summed(self, local: Tensor, axes: tuple[bool, ...]) -> Tensor:
+        """local, the same on all ranks of these axes; its gradient becomes the sum of theirs."""
+        if not any(axes):
+            return local
+        there = (Replicate(),) * len(axes)
+        back = tuple(Partial() if axis else Replicate() for axis in axes)
+        return local_part(DTensor.from_local(local, self.mesh, there, run_check=False), back)
+
+    def step(self, step: Tensor | None, role: str) -> Tensor | None:
+        """A learned step of "x" or "w" whose gradient is that of the whole tensor."""
+        if step is None:
+            return None
+        whole = self.summed(step, self.partly)
+        return whole.detach() + (whole - whole.detach()) * self.shares[role == "w"] ** 0.5
+
+    def wrap(self, y: Tensor) -> Tensor:
+        """The local result as a DTensor."""
+        strides = _strides(self.shape)
+        return DTensor.from_local(y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides)
+
+
+def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placement, Placement]:
+    """(of x, of y, of the gradient of x) on one axis of the mesh, see the module. last: the axis of x that is contracted."""
+    if weight.is_shard(0) and type(weight) is Shard:
+        return Replicate(), Shard(last), Partial()
+    if weight.is_shard(1) and type(weight) is Shard:
+        return Shard(last), Partial(), Shard(last)
+    if not weight.is_replicate():
+        raise ConfigError(
+            f"linear: the weight lies as {weight!r} on an axis of the mesh; a Linear multiplies by Shard(0), Shard(1) or Replicate. "
+            "Redistribute it, or parallelise the layer with ColwiseParallel or RowwiseParallel."
+        )
+    if x.is_shard() and not x.is_shard(last):
+        return x, x, x
+    return Replicate(), Replicate(), Replicate()
+
+
+def local_part(x: DTensor, gradient: Placements | None = None) -> Tensor:
+    """The part of this rank, there: what a collective brings is waited for. gradient: how that of the result will lie."""
+    local = x.to_local(grad_placements=gradient or x.placements)
+    return _Waited.apply(local) if type(local).__name__ == "AsyncCollectiveTensor" else local
+
+
+def plain(x: Tensor) -> Tensor:
+    """x, or the part of it that this rank holds."""
+    return local_part(x) if isinstance(x, DTensor) else x
+
+
+def cut_tiles(weight: Tensor, recipe: Recipe) -> str:
+    """In words: which axis of the weight ranks cut within a tile of the recipe; '' if none."""
+    if not isinstance(weight, DTensor):
+        return ""
+    casts = {cast for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast is not None}
+    tiles = {size for cast in casts for size in cast.tile if size > 1}
+    blocks = {gemm.rotate.block for gemm in recipe.gemms().values() if gemm.rotate is not None}
+    found = []
+    for axis, name in ((0, "rows"), (1, "columns")):
+        ranks = 1
+        for dim, placement in enumerate(weight.placements):
+            ranks *= weight.device_mesh.size(dim) if placement.is_shard(axis) else 1
+        each = -(-weight.shape[axis] // ranks)
+        cut = sorted(size for size in tiles | blocks if each % size)
+        if ranks > 1 and cut:
+            found.append(
+                f"{each} {name} on each of {ranks} ranks: the last tile of {' and of '.join(map(str, cut))} is shorter there"
+            )
+    return ", ".join(found)
+
+
+@torch.no_grad()
+def owner_of(x: DTensor) -> Tensor:
+    """The tensor whose views the layers are given: `from_local` makes another DTensor for each of them."""
+    local = x.to_local()
+    return local if local._base is None else local._base
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        found: Tensor = x.wait()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Zeros(torch.autograd.Function):
+    """Zeros instead of a bias that another rank adds; the gradient is the bias's."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor) -> Tensor:
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
