@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.distributed.gradient_state import Gradients
+from narrowgauge.distributed.topology import Topology
 from narrowgauge.errors import CheckpointError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
@@ -63,16 +65,18 @@ class Agreement:
     step          optimizer steps that have ended
     micro_batch   forward passes with gradients in this step
     messages      counts what was sent (bytes), by what it was
+    gradients     how gradients travel, and the state of that
     number        of this among those of the process: where one optimizer ends the step of several, they do so in one order on all ranks
     """
 
     seed: int
-    arrange: Callable[[Agreement, nn.Module], None] | None = None
+    arrange: Callable[[Agreement, nn.Module], Topology] | None = None
     layers: dict[QLinear, Peers] = field(default_factory=dict)
     replica: tuple[int, int] = (0, 1)
     step: int = 0
     micro_batch: int = 0
     messages: dict[str, int] = field(default_factory=dict)
+    gradients: Gradients | None = None
     _seeds: dict[int, Any] = field(default_factory=dict, init=False)
     _before: list[Any] = field(default_factory=list, init=False)
     _hooks: list[Any] = field(default_factory=list, init=False)
@@ -82,8 +86,9 @@ class Agreement:
         """A copy of a model stands alone: it is on no rank but this one."""
         return Agreement, (0,)
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module) -> Topology:
         """Follows the forward passes of the model; of what did so before, the hooks go."""
+        assert self.arrange is not None
         before = model.__dict__.get(ATTRIBUTE)
         for handle in before._hooks if isinstance(before, Agreement) else ():
             handle.remove()
@@ -91,8 +96,7 @@ class Agreement:
         last = model.register_forward_hook(self.end_forward, always_call=True)
         self._hooks = [first, last]
         model.__dict__[ATTRIBUTE] = self
-        if self.arrange is not None:
-            self.arrange(self, model)
+        return self.arrange(self, model)
 
     # --- random numbers
 
@@ -169,15 +173,19 @@ class Agreement:
 
     # --- checkpoints
 
-    def state_dict(self) -> dict[str, int]:
-        return {"seed": self.seed, "step": self.step}
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on all ranks that hold the same layers."""
+        own = {} if self.gradients is None else self.gradients.state_dict()
+        return {"seed": self.seed, "step": self.step, "gradients": own}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Raises CheckpointError if it is none."""
-        if set(state) < {"seed", "step"} or not all(isinstance(state[key], int) for key in ("seed", "step")):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `state_dict` gave, on any number of ranks. Raises CheckpointError if it is none."""
+        if not all(type(state.get(key)) is int and state[key] >= 0 for key in ("seed", "step")):
             raise CheckpointError(
                 f"distribute: {dict(state)!r} is no state of it, which has whole numbers 'seed' and 'step'. Pass what state_dict() gave."
             )
+        if self.gradients is not None:
+            self.gradients.load_state_dict(state.get("gradients", {}))
         self.seed, self.step, self.micro_batch = state["seed"], state["step"], 0
 
 

@@ -18,8 +18,7 @@ gradient, dtypes of reduction. "fp8-lm" has a state, `state_dict()`, the same on
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import ddp_gradients, fsdp_gradients
+from narrowgauge.distributed.alike import refuse_others
 from narrowgauge.distributed.gradient_state import Gradients, Numbers, Reduce
-from narrowgauge.distributed.messages import Link
 from narrowgauge.errors import ConfigError
 
 __all__ = ["Gradients", "Numbers", "Reduce", "install"]
@@ -52,7 +51,7 @@ def install(
             "Wrap it, or call fully_shard first."
         )
     shape = None if mesh is None else tuple(mesh.mesh.shape)
-    _agree(model, {"gradients": gradients, "reduce": reduce, "mesh": shape})
+    refuse_others({"gradients": gradients, "reduce": reduce, "mesh": shape}, *_groups(model))
     for name, value, known in (("gradients", gradients, Numbers), ("reduce", reduce, Reduce)):
         if value not in get_args(known):
             raise ConfigError(f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.")
@@ -72,20 +71,6 @@ def _has_shards(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules()) and any(
         isinstance(parameter, DTensor) for parameter in model.parameters()
     )
-
-
-def _agree(model: nn.Module, asked: dict[str, Any]) -> None:
-    """Raises on every rank that shares the model's gradients if not all ask for the same."""
-    digests = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in asked.values()]
-    groups, device = _groups(model)
-    for group in groups:
-        highest = Link(group).maximum(torch.tensor([digests, [-digest for digest in digests]], device=device)).tolist()
-        for (name, value), high, low in zip(asked.items(), *highest, strict=True):
-            if high != -low:
-                raise ConfigError(
-                    f"distribute: ranks differ in {name}, which is {value!r} on rank {dist.get_rank()}. "
-                    "Give all ranks the same configuration."
-                )
 
 
 def _groups(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:

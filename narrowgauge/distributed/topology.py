@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,12 @@ class Topology:
         if replicas is not None and not groups:
             groups.append(replicas)
         return cls(ddp, fsdp, mesh, tuple(groups))
+
+    def device(self, model: nn.Module) -> torch.device | str:
+        """Where messages of the groups are made."""
+        if self.mesh is not None:
+            return self.mesh.device_type
+        return next((each.device for each in model.parameters()), torch.device("cpu"))
 
     @property
     def replica(self) -> tuple[int, int]:
