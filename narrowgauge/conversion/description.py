@@ -54,6 +54,7 @@ class Row:
     shape                             "in -> out"; of experts in one parameter "count experts of rows x columns"
     output, grad_input, grad_weight   the casts of each product, in words
     backend                           which kernel computes each product, and why not a faster one
+    sends                             what of it travels between ranks (`distribute`), in which format, how many bytes, why not fewer
     notes                             why it was kept, and what else a user should know; `note`: all of them in words
     emulated                          whether narrow operands of a product are multiplied in a wider type
     """
@@ -66,6 +67,7 @@ class Row:
     grad_weight: str
     backend: str
     notes: tuple[Note, ...]
+    sends: str = ""
     emulated: bool = False
 
     @property
@@ -94,8 +96,8 @@ class Description(list[Row]):
             note = ", ".join(str(Note.spanning(each)) for each in zip(*(row.notes for row in rows), strict=True))
             lines.append(f"{title}  {row.shape}  {row.recipe}" + (f"  ({note})" if note else ""))
             if row.recipe != "none":
-                columns = ("output", "grad_input", "grad_weight", "backend")
-                lines += [f"    {column:11}  {getattr(row, column)}" for column in columns]
+                columns = ("output", "grad_input", "grad_weight", "backend", "sends")
+                lines += [f"    {column:11}  {words}" for column in columns if (words := getattr(row, column))]
         if self.fused:
             lines.append("Casts in the pass that computes the input:")
         return "\n".join([*lines, *dict.fromkeys(_without_numbers(str(each)) for each in self.fused)])
@@ -152,6 +154,7 @@ def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
         grad_weight=str(recipe.grad_weight) + kept,
         backend=backends["output"] if len(set(backends.values())) == 1 else backend,
         notes=(*_notes(model, name, layer), *_four_bit_notes(layer, recipe)),
+        sends="" if layer.peers is None else layer.peers.sends(layer),
         emulated=any(why_emulated(gemm, layer.weight.device) for gemm in recipe.gemms().values()),
     )
 

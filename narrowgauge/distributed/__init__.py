@@ -77,6 +77,9 @@ def distribute(
         from narrowgauge.distributed.gradients import install as install_gradients
 
         agreement.gradients = install_gradients(model, gradients=gradients, reduce=reduce, mesh=nodes)
+        agreement.tells.append(agreement.gradients.sends)
+    if topology.fsdp and weights == "16bit":
+        agreement.tells.append(_gathers_whole)
     if activations == "fp8" or any(isinstance(each, DTensor) for each in model.parameters()):
         from narrowgauge.distributed.tensor_parallel import install as install_activations
 
@@ -98,6 +101,15 @@ def _arrange(agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGr
         layer.peers = peers
     topology.leave_out_of_broadcasts(model, layers)
     return topology
+
+
+def _gathers_whole(layer: QLinear) -> str:
+    """What fully_shard gathers of a weight, in words."""
+    weight = layer.weight
+    if not isinstance(weight, DTensor):
+        return ""
+    form, count = str(weight.dtype).removeprefix("torch."), weight.numel() * weight.element_size()
+    return f'weight as {form}, or as mp_policy says: {count:,} bytes a gather (weights="16bit" was asked for)'
 
 
 def _recipe_words(layer: QLinear) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.distributed import messages, shared_scale
 from narrowgauge.distributed.messages import Link
@@ -68,6 +68,15 @@ class Gradients:
             "fp8": f"E4M3, tiles of 1 x {messages.TILE} with powers of two, summed in float32",
             "fp8-lm": "E4M3, one adaptive scale per tensor that all ranks share, summed in float32",
         }[self.numbers]
+
+    def sends(self, layer: nn.Linear) -> str:
+        """How the gradient of a layer's weight travels, in words."""
+        weight = layer.weight
+        if not weight.requires_grad:
+            return ""
+        reason = ' (gradients="16bit" was asked for)' if self.numbers == "16bit" else ""
+        count = round(self.bytes_per_number * weight.numel())
+        return f"gradient as {self.format_words()}: {count:,} bytes a reduction{reason}"
 
     def state_dict(self) -> dict[str, Any]:
         """Of "fp8-lm": mu of each tensor. Plain numbers, the same on all ranks that hold the same tensors."""

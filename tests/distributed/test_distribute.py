@@ -1,0 +1,95 @@
+"""`distribute`: what it says, what it refuses, what it saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowgauge as ng
+from narrowgauge.errors import CheckpointError, ConfigError
+from tests.distributed.models import build, train
+
+
+def _said(gradients):
+    model = DistributedDataParallel(build("fp8-delayed"))
+    ng.distribute(model, gradients=gradients)
+    sharded = build("fp8-current")
+    for module in [*sharded, sharded]:
+        fully_shard(module)
+    ng.distribute(sharded, gradients=gradients)
+    return (
+        [row.sends for row in ng.describe(model)],
+        [row.sends for row in ng.describe(sharded)],
+        str(ng.describe(model)),
+    )
+
+
+def test_describe_says_what_travels(ranks):
+    """64 x 128 weights: 8,192 numbers."""
+    for copied, sharded, whole in ranks(2)(_said, "fp8"):
+        assert all("E4M3, tiles of 1 x 128" in each and "16,512 bytes" in each for each in copied)
+        assert all(
+            "8,256 bytes a reduction" in each and "weight as float32" in each and "32,768 bytes a gather" in each
+            for each in sharded
+        )
+        assert "sends        gradient as E4M3" in whole
+    for copied, _, _ in ranks(2)(_said, "16bit"):
+        assert all("65,536 bytes" in each and 'gradients="16bit" was asked for' in each for each in copied)
+    assert [row.sends for row in ng.describe(build("fp8-current"))] == [""] * 4
+
+
+def _refusal(options):
+    try:
+        ng.distribute(DistributedDataParallel(build(options.pop("recipe", "fp8-current"))), **options)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _refusals(per_rank):
+    return _refusal(dict(per_rank[dist.get_rank()]))
+
+
+@pytest.mark.parametrize(
+    ("per_rank", "words"),
+    [
+        ([{"recipe": "int8"}, {}], "ranks differ in layers and their recipes: '0.up: int8 ("),
+        ([{"seed": 1}, {"seed": 2}], "ranks have seeds [1, 2]"),
+        ([{"weights": "8bit"}] * 2, "weights is '8bit'; choose one of 16bit, codes."),
+        ([{"gradients": "fp8"}, {}], "ranks differ in gradients: 'fp8' on rank 0; '16bit' on rank 1"),
+        ([{"activations": "fp8"}] * 2, "no module was parallelised by GatherInput or RowwiseParallel"),
+    ],
+)
+def test_refusals_are_those_of_every_rank(ranks, per_rank, words):
+    told = ranks(2)(_refusals, per_rank)
+    assert told[0] == told[1] and words in told[0] and len(told[0]) < 700
+
+
+def test_without_ranks():
+    with pytest.raises(ConfigError, match=r"distribute: type list is no nn\.Module"):
+        ng.distribute([])
+    with pytest.raises(ConfigError, match="neither DistributedDataParallel nor has modules of FSDP2"):
+        ng.distribute(build("bf16"), gradients="fp8")
+    with pytest.raises(ConfigError, match="was not distributed"):
+        ng.distributed.agreement_of(build("bf16"))
+
+
+def test_its_state_goes_on(seed=5):
+    def losses(model, first, steps):
+        agreement = ng.distributed.agreement_of(model)
+        agreement.step = first
+        return train(model, range(2), steps, 2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+
+    model = ng.distribute(build("int4-hq-bs"), seed=seed)
+    straight = losses(model, 0, 2)
+    state = ng.distributed.agreement_of(model).state_dict()
+    assert state == {"seed": seed, "step": 2, "gradients": {}}
+    other = ng.distribute(build("int4-hq-bs"), seed=0)
+    ng.distributed.agreement_of(other).load_state_dict({**state, "step": 0})
+    assert losses(other, 0, 2) == straight  # the same noise, from the seed alone
+    for wrong in ({}, {"seed": 1}, {"seed": 1, "step": -1}, {"seed": True, "step": 0}):
+        with pytest.raises(CheckpointError, match="is no state of it"):
+            ng.distributed.agreement_of(other).load_state_dict(wrong)
