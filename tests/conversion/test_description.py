@@ -153,7 +153,17 @@ def test_spans_of_readings_are_numbers_not_words() -> None:
 def test_a_run_keeps_the_columns_in_words() -> None:
     """And what programs read of a row is no word among them."""
     row = next(row for row in ng.describe(ng.convert(Model(), "fp8-current")) if row.recipe != "none")
-    assert list(row.columns()) == ["name", "shape", "recipe", "output", "grad_input", "grad_weight", "backend", "sends", "note"]
+    assert list(row.columns()) == [
+        "name",
+        "shape",
+        "recipe",
+        "output",
+        "grad_input",
+        "grad_weight",
+        "backend",
+        "sends",
+        "note",
+    ]
     assert set(map(type, row.columns().values())) == {str} and row.emulated
 
 
