@@ -52,15 +52,19 @@ def everything(model: nn.Module, optimizer: Any) -> Any:
 # --- checkpoints -----------------------------------------------------------------------------------------------------------------
 
 
-def save(folder: str, call: tuple[Any, ...], world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
-    model, optimizer = build(*call, mesh)
-    step(model, optimizer)
+def save(folder: str, model: nn.Module, optimizer: Any) -> None:
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"weights": weights, "states": states}, checkpoint_id=folder)
 
 
-def load(folder: str, call: tuple[Any, ...], world: int) -> tuple[nn.Module, Any]:
+def begin(folder: str, call: tuple[Any, ...]) -> None:
+    model, optimizer = build(*call, init_device_mesh("cpu", (dist.get_world_size(),)))
+    step(model, optimizer)
+    save(folder, model, optimizer)
+
+
+def load(folder: str, call: tuple[Any, ...]) -> tuple[nn.Module, Any]:
+    world = dist.get_world_size()
     model, optimizer = build(*call, init_device_mesh("cpu", (world,)) if world > 1 else None)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,18 +75,15 @@ def load(folder: str, call: tuple[Any, ...], world: int) -> tuple[nn.Module, Any
     return model, optimizer
 
 
-def go_on(folder: str, call: tuple[Any, ...], world: int, then: str = "") -> Any:
-    """Loads, compares with a run that was not interrupted, goes on, and saves what `then` loads."""
-    if world == 1 and dist.get_rank() > 0:
-        return None
-    model, optimizer = load(folder, call, world)
-    unbroken = build(*call, None)
-    step(*unbroken)
-    assert_same(everything(model, optimizer), everything(*unbroken))
-    step(model, optimizer, STEPS, STEPS + 2)
-    step(*unbroken, STEPS, STEPS + 2)
-    assert_same(everything(model, optimizer), everything(*unbroken))
-    return None
+def go_on(folder: str, then: str, call: tuple[Any, ...], done: int) -> None:
+    """Loads, compares with one process that was not interrupted, makes one step more, compares, and saves."""
+    resumed, unbroken = load(folder, call), build(*call, None)
+    step(*unbroken, 0, done)
+    assert_same(everything(*resumed), everything(*unbroken))
+    for each in (resumed, unbroken):
+        step(*each, done, done + 1)
+    assert_same(everything(*resumed), everything(*unbroken))
+    save(then, *resumed)
 
 
 CALLS = [("adamw", {"states": states}, FP32) for states in STATES]
@@ -94,11 +95,10 @@ CALLS += [
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_torchs_checkpoints_reshard_states(ranks, call, tmp_path):
-    """2 ranks -> 3 ranks (uneven) and back to 2: the numbers of a run that was not interrupted."""
-    folder = str(tmp_path / "two")
-    ranks(2)(save, folder, call, 2)
-    for world in (3, 2):
-        ranks(world)(go_on, folder, call, world)
+    """2 ranks -> 1 -> 3 (uneven) -> 2: the numbers of a run that was not interrupted."""
+    ranks(2)(begin, str(tmp_path / "0"), call)
+    for place, world in enumerate((1, 3, 2)):
+        ranks(world)(go_on, str(tmp_path / str(place)), str(tmp_path / str(place + 1)), call, STEPS + place)
 
 
 def one_process(rank_zero_folder: str, call: tuple[Any, ...]) -> None:

@@ -313,7 +313,10 @@ def step(which, table, step_args, tables, F: tl.constexpr):
     # Keys of noise, by `noise.key` and `ParamStep.weight_noise_key`.
     key = mix(tl.load(step_args).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
     # Half of the place of each tile's first element in the whole parameter, as `noise_bits` counts; modulo 2^32.
-    first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(line + 22).to(tl.uint32)
+    if F.casts != 0:  # casts are left of whole parameters alone, and registers are dear
+        first = tile.to(tl.uint32) * (F.tile // 2)
+    else:
+        first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(line + 22).to(tl.uint32)
     within = tl.arange(0, F.tile)
 
     g = _read(tl.load(step_args + HEAD + number), offset, mask, F.gradient, F.aligned)
