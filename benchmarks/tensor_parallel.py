@@ -9,9 +9,9 @@ A block is attention's and an MLP's seven Linears without what lies between, for
     local     Linears of the shards' shapes, converted, with the same all-reduces written out: the baseline
     sp-16bit  the same under sequence parallelism, torch's messages; sp-fp8: those of narrowgauge.distributed.tensor_parallel
 
-Rounds interleave all cases. On a shared machine ranks wait for each other's turns: --clock cpu takes the processor time of rank 0, all
-its threads, which waiting does not enter. Bytes are of whole messages that a rank gives to
-collectives, float32 where torch sends activations as they are.
+Weights move by SGD on local shards, the same in all cases. Rounds interleave all cases. On a shared machine ranks wait for each other's
+turns: --clock cpu takes the processor time of rank 0, all its threads, which waiting does not enter. Bytes are of whole messages that
+a rank gives to collectives.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
@@ -86,6 +87,11 @@ class Leave(nn.Module):
         return _Leave.apply(x)
 
 
+def summed(x: Tensor) -> Tensor:
+    """By the collectives that DTensor takes, whose own cost is not in question here."""
+    return functional_collectives.wait_tensor(functional_collectives.all_reduce(x, "sum", dist.group.WORLD))
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -93,17 +99,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient
+        return summed(gradient)
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
+        return summed(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -113,18 +115,20 @@ class _Leave(torch.autograd.Function):
 def parallelized(model: Blocks, mesh: DeviceMesh, activations: str | None) -> Blocks:
     """activations: of sequence parallelism; None: without it."""
     for half in model.halves:
-        rows: Any = RowwiseParallel()
-        plan: dict[str, Any] = {}
-        if activations == "16bit":
-            rows = RowwiseParallel(output_layouts=Shard(1))
-            plan[""] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        elif activations == "fp8":
-            rows, plan[""] = tensor_parallel.RowwiseParallel(), tensor_parallel.GatherInput()
-        if plan:
-            parallelize_module(half, mesh, plan.pop(""))
-        plan |= {name: ColwiseParallel(use_local_output=True) for name in half.names[:-1]} | {half.names[-1]: rows}
+        rows: Any = RowwiseParallel(output_layouts=Replicate() if activations is None else Shard(1))
+        # One DTensor for all readers, so that the gradient of x is summed over ranks once.
+        lies = Replicate() if activations is None else Shard(1)
+        enter: Any = PrepareModuleInput(input_layouts=(lies,), desired_input_layouts=(Replicate(),))
+        if activations == "fp8":
+            rows, enter = tensor_parallel.RowwiseParallel(), tensor_parallel.GatherInput()
+        parallelize_module(half, mesh, enter)
+        plan = {name: ColwiseParallel(use_local_output=True) for name in half.names[:-1]} | {half.names[-1]: rows}
         parallelize_module(half, mesh, plan)
     return model
+
+
+def own(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def case(recipe: str, kind: str, options: argparse.Namespace, mesh: DeviceMesh) -> tuple[Callable[[], None], nn.Module]:
@@ -138,12 +142,19 @@ def case(recipe: str, kind: str, options: argparse.Namespace, mesh: DeviceMesh) 
     ng.convert(model, {"*": recipe})
     tokens = options.tokens // (mesh.size() if kind.startswith("sp") else 1)
     x, gy = torch.randn(1, tokens, options.width), torch.randn(1, tokens, options.width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    weights = list(model.parameters())
+
+    @torch.no_grad()
+    def move() -> None:
+        """Plain SGD on what this rank holds: an optimizer on DTensors is another question."""
+        for weight in weights:
+            assert weight.grad is not None
+            own(weight).add_(own(weight.grad), alpha=-1e-3)
+            weight.grad = None
 
     def step() -> None:
         model(x.requires_grad_()).backward(gy)
-        optimizer.step()
-        optimizer.zero_grad()
+        move()
         ng.advance(model)
         x.grad = None
 
@@ -164,7 +175,7 @@ def on_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     mesh = init_device_mesh("cpu", (options.ranks,))
     found = []
     for recipe in options.recipes:
-        made = {kind: case(recipe, kind, options, mesh) for kind in ("local", "dtensor", "sp-16bit", "sp-fp8")}
+        made = {kind: case(recipe, kind, options, mesh) for kind in ("local", *options.kinds)}
         # One call per sample: as many on every rank, or collectives would not meet.
         timings = measure(
             {kind: step for kind, (step, _) in made.items()}, rounds=options.rounds, warmup=2, sample_s=1e-9
@@ -200,8 +211,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--inner", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=10, help="even")
+    parser.add_argument("--kinds", nargs="+", default=("dtensor", "sp-16bit", "sp-fp8"))
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--dry-run", action="store_true", help="record nothing")

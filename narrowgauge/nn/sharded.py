@@ -68,8 +68,7 @@ class Locals:
         self.partly = tuple(
             each.is_shard() or its.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
         )
-        # What a rank's share of all elements is, for LSQ's norm of a step's gradient.
-        self.shares = (self.x.numel() / max(x.numel(), 1), self.weight.numel() / max(weight.numel(), 1))
+        self._wholes = {"x": (self.x, x), "w": (self.weight, weight)}
 
     def _bias(self, bias: Tensor, token_axes: tuple[bool, ...]) -> Tensor:
         if not isinstance(bias, DTensor):
@@ -90,8 +89,10 @@ class Locals:
         """A learned step of "x" or "w" whose gradient is that of the whole tensor."""
         if step is None:
             return None
-        whole = self.summed(step, self.partly)
-        return whole.detach() + (whole - whole.detach()) * self.shares[role == "w"] ** 0.5
+        part, whole = self._wholes[role]
+        share = part.numel() / max(whole.numel(), 1)  # LSQ divides by the root of the number of elements
+        everywhere = self.summed(step, self.partly)
+        return everywhere.detach() + (everywhere - everywhere.detach()) * share**0.5
 
     def wrap(self, y: Tensor) -> Tensor:
         """The local result as a DTensor."""
