@@ -5,9 +5,9 @@
 Counted: one rank of a world whose other ranks are not there (torch's "fake" process group) trains a model of two blocks. Each collective is
 caught where torch hands it to the group: calls, and bytes of whole messages (gathered, scattered, exchanged), per parameter.
 
-On paper: an alpha-beta model. A collective of B bytes among N ranks takes  a log2(N) + B (N - 1) / N / b,  with a and b of a node (8 ranks) or
-of the network between nodes, where the slower one counts. Nothing overlaps. Assumed, not measured: see ASSUMED. The
-models are those of Llama 8B and 70B by their numbers of parameters and blocks; each block is gathered twice and reduced once.
+On paper: an alpha-beta model. A collective of B bytes among N ranks takes  a log2(N) + B (N - 1) / N / b,  with a and b of a node
+(8 ranks), or of the network between nodes. Nothing overlaps. Assumed, not measured: see ASSUMED. The models are Llama 8B and 70B by
+their numbers of parameters and blocks; each block is gathered twice and reduced once.
 """
 
 from __future__ import annotations

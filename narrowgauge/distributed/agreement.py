@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.errors import CheckpointError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
 from narrowgauge.ops.random import Stream, hashed
-
-ATTRIBUTE = "_narrowgauge_agreement"  # of a model
 
 
 @dataclass(eq=False)

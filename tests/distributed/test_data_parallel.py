@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.distributed import plain_name
+from narrowgauge.distributed.topology import plain_name
 from narrowgauge.recipe import LearnedStep
 from tests.distributed.models import build, state, train
 
