@@ -189,3 +189,12 @@ def _read_weights(forward: Callable[..., Any]) -> frozenset[str]:
             operands += [node.left, node.right]
     found = (_READ.match(ast.unparse(operand)) for operand in operands)
     return frozenset(match[1] for match in found if match)
+
+
+# What DDP, FSDP, torch.compile and activation checkpointing put into the names of what they wrap.
+WRAPPERS = frozenset(("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"))
+
+
+def plain_name(name: str) -> str:
+    """The name of a layer or parameter without what wrappers add to it: the same however the model is wrapped."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -16,10 +16,10 @@ from narrowgauge.distributed import gradients as gradient_messages
 from narrowgauge.distributed.agreement import Agreement, Peers
 from narrowgauge.distributed.alike import refuse_others
 from narrowgauge.distributed.gradient_state import Numbers, Reduce
-from narrowgauge.distributed.topology import Topology, plain_name
+from narrowgauge.distributed.topology import Topology
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.structure import require_module
+from narrowgauge.structure import plain_name, require_module
 
 
 def arrange(

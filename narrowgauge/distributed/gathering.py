@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.distributed.together import Group, rank_and_world, together
-from narrowgauge.distributed.topology import plain_name
 from narrowgauge.errors import CheckpointError
+from narrowgauge.structure import plain_name
 
 
 def gathered(

@@ -6,7 +6,6 @@ it is built. What is private there is used here alone (checked on torch 2.11 and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,14 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-
-# What wrappers add to the name of a layer.
-_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
-
-
-def plain_name(name: str) -> str:
-    """A layer's name without what DDP, torch.compile and activation checkpointing add to it."""
-    return _WRAPPERS.sub("", name).lstrip(".")
 
 
 @dataclass(frozen=True)

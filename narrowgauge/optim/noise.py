@@ -21,11 +21,10 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from narrowgauge.structure import plain_name
+
 MASK = 0xFFFFFFFF
 BLOCK = 16  # elements whose numbers come from eight mixings
-WRAPPERS = frozenset(
-    ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-)  # parts of names that they add
 WEIGHTS = 0x5BD1E995  # what tells the numbers of a weight from those of its states
 
 
@@ -59,8 +58,7 @@ def of_parameter(number: int) -> int:
 @cache
 def of_name(name: str) -> int:
     """The number of a parameter's name: 32 bits, the same however the model is wrapped (by DDP, FSDP, checkpointing, compile)."""
-    bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-    return int.from_bytes(blake2b(bare.encode(), digest_size=4).digest(), "little")
+    return int.from_bytes(blake2b(plain_name(name).encode(), digest_size=4).digest(), "little")
 
 
 def bits(key: int, index: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def state(model: nn.Module) -> dict[str, Tensor]:
     """All tensors, whole, by their plain names."""
-    from narrowgauge.distributed.topology import plain_name
+    from narrowgauge.structure import plain_name
 
     found = {}
     for name, tensor in model.state_dict().items():

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.distributed.topology import plain_name
 from narrowgauge.recipe import LearnedStep
+from narrowgauge.structure import plain_name
 from tests.distributed.models import build, state, train
 
 STEPS = 3
