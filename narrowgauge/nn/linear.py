@@ -207,7 +207,7 @@ class QLinear(nn.Linear):
         if type(weight).__name__ == "DTensor" or type(x).__name__ == "DTensor":
             from narrowgauge.nn.sharded import Locals
 
-            local = Locals(x, weight, bias)
+            local = Locals(x, weight, bias, None if torch.compiler.is_compiling() else next(self.buffers(), None))
             x, weight, bias, owner = local.x, local.weight, local.bias, local.owner
         context = self.context(x, self._cache if torch.is_grad_enabled() else None)
         if not torch.compiler.is_compiling():

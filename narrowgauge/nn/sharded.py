@@ -38,7 +38,13 @@ class Locals:
     partly           (x, weight): the axes of the mesh on which a rank holds a part of it, or sees a part of its gradient
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None = None) -> None:
+        """state: a tensor that a recipe added to the layer."""
+        if isinstance(state, DTensor):
+            raise ConfigError(
+                "linear: windows or learned steps of a recipe are DTensors, as distribute_module makes of all buffers of a model. "
+                "Parallelise with parallelize_module, which leaves them alone, or convert afterwards."
+            )
         if not isinstance(x, DTensor) or not isinstance(weight, DTensor):
             named = ("x", "weight") if isinstance(x, DTensor) else ("weight", "x")
             raise ConfigError(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
@@ -160,7 +160,8 @@ def _refusals() -> list[str]:
     sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
     partial = _layer("fp8-row")
     partial.weight = nn.Parameter(DTensor.from_local(partial.weight.detach(), mesh, [Partial()], run_check=False))
-    for refused, given in ((layer, there), (sharded, x), (sharded, there), (partial, there)):
+    whole = distribute_module(nn.Sequential(_layer("fp8-delayed")), mesh)
+    for refused, given in ((layer, there), (sharded, x), (sharded, there), (partial, there), (whole, there)):
         with pytest.raises(ConfigError) as raised:
             refused(given)
         words.append(str(raised.value))
@@ -168,11 +169,12 @@ def _refusals() -> list[str]:
 
 
 def test_mixtures_are_refused_in_words(ranks):
-    for plain_weight, plain_x, plain_bias, partial in ranks(2)(_refusals):
+    for plain_weight, plain_x, plain_bias, partial, whole in ranks(2)(_refusals):
         assert "x is a DTensor and weight is not" in plain_weight
         assert "weight is a DTensor and x is not" in plain_x
         assert "bias is not" in plain_bias
         assert "Partial" in partial and "ColwiseParallel" in partial
+        assert "windows or learned steps" in whole and "convert afterwards" in whole
 
 
 def _described() -> str:
