@@ -56,7 +56,8 @@ def _arrange(agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGr
     refuse_others({"layers and their recipes": recipes}, topology.replicas, topology.device(model))
     agreement.replica = topology.replica
     agreement.layers = {
-        layer: Peers(agreement, plain_name(name), topology.groups_of(layer)) for layer, name in layers.items()
+        layer: Peers(agreement, plain_name(name), topology.groups_of(layer), topology.shard_of(layer))
+        for layer, name in layers.items()
     }
     for layer, peers in agreement.layers.items():
         layer.peers = peers

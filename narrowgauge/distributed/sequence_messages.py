@@ -8,7 +8,7 @@ A scale for the whole tensor is made from the largest amax of all ranks (one sma
 notes that one too. A number that is not finite poisons its tile on every rank. Ranks may hold unequal numbers of tokens, as Shard cuts
 them: messages are filled up.
 
-`reduce_scatter` of rows is the two-step sum of gradients too: the place to join both.
+The sums are those of gradients too (`messages`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from narrowgauge.formats import E4M3, E8M0
+from narrowgauge.distributed import messages
+from narrowgauge.distributed.messages import Link
+from narrowgauge.formats import E8M0
 from narrowgauge.fuse.precast import refuse_reader
 from narrowgauge.nn.caches import CacheStats
 from narrowgauge.nn.linear import QLinear
@@ -30,12 +32,8 @@ from narrowgauge.nn.sharded import local_part, owner_of
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, LearnedStep, Window
-from narrowgauge.scaling import E8M0_CEIL, WHOLE
-
-TILE = 128
-MESSAGE = Cast(format=E4M3, tile=(1, TILE), scale=E8M0_CEIL)
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+from narrowgauge.recipe import LearnedStep, Window
+from narrowgauge.scaling import WHOLE
 
 
 @torch.no_grad()
@@ -49,7 +47,7 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], sent: Counte
     own = local_part(x)
     reader = next((layer for layer in layers if _refuse(layer, role) is None), None)
     operand = None if reader is None else _operand(reader, role, own)
-    cast = MESSAGE if operand is None else operand.plan.rows
+    cast = messages.MESSAGE if operand is None else operand.plan.rows
     assert cast is not None
     filled, shape = _filled(own, axis, x.shape[axis], group.size())
     rows = filled.reshape(-1, filled.shape[-1])
@@ -75,29 +73,13 @@ def reduce_scatter(parts: DTensor, axis: int, sent: Counter[str]) -> DTensor:
     own, size = local_part(parts), group.size()
     each = -(-parts.shape[axis] // size)
     filled = _padded(own, axis, each * size).unflatten(axis, (size, each)).movedim(axis, 0)
-    total = _sum_of_rows(filled.reshape(size, -1), group, sent).reshape(filled.shape[1:]).to(own.dtype)
+    link = Link(group)
+    total = messages.reduce_scatter(filled.reshape(size, -1), link).reshape(filled.shape[1:]).to(own.dtype)
+    sent += link.sent
     start = min(each * group.rank(), parts.shape[axis])
     tokens = min(each, parts.shape[axis] - start)
     cut = total.narrow(axis, 0, tokens).contiguous()
     return DTensor.from_local(cut, mesh, (Shard(axis),), run_check=False, shape=parts.shape, stride=parts.stride())
-
-
-def _sum_of_rows(rows: Tensor, group: dist.ProcessGroup, sent: Counter[str]) -> Tensor:
-    """rows [ranks, n]: row r is this rank's part of what rank r gets -> float32 [n]."""
-    columns = rows.shape[1]
-    if columns == 0:
-        return rows[0].to(torch.float32)
-    q = quantize(rows, MESSAGE)
-    out = torch.cat((E4M3.pack(q.data).view(torch.uint8), E8M0.encode(q.scale)), dim=1)
-    sent["all-to-all"] += out.nbytes
-    received = torch.empty_like(out)
-    dist.all_to_all_single(received, out, group=group)
-    total = torch.zeros(columns, dtype=torch.float32, device=rows.device)
-    for message in received.split(1):
-        codes, scales = message.split((columns, q.scale.shape[1]), dim=1)
-        part = QTensor(data=E4M3.unpack(codes, columns), scale=E8M0.decode(scales), cast=MESSAGE, inner=columns)
-        total += dequantize(part)[0]
-    return total
 
 
 def _gathered_codes(
@@ -110,10 +92,9 @@ def _gathered_codes(
     elif q.cast.scale.power_of_two:
         scale = E8M0.encode(q.scale).flatten()
     data = q.data.view(torch.uint8).flatten()
-    message = torch.cat((data, scale))
-    received = message.new_empty(group.size(), message.numel())
-    sent["all-gather"] += received.nbytes
-    _all_gather(received.view(-1), message, group=group)
+    link = Link(group)
+    received = link.from_each(torch.cat((data, scale)))
+    sent += link.sent
     codes, scales = received.split((data.numel(), scale.numel()), dim=1)
     columns = q.scale.shape[1]
     found = _in_order(codes, shape, axis, tokens).view(q.data.dtype)
@@ -163,7 +144,7 @@ def travels_as(layer: QLinear, role: str) -> str:
     """In words: what a gathered x or gradient of the layer is sent as."""
     reason = _refuse(layer, role)
     if reason is not None:
-        return f"{MESSAGE}, cast again on arrival: {reason}"
+        return f"{messages.MESSAGE}, cast again on arrival: {reason}"
     return str(getattr(layer.plan(layer.weight.device), role).rows)
 
 

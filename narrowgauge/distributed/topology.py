@@ -80,6 +80,19 @@ class Topology:
                     _add(groups, parameter.device_mesh.get_group(dim))
         return tuple(group for group in groups if dist.get_world_size(group) > 1)
 
+    def shard_of(self, layer: QLinear) -> dict[str, str]:
+        """Role -> what tells this rank's part of the tensor from others', where tensor parallelism cuts it (`ops.random.Stream`)."""
+        weight, found = layer._parameters.get("weight"), dict[str, str]()
+        if not isinstance(weight, DTensor):
+            return found
+        for dim, placement in enumerate(weight.placements):
+            if weight.device_mesh.get_group(dim) in self.replicas or not placement.is_shard():
+                continue  # those who gather the weight before they read it
+            other = "gy" if placement.is_shard(0) else "x"
+            for role in ("w", other):
+                found[role] = f"{found.get(role, '')}{dim}:{weight.device_mesh.get_local_rank(dim)} "
+        return found
+
     def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
         """DDP writes the buffers of rank 0 into all ranks at each forward pass, which would undo what a rank saw since."""
         own = {id(buffer) for layer in layers for buffer in layer.buffers()}
