@@ -32,7 +32,7 @@ def _full(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
-def _train(model: nn.Module, *, pieces: tuple[int, ...] = (0,), of: int = 1, seed: int = 0, ranks: bool = False) -> Run:
+def _train(model: nn.Module, *, pieces: tuple[int, ...] = (0,), of: int = 1, seed: int = 0) -> Run:
     """pieces: of the batch, of which there are `of`, that this process sees, one after the other. seed: of the random numbers."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     gradients: Run = []
@@ -41,21 +41,10 @@ def _train(model: nn.Module, *, pieces: tuple[int, ...] = (0,), of: int = 1, see
         for piece in pieces:
             (loss_of(model, step, piece, of) / len(pieces)).backward()
         gradients.append({name: _full(each.grad) for name, each in model.named_parameters() if each.grad is not None})
-        if ranks:
-            _agree(model)
         optimizer.step()
         optimizer.zero_grad()
         ng.advance(model)
     return gradients
-
-
-@torch.no_grad()
-def _agree(model: nn.Module) -> None:
-    """What `distribute` arranges: windows take the largest amax of all ranks, steps of a cold start their mean."""
-    for layer in model.modules():
-        for window in (getattr(layer, "scaling", None) or {}).values():
-            assert not isinstance(window.live, DTensor)
-            dist.all_reduce(window.live, dist.ReduceOp.MAX)
 
 
 def _drift(run: Run, reference: Run) -> list[float]:
@@ -98,7 +87,8 @@ def _on_ranks(recipe: str, sequence: bool, converts_first: bool, shards: int = 1
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    return _train(model, pieces=(mesh["dp"].get_local_rank(),), of=shards, ranks=True)
+    ng.distribute(model, activations=messages or "16bit")
+    return _train(model, pieces=(mesh["dp"].get_local_rank(),), of=shards)
 
 
 def _assert_near(runs: list[Run], recipe: str, pieces: int = 1, control: str = "") -> None:
@@ -157,7 +147,7 @@ def _variants(recipe: str, how: str) -> list[bool]:
         elif variant != "plain":
             for each in [model] if whole else model.layers:
                 each.compile(backend="aot_eager", fullgraph=True)
-        runs.append(_train(model, ranks=True))
+        runs.append(_train(ng.distribute(model)))
     plain, other = runs
     return [torch.equal(plain[step][name], other[step][name]) for step in range(STEPS) for name in plain[step]]
 
