@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,13 +27,20 @@ from narrowgauge.nn.linear import QLinear
 __all__ = ["Agreement", "Peers", "Topology", "agreement_of", "distribute"]
 
 
-def distribute(model: nn.Module, *, replicas: dist.ProcessGroup | None = None, seed: int | None = None) -> nn.Module:
+def distribute(
+    model: nn.Module,
+    *,
+    replicas: dist.ProcessGroup | None = None,
+    seed: int | None = None,
+    weights: Literal["16bit", "codes"] = "16bit",
+) -> nn.Module:
     """Arranges what ranks have to agree on for the layers of `model`, once, after it was parallelised; returns the model.
 
     model     converted; wrapped in DistributedDataParallel, or passed to fully_shard, parallelize_module, a pipeline's stage, as usual
     replicas  the ranks that read other data, where no wrapper of torch says it: a framework will wrap the model later, as the Trainer of
               transformers does, or the loop reduces gradients by itself. `torch.distributed.group.WORLD`: all ranks
     seed      of the random numbers of recipes, equal on all ranks; None: that of torch's generator on rank 0
+    weights   how those that fully_shard has sharded travel: as torch sends them, or as the codes that products read (`weights`)
 
     Works without a process group too, as one rank: the run that others are compared with. Calling it again arranges all anew, after
     another `convert` for instance. `agreement_of(model)` counts steps and messages, and has the state for a checkpoint. Costs one
@@ -43,12 +52,14 @@ def distribute(model: nn.Module, *, replicas: dist.ProcessGroup | None = None, s
         raise ConfigError(
             "distribute: replicas needs a process group. Call torch.distributed.init_process_group first."
         )
-    agreement = Agreement(seed=_agreed_seed(seed), arrange=partial(_arrange, replicas=replicas))
+    if weights not in ("16bit", "codes"):
+        raise ConfigError(f"distribute: weights is {weights!r}; choose '16bit' or 'codes'.")
+    agreement = Agreement(seed=_agreed_seed(seed), arrange=partial(_arrange, replicas=replicas, weights=weights))
     agreement.attach(model)
     return model
 
 
-def _arrange(agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None) -> None:
+def _arrange(agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None, weights: str) -> None:
     """For the model as it is parallelised now; again in its first forward pass, if a framework wrapped it after `distribute`."""
     topology = Topology.of(model, replicas)
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
@@ -59,6 +70,10 @@ def _arrange(agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGr
     for layer, peers in agreement.layers.items():
         layer.peers = peers
     topology.leave_out_of_broadcasts(model, layers)
+    if weights == "codes":
+        from narrowgauge.distributed.weights import install
+
+        install(model, topology, agreement)
 
 
 def agreement_of(model: nn.Module) -> Agreement:
