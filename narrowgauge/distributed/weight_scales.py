@@ -177,5 +177,7 @@ def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Bytes [...] of each rank -> [S, ...]."""
     world = dist.get_world_size(group)
     found = own.new_empty((world * own.numel(),))
-    dist.all_gather_into_tensor(found, own.contiguous().view(-1), group=group)
+    # torch 2.13 has a new name for it, and warns of the old one
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(found, own.contiguous().view(-1), group=group)
     return found.view(world, *own.shape)

@@ -146,6 +146,10 @@ class GatheredWeight:
             sent[: self.rows.count, : codes.shape[1]] = codes
         return sent
 
+    def forget(self) -> None:
+        """Codes at hand may be of another scale, or of other weights, than those to come."""
+        self.held = None
+
     def _count(self, sent: Tensor) -> None:
         if self.agreement is not None:
             self.agreement.count("weights", sent)

@@ -158,6 +158,8 @@ class QLinear(nn.Linear):
         self._cache = WeightCache() if keep or self._cache is not None else None
         if not keep and self.precast is not None:
             self.precast.forget()
+        if self.gathered is not None:
+            self.gathered.forget()
 
     def end_step(self) -> None:
         """What the end of a step is for every layer, whatever its recipe: nothing made of the weight or of an input is kept."""
@@ -311,6 +313,8 @@ class QLinear(nn.Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As ever; but what a recipe added to the layer is not missing where it was saved without, and another's is told."""
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.gathered is not None:
+            self.gathered.forget()
         if not self.weight.is_meta and any(each.is_meta for each in self._memory().values()):
             self.steps = None  # what `assign=True` leaves on meta has no numbers: made anew where the weight is now
             self._renew_state()
