@@ -80,7 +80,8 @@ class GatheredWeight:
         self.agreement: Agreement | None = None
         self.held: Held | None = None
         self.was_gathered = False
-        self.exchanged: Any = ()  # the shard's validity when its scales were exchanged
+        self.is_fresh = False  # nobody has said since the last exchange that the weight may be another
+        self.exchanged: Any = ()  # the weight's state at the last exchange
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()  # hooks of a tensor that is pickled
@@ -134,7 +135,7 @@ class GatheredWeight:
 
     def _own_codes(self, which: str, records: bool) -> Tensor:
         shard = self.shard
-        if self.exchanged != _state_of(shard):
+        if self.exchanged != self._state():
             raise ConfigError(
                 f"{self.name}: the weight was written since its scales were exchanged, or no forward pass of the whole model has exchanged "
                 "them. Ranks exchange them in the first forward pass of a step: call the model that distribute was given, and end "
@@ -147,8 +148,16 @@ class GatheredWeight:
         return sent
 
     def forget(self) -> None:
-        """Codes at hand may be of another scale, or of other weights, than those to come."""
-        self.held = None
+        """Codes at hand may be of another scale, or of other weights, than those to come. Every rank does it."""
+        self.held, self.is_fresh = None, False
+
+    def exchange_ended(self) -> None:
+        self.is_fresh, self.exchanged = True, self._state()
+
+    def _state(self) -> Any:
+        """Differs from an earlier one if the weight was written or replaced. An operator on a DTensor raises its version alone."""
+        shard = self.shard
+        return None if self.parameter.is_inference() else self.parameter._version, validity(shard)
 
     def _count(self, sent: Tensor) -> None:
         if self.agreement is not None:
@@ -330,7 +339,7 @@ class WeightGathers:
         """Called before each forward pass of the whole model. is_first: of an optimizer step, or an evaluation."""
         for weight in self.gathered.values():
             weight.attach()
-        if is_first:
+        if is_first or not all(weight.is_fresh for weight in self.gathered.values()):
             self.exchange()
 
     @torch.no_grad()
@@ -343,7 +352,7 @@ class WeightGathers:
             found = [(statistic, each.shard) for each in weights for statistic in each.coder.statistics]
             exchange(found, group, self.count)
         for weight in self.gathered.values():
-            weight.exchanged = _state_of(weight.shard)
+            weight.exchange_ended()
 
     def travels(self, layer: QLinear) -> Travel:
         """How the weight of a layer travels, and why not narrower; bytes of the whole weight, of one micro-batch."""
@@ -474,10 +483,6 @@ def _check_resharding(topology: Topology) -> None:
 
 def _packed(cast: Cast, length: int) -> int:
     return -(-length // cast.format.codes_per_byte)
-
-
-def _state_of(shard: Tensor) -> Any:
-    return validity(shard)
 
 
 def _is_freed(data: Tensor) -> bool:
