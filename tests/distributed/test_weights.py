@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.distributed import agreement_of
+from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from tests.distributed.models import build, micro_batch, state, train
 
@@ -219,3 +221,202 @@ def test_changes_between_passes_are_followed(ranks):
     for found in ranks(2)(_each_disturbed, KINDS):
         for name, ((losses, tensors), (own_losses, own)) in found.items():
             assert own_losses == losses and differing(own, tensors) == [], name
+
+
+def _written_between_micro_batches():
+    model = _shard(build("fp8-current"), "codes")
+    _backward(model, 0, 0)
+    with torch.no_grad():
+        model[0].up.weight.mul_(2)
+    try:
+        _backward(model, 0, 1)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_weights_written_between_micro_batches_are_refused(ranks):
+    for words in ranks(2)(_written_between_micro_batches):
+        assert "0.up: the weight was written" in words and "narrowgauge.advance(model)" in words
+
+
+def _sent(recipe, width):
+    model = _shard(build(recipe, blocks=1, width=width), "codes")
+    x = torch.randn(4, width)
+    model(x).sum().backward()
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, QLinear))
+    sent = agreement_of(model).messages
+    return sent["weights"] / weights, sent["weight scales"] / weights
+
+
+def test_bytes_sent_per_weight(ranks):
+    """Two gathers of each. Scales are exchanged once: of 1x32 tiles an exponent for 32 weights, twice."""
+    for recipe, codes in (("fp8-current", 2.0), ("fp8-row", 2.0), ("mxfp8", 2.0), ("int4-hq-bs", 1.25), ("nvfp4", 1.0)):
+        for sent, scales in ranks(2)(_sent, recipe, 256):
+            assert sent == codes, recipe
+            assert scales <= 0.0625, recipe
+            assert sent + scales <= 2 * 1.03125, recipe
+
+
+def _large(least):
+    """Elements of floating or integer tensors that hold as much memory."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:
+            storage = each.untyped_storage()
+            if storage.size() >= least:
+                found[storage.data_ptr()] = storage.size()
+    return found
+
+
+def _kept(recipe, reshards):
+    """Bytes of tensors as large as a weight's codes, or larger, that a forward pass, and a backward pass, leave behind."""
+    width, found = 128, []
+    model = _shard(build(recipe, width=width), "codes", reshard_after_forward=reshards)
+    model(torch.randn(4, width)).sum().backward()
+    model.zero_grad()
+    ng.advance(model)
+    before = _large(2 * width * width)
+    loss = model(torch.randn(4, width)).sum()
+    found.append(sum(size for place, size in _large(2 * width * width).items() if place not in before))
+    loss.backward()
+    gradients = {each.grad._local_tensor.untyped_storage().data_ptr() for each in model.parameters()}
+    after = _large(2 * width * width)
+    found.append(sum(size for place, size in after.items() if place not in before and place not in gradients))
+    return found
+
+
+def _each_kept(names, reshards):
+    return {name: _kept(name, reshards) for name in names}
+
+
+def test_nothing_is_kept_after_resharding(ranks):
+    """Of one kind each; the control keeps its codes until backward: those of four weights."""
+    names = ("fp8-current", "mxfp8", "int4-hq-bs")
+    for found in ranks(2)(_each_kept, names, True):
+        assert found == {name: [0, 0] for name in names}
+    for found in ranks(2)(_each_kept, names[:1], False):
+        assert found["fp8-current"] == [4 * 2 * 128 * 128, 0]
+
+
+def _suspended(weights):
+    """Layers that read the original after all: without a recipe for a while, or with another than they were distributed with."""
+    model = _shard(build("fp8-row"), weights)
+    with ng.suspended(model):
+        losses = [_backward(model, 0, dist.get_rank())]
+    model[0].up.recipe = "fp8-current"
+    model[1].down.recipe = None
+    losses += train(model, [dist.get_rank()], STEPS, 2)
+    return losses, state(model)
+
+
+def test_layers_that_read_the_original(ranks):
+    for (losses, tensors), (own_losses, own) in ranks(2)(_both, _suspended):
+        assert own_losses == losses and differing(own, tensors) == []
+
+
+def _observed(recipe):
+    model = _shard(build(recipe), "codes")
+    seen = []
+    for layer in model.modules():
+        if isinstance(layer, QLinear):
+            layer.observer = lambda gemm, role, original, made: seen.append((role, bool(original.isfinite().all())))
+    _backward(model, 0, 0)
+    return seen
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "int4-hq-bs"])
+def test_observers_see_what_codes_mean(ranks, recipe):
+    for seen in ranks(2)(_observed, recipe):
+        assert {role for role, _ in seen} == {"x", "w", "gy"} and all(finite for _, finite in seen)
+
+
+def _mixed(recipe):
+    """Under a policy of bfloat16 the codes are those of the float32 master: the first loss is that of one process that keeps it."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _shard(build(recipe), "codes", mp_policy=policy)
+    found = []
+    handle = model[0].up.register_forward_hook(lambda layer, given, out: found.append((given[0].detach(), out.detach())))
+    losses = train(model, [dist.get_rank()], STEPS, 2)
+    handle.remove()
+    single = ng.distribute(build(recipe))
+    given, out = found[0]
+    single[0].up.bias.data = single[0].up.bias.data.to(torch.bfloat16)
+    return losses, torch.equal(single[0].up(given), out)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "int4-hq-bs"])
+def test_codes_are_of_the_master_whatever_the_policy_says(ranks, recipe):
+    for losses, equal in ranks(2)(_mixed, recipe):
+        assert equal and all(map(math.isfinite, losses))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(nn.functional.gelu(self.one(x)))
+
+
+def _tied(weights):
+    model = _shard(ng.convert(Tied(), "fp8-current"), weights, parts=[])
+    losses = train(model, [dist.get_rank()], STEPS, 2)
+    gathers = agreement_of(model).weights
+    return losses, state(model), None if gathers is None else gathers.travels(model.one)
+
+
+def test_tied_weights_travel_as_torch_sends_them(ranks):
+    for (losses, tensors, _), (own_losses, own, travels) in ranks(2)(_both, _tied):
+        assert own_losses == losses and differing(own, tensors) == []
+        assert travels.format == "float32" and travels.why_not_narrower == "its weight is also 'two.weight'"
+
+
+def _travels():
+    found = {}
+    for name in ng.recipes.names():
+        model = _shard(build(name), "codes")
+        found[name] = tuple(agreement_of(model).weights.travels(model[0].up))
+    return found
+
+
+def test_what_travels_is_told(ranks):
+    found = ranks(2)(_travels)[0]
+    weights = 64 * 128
+    assert found["fp8-current"] == ("e4m3 codes", 2 * weights, "")
+    assert found["fp8-row"] == ("e4m3 two sets of codes", 2 * weights, "")
+    assert found["nvfp4"] == ("e2m1 codes", weights, "")
+    assert found["int4-hq-bs"] == ("int4 codes", 1.25 * weights, "")
+    assert found["mxfp4"] == ("float32", 8 * weights, "grad_input rounds the original stochastically")
+    for name in NEED_THE_ORIGINAL:
+        assert found[name][2]
+
+
+def _compiled(weights, recipe, warn=True):
+    model = build(recipe)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in model:
+            block.compile(backend="aot_eager")
+            fully_shard(block)
+        fully_shard(model)
+        model = ng.distribute(model, weights=weights)
+        watch = Watch(model) if weights == "codes" else None
+        losses = train(model, [dist.get_rank()], STEPS, 2)
+    return losses, state(model), watch and watch.poisoned
+
+
+def _each_compiled(names):
+    return {name: _both(_compiled, name) for name in names}
+
+
+def test_compiled_blocks_never_read_the_carrier(ranks):
+    """Layers compute between two graphs."""
+    for found in ranks(2)(_each_compiled, ["fp8-current", "mxfp8", "int4-hq-bs"]):
+        for name, ((losses, _, _), (own_losses, own, _)) in found.items():
+            assert own_losses[0] == pytest.approx(losses[0], rel=0.05), name
+            assert all(tensor.isfinite().all() for tensor in own.values()), name
