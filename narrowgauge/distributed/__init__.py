@@ -12,7 +12,6 @@ micro-batches, to the bit.
 from __future__ import annotations
 
 from functools import partial
-
 from typing import Literal
 
 import torch

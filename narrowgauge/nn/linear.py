@@ -235,8 +235,9 @@ class QLinear(nn.Linear):
         cache = cache if self.gathered is None else self.gathered
         sources: dict[str, list[Any]] = {}
         if cache is not None:
-            left = self.precast is not None and self.gathered is None
-            sources["w"] = [PrecastSource(self.precast, cache), cache] if left else [cache]
+            sources["w"] = [cache]
+            if self.precast is not None and self.gathered is None:
+                sources["w"].insert(0, PrecastSource(self.precast, cache))
         if self.shared_inputs is not None:
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
