@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -76,6 +77,23 @@ def test_codes_are_to_the_bit_gathers_of_the_original(ranks, world):
         for name, ((losses, tensors, wide), (own_losses, own, narrow)) in found.items():
             assert own_losses == losses and differing(own, tensors) == [], name
             assert wide == {False} and narrow == {name not in NEED_THE_ORIGINAL}, name
+
+
+def _replicated(weights, recipe):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = _shard(build(recipe), weights, mesh=mesh)
+    return train(model, [dist.get_rank()], STEPS, 4), state(model)
+
+
+def _each_replicated(names):
+    return {name: _both(_replicated, name) for name in names}
+
+
+@pytest.mark.slow
+def test_shards_that_are_replicated(ranks):
+    for found in ranks(4)(_each_replicated, KINDS):
+        for name, ((losses, tensors), (own_losses, own)) in found.items():
+            assert own_losses == losses and differing(own, tensors) == [], name
 
 
 class Ragged(nn.Sequential):
