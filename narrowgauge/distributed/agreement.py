@@ -59,6 +59,7 @@ class Agreement:
     seed          of the random numbers; equal on all ranks
     arrange       finds layers and replica for a model, as it is parallelised now
     layers        those that are converted, and their peers
+    weights       of those whose weights travel as codes (weights.WeightGathers), or None
     replica       (number, count) of this rank among those that read other data
     step          optimizer steps that have ended
     micro_batch   forward passes with gradients in this step

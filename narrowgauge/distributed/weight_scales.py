@@ -134,7 +134,7 @@ class Spread:
     rms: Tensor | None = None
 
     def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+        self.rows, self._columns = rows, 0
 
     def part(self, shard: Tensor) -> Tensor:
         found = torch.zeros(self.rows.padded, dtype=torch.float64, device=shard.device)

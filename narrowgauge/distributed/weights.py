@@ -16,12 +16,13 @@ Left to FSDP's own gather, each with its reason (`travels`): casts that round st
 original rows beside each other; learned steps, whose gradient needs rounding errors; products in 16 bits; weights sharded along columns,
 shared by two modules, or offloaded to the CPU.
 
-torch (checked on 2.13; 2.11 has the same names) takes the hooks as attributes of the local tensor; that, and the policy, is
+torch (checked on 2.13) takes the hooks as attributes of the local tensor; that, and the policy, is
 private and used here alone. One argument for the first hook is its older form, in which inputs may have any shape.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,19 +33,13 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.addresses import validity
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.topology import Topology
-from narrowgauge.distributed.weight_scales import Rows, Spread, TileAmaxes, exchange, gather
+from narrowgauge.distributed.weight_codes import coder_of
+from narrowgauge.distributed.weight_scales import Rows, exchange, gather
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.operands import Casts, Operand, Rotation
+from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import OperandPlan
-from narrowgauge.nn.straight_through import Coded, is_by_norm, scale_of_spread
-from narrowgauge.ops.hadamard import decode, encode, rotated_length
-from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
-from narrowgauge.ops.quantize import definition, quantize
-from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
-from narrowgauge.scaling import WHOLE
+from narrowgauge.recipe import ClippedRms, LearnedStep
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -76,7 +71,7 @@ class GatheredWeight:
         assert layer.recipe is not None
         self.recipe, self.columns = layer.recipe, parameter._local_tensor.shape[1]
         self.plan: OperandPlan = layer.plan(parameter._local_tensor.device).w
-        self.coder = _StraightThrough(self) if self.recipe.backward == "straight-through" else _Recast(self)
+        self.coder = coder_of(self.recipe, self.plan, rows, self.columns, partial(layer.amax_state, "w"))
         self.agreement: Agreement | None = None
         self.held: Held | None = None
         self.was_gathered = False
@@ -84,7 +79,7 @@ class GatheredWeight:
         self.exchanged: Any = ()  # the weight's state at the last exchange
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # hooks of a tensor that is pickled
+        return _Pickled, ()  # with the tensor whose hooks are its methods
 
     # --- the shard
 
@@ -172,7 +167,7 @@ class GatheredWeight:
             return None
         casts = Casts(amax=operand.casts.amax)
         operand.is_carrier = True
-        if operand.is_restored and not operand.needs[0] and not isinstance(self.coder, _StraightThrough):
+        if operand.is_restored and not operand.needs[0] and self.recipe.backward == "recast":
             return casts
         which = "cols" if operand.is_restored and self.coder.has_two_sets else "rows"
         self.coder.fill(casts, operand, self._bytes(which, operand.context.records))
@@ -199,121 +194,6 @@ class GatheredWeight:
         found = gather(own.view(torch.uint8), self.group)
         self._count(found)
         return found.view(weight.dtype).view(-1, self.columns)[: self.rows.whole]
-
-
-class _Recast:
-    """Casts of w and of w.T, each from the original."""
-
-    def __init__(self, weight: GatheredWeight) -> None:
-        plan, self.weight, self.plan = weight.plan, weight, weight.plan
-        rows, cols = plan.rows, plan.cols
-        assert rows is not None and cols is not None
-        self.has_two_sets = rows != cols or not rows.is_symmetric or plan.rows_rotate is not None
-        self.turned = rotated_length(weight.columns, plan.rows_rotate)
-        self.width = max(_packed(rows, self.turned), _packed(cols, weight.columns) if self.has_two_sets else 0)
-        rotation = Rotation.draw(plan.rows_rotate, torch.empty(0, weight.columns, device=weight.shard.device))
-        self.amaxes = {"rows": TileAmaxes(weight.rows, rows, rows.tile, rotation)}
-        if self.has_two_sets:
-            self.amaxes["cols"] = TileAmaxes(weight.rows, cols, (cols.tile[1], cols.tile[0]), Rotation())
-
-    @property
-    def statistics(self) -> tuple[Any, ...]:
-        return tuple(self.amaxes.values())
-
-    def encode(self, shard: Tensor, which: str, records: bool) -> Tensor:
-        """uint8 [count, width], by rows of w whichever way it is cast."""
-        found = self.amaxes[which]
-        x, amax = found.aligned(shard), found.own()
-        if self.plan.is_delayed:
-            amax = self._amax(records)
-        elif found.cast.scale.two_level and found.tile[0] != WHOLE:
-            # The largest tile of all sets the number that all tiles share: it comes along, above rows of zeros.
-            assert found.amax is not None
-            length = -(-x.shape[0] // found.tile[0]) * found.tile[0]
-            x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[0] + found.tile[0]))
-            amax = torch.cat((amax, found.amax.amax().expand(1, amax.shape[1])))
-        if which == "rows":
-            codes = quantize(x, found.cast, amax=amax).one_to_a_byte()
-        else:
-            codes = quantize(x.T, found.cast, amax=amax.T).one_to_a_byte().T
-        codes = codes[found.rows_before : found.rows_before + len(shard)].contiguous()
-        return found.cast.format.pack(codes)
-
-    def _amax(self, records: bool) -> Tensor:
-        """That of the window, or in evaluation the weight's own, [1, 1]."""
-        own, state = self.amaxes["rows"].amax, self.weight.layer.amax_state("w")
-        assert own is not None and state is not None
-        return update_amax(state, own, records=False) if records else own
-
-    def fill(self, casts: Casts, operand: Operand, data: Tensor) -> None:
-        plan, which = operand.plan, "cols" if operand.is_restored and self.has_two_sets else "rows"
-        found = self.amaxes[which]
-        amax, cast = found.amax, found.cast
-        assert amax is not None
-        if plan.is_delayed and not operand.is_restored:
-            state, records = operand.state, operand.context.records
-            casts.amax = update_amax(state, amax, records=True) if state is not None and records else amax
-        if plan.is_delayed and casts.amax is not None:
-            amax = casts.amax
-        if not operand.is_restored:
-            casts.rows = self._tensor(cast, data, self.turned, amax, plan.rows_expand)
-            return
-        length = self.weight.columns
-        codes = cast.format.unpack(data[:, : _packed(cast, length)].contiguous(), length)
-        turned = cast.format.pack(codes.T.contiguous())
-        casts.cols = self._tensor(cast, turned, data.shape[0], amax.T.contiguous(), plan.cols_expand)
-
-    def _tensor(self, cast: Cast, data: Tensor, inner: int, amax: Tensor, expand: torch.dtype | None) -> QTensor:
-        scale, shared = definition.scales(amax, cast)
-        data = data[:, : _packed(cast, inner)]
-        if cast.format.codes_per_byte == 1:
-            data = data.contiguous().view(cast.format.storage)
-        found = QTensor(data=data, scale=scale, cast=cast, inner=inner, global_scale=shared)
-        return found if expand is None else found.expanded(expand)
-
-
-class _StraightThrough:
-    """The codes of `output`, two to a byte, and beside them the bits of what was not clipped."""
-
-    has_two_sets = False
-
-    def __init__(self, weight: GatheredWeight) -> None:
-        plan, self.weight, self.plan = weight.plan, weight, weight.plan
-        assert plan.rows is not None
-        self.cast = plan.rows
-        self.inner = rotated_length(weight.columns, plan.rows_rotate)
-        self.packed = _packed(self.cast, self.inner)
-        self.width = self.packed + -(-self.inner // 8)
-        empty = torch.empty(0, weight.columns, device=weight.shard.device)
-        self.rotation = Rotation.draw(plan.rows_rotate, empty)
-        self.spread = Spread(weight.rows) if is_by_norm(self.cast) else None
-        self.amaxes = None if self.spread else TileAmaxes(weight.rows, self.cast, (WHOLE, WHOLE), self.rotation)
-
-    @property
-    def statistics(self) -> tuple[Any, ...]:
-        return (self.spread or self.amaxes,)
-
-    def _scale(self) -> Tensor:
-        if self.spread is not None:
-            assert self.spread.rms is not None
-            return scale_of_spread(self.cast, self.spread.rms, self.weight.columns, self.plan.rows_rotate)
-        assert self.amaxes is not None and self.amaxes.amax is not None
-        return self.cast.scale(self.amaxes.amax, self.cast.format)
-
-    def encode(self, shard: Tensor, which: str, records: bool) -> Tensor:
-        hadamard, format, scale = self.plan.rows_rotate, self.cast.format, self._scale()
-        if hadamard is not None and in_one_pass(shard, hadamard, format):
-            found = rotate_and_encode(shard, hadamard, self.rotation.signs, scale, format, packed=True, bits=True)
-        else:
-            found = encode(self.rotation(shard).to(torch.float32), scale, format, packed=True, bits=True)
-        assert found.packed is not None and found.bits is not None
-        return torch.cat((found.packed, found.bits), dim=1)
-
-    def fill(self, casts: Casts, operand: Operand, data: Tensor) -> None:
-        codes = decode(data[:, : self.packed].contiguous(), self.cast.format, self.inner)
-        coded = casts.codes = Coded(self.cast, codes, self._scale(), data[:, self.packed :].contiguous())
-        if not operand.is_restored:
-            casts.rows = coded.operand(operand.plan.rows_expand)
 
 
 class _Substitute(torch.autograd.Function):
@@ -481,13 +361,17 @@ def _check_resharding(topology: Topology) -> None:
             )
 
 
-def _packed(cast: Cast, length: int) -> int:
-    return -(-length // cast.format.codes_per_byte)
-
-
 def _is_freed(data: Tensor) -> bool:
     return data.numel() > 0 and data.untyped_storage().size() == 0
 
 
-def _nothing() -> None:
-    return None
+class _Pickled:
+    """What became of the hooks of a tensor that was saved as it stands."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise ConfigError(
+            "This parameter was pickled while its weight travelled as codes. Save model.state_dict() instead, or call "
+            'narrowgauge.distribute(model, weights="codes") again.'
+        )
+
+    fsdp_post_all_gather = fsdp_pre_all_gather
