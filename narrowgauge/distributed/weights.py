@@ -134,7 +134,8 @@ class GatheredWeight:
             raise ConfigError(
                 f"{self.name}: the weight was written since its scales were exchanged, or no forward pass of the whole model has exchanged "
                 "them. Ranks exchange them in the first forward pass of a step: call the model that distribute was given (what "
-                "torch.compile returned, if the whole model is compiled), and end the step with narrowgauge.advance(model) after weights are written."
+                "torch.compile returned, if the whole model is compiled), and end the step with narrowgauge.advance(model) after "
+                "weights are written."
             )
         codes = self.coder.encode(shard, which, records) if self.rows.count else shard.new_empty(0, dtype=torch.uint8)
         sent = torch.zeros(self.rows.padded, self.coder.width, dtype=torch.uint8, device=shard.device)
