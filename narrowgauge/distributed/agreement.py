@@ -64,6 +64,7 @@ class Agreement:
     seed          of the random numbers; equal on all ranks
     arrange       finds layers and replica for a model, as it is parallelised now
     layers        those that are converted, and their peers
+    weights       of those whose weights travel as codes (weights.WeightGathers), or None
     replica       (number, count) of this rank among those that read other data
     step          optimizer steps that have ended
     micro_batch   forward passes with gradients in this step
@@ -76,6 +77,7 @@ class Agreement:
     seed: int
     arrange: Callable[[Agreement, nn.Module], Topology] | None = None
     layers: dict[QLinear, Peers] = field(default_factory=dict)
+    weights: Any = None
     replica: tuple[int, int] = (0, 1)
     step: int = 0
     micro_batch: int = 0
@@ -121,13 +123,16 @@ class Agreement:
 
     def begin_forward(self, module: nn.Module, _: Any) -> None:
         """A forward pre-hook of the whole model."""
-        if torch.compiler.is_compiling() or not (self.layers and module.training and torch.is_grad_enabled()):
-            return
-        if torch._C._current_graph_task_id() != -1:  # checkpointing repeats it, with the generators of then
-            return
-        if self.arrange is not None:  # a framework may have wrapped it since
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return  # checkpointing repeats it, with the generators of then
+        trains = module.training and torch.is_grad_enabled()
+        if self.layers and trains and self.arrange is not None:  # a framework may have wrapped it since
             self.arrange(self, module)
             self.arrange = None
+        if self.weights is not None:
+            self.weights.before_forward(is_first=not trains or self.micro_batch == 0)
+        if not (self.layers and trains):
+            return
         number, count = self.replica
         words = hashed(self.seed, self.step, self.micro_batch * count + number)
         seed = words[0] | (words[1] & 0x7FFFFFFF) << 32

@@ -35,7 +35,7 @@ def arrange(
         raise ConfigError(
             "distribute: replicas needs a process group. Call torch.distributed.init_process_group first."
         )
-    agreement = Agreement(seed=_agreed_seed(seed), arrange=partial(_arrange, replicas=replicas))
+    agreement = Agreement(seed=_agreed_seed(seed), arrange=partial(_arrange, replicas=replicas, weights=weights))
     topology = agreement.attach(model)
     refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(model))
     if topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
@@ -48,7 +48,9 @@ def arrange(
     return model
 
 
-def _arrange(agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None) -> Topology:
+def _arrange(
+    agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None, weights: Weights
+) -> Topology:
     """For the model as it is parallelised now; again in its first forward pass, if a framework wrapped it after `distribute`."""
     topology = Topology.of(model, replicas)
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
@@ -62,6 +64,8 @@ def _arrange(agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGr
     for layer, peers in agreement.layers.items():
         layer.peers = peers
     topology.leave_out_of_broadcasts(model, layers)
+    if weights == "codes":
+        weight_codes.install(model, topology, agreement)
     return topology
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -42,6 +42,7 @@ class WeightCache:
     is_given: bool = False
     key: Key | None = None
     held: Tensor | None = None
+    is_gathered: ClassVar[bool] = False  # from other ranks: then the tensor has no numbers
 
     def lookup(self, operand: Operand) -> Casts | None:
         if self.is_given:

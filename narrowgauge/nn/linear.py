@@ -94,6 +94,7 @@ class QLinear(nn.Linear):
         self.precast: PrecastWeight | None = None  # what the optimizer's step leaves of the weight's cast
         self.shared_inputs: SharedInputs | None = None  # casts of x are shared with the layers that have the same
         self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
+        self.gathered: Any = None  # the weight as the codes that ranks sent (distributed.weights.GatheredWeight)
         self.warned_of_ranks = False
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
@@ -158,6 +159,8 @@ class QLinear(nn.Linear):
         self._cache = WeightCache() if keep or self._cache is not None else None
         if not keep and self.precast is not None:
             self.precast.forget()
+        if self.gathered is not None:
+            self.gathered.forget()
 
     def end_step(self) -> None:
         """What the end of a step is for every layer, whatever its recipe: nothing made of the weight or of an input is kept."""
@@ -189,7 +192,7 @@ class QLinear(nn.Linear):
     @property
     def keeps_casts(self) -> bool:
         """Whether a cast of its weight serves a whole optimizer step, and could be made before the first input is seen."""
-        if self._recipe is None or self.is_suspended or self.steps is not None:
+        if self._recipe is None or self.is_suspended or self.steps is not None or self.gathered is not None:
             return False
         return any(self.plan(self.weight.device).w.serves_a_step)
 
@@ -198,8 +201,14 @@ class QLinear(nn.Linear):
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gathered is not None:
+            if torch.compiler.is_compiling():
+                return self._forward_eagerly(x)
+            self.gathered.release(self.weight)
         if self._recipe is None or self.is_suspended:
-            return super().forward(x)
+            if self.gathered is None:
+                return super().forward(x)
+            return nn.functional.linear(x, self.gathered.original(self.weight), self.bias)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         owner, local = x, None
@@ -223,6 +232,11 @@ class QLinear(nn.Linear):
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
 
+    @torch.compiler.disable
+    def _forward_eagerly(self, x: Tensor) -> Tensor:
+        """Between two graphs of a compiled model: a graph would read the weight, which has no numbers."""
+        return self.forward(x)
+
     def context(self, x: Tensor, cache: WeightCache | None = None) -> LinearContext:
         """What its products need for an input like x. cache: where casts of the weight are kept, in eager mode only."""
         assert self._recipe is not None
@@ -230,10 +244,14 @@ class QLinear(nn.Linear):
         is_cold, sampled = steps is not None and steps.is_cold, () if sampling is None else sampling.active
         if torch.compiler.is_compiling():
             plan = plan_of(self._recipe, x.device)
-            return LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled)
+            by_rows = self.peers is not None
+            return LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
+        cache = cache if self.gathered is None else self.gathered
         sources: dict[str, list[Any]] = {}
         if cache is not None:
-            sources["w"] = [cache] if self.precast is None else [PrecastSource(self.precast, cache), cache]
+            sources["w"] = [cache]
+            if self.precast is not None and self.gathered is None:
+                sources["w"].insert(0, PrecastSource(self.precast, cache))
         if self.shared_inputs is not None:
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
@@ -242,7 +260,7 @@ class QLinear(nn.Linear):
             self.plan(x.device, wrapper(x, weight), wide and x.device.type == "cpu"),
             out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             steps_version=() if steps is None or cache is None else steps.version(),
-            stream=None if self.peers is None else self.peers.stream(x.device),
+            stream=None if self.peers is None else self.peers.stream(x.device), by_rows=self.peers is not None,
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:
@@ -327,6 +345,8 @@ class QLinear(nn.Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As ever; but what a recipe added to the layer is not missing where it was saved without, and another's is told."""
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.gathered is not None:
+            self.gathered.forget()
         if not self.weight.is_meta and any(each.is_meta for each in self._memory().values()):
             self.steps = None  # what `assign=True` leaves on meta has no numbers: made anew where the weight is now
             self._renew_state()
@@ -371,6 +391,7 @@ class QLinear(nn.Linear):
             "observer": None,
             "_plans": {},
             "peers": None,
+            "gathered": None,
             "step_ended": False,
         }
 

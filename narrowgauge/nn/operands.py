@@ -86,9 +86,13 @@ class Operand:
     needs    whether the gradients of x and of w are wanted
     state    the tensor's amax window, its learned step, or where a sampler writes its readings; None without one
     sampled  the rows that a sampler took of it, [n] int64
+    is_restored   whether this is backward, made without a tensor
+    is_carrier    whether the tensor has no numbers: its codes were gathered from other ranks
     """
 
     sampled: Tensor | None = None
+    is_restored = False
+    is_carrier = False
 
     def __init__(
         self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
@@ -139,15 +143,20 @@ class Operand:
         """The operand of the product that reads t as it is."""
         made = self._rows(rotation)
         if self.context.observer is not None:
-            self.context.observer(PRODUCTS[self.plan.role][0], self.plan.role, self._seen(rotation), made)
+            self.context.observer(PRODUCTS[self.plan.role][0], self.plan.role, self._shown(rotation, made), made)
         return made
 
     def cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         """The operand of the product that reads t.T. beside: the other operand of that product."""
         made = self._cols(rotation, beside)
         if self.context.observer is not None:
-            self.context.observer(PRODUCTS[self.plan.role][1], self.plan.role, self._seen(rotation, made), made)
+            self.context.observer(PRODUCTS[self.plan.role][1], self.plan.role, self._shown(rotation, made, made), made)
         return made
+
+    def _shown(self, rotation: Rotation, made: QTensor | Tensor, cols: QTensor | Tensor | None = None) -> Tensor:
+        if self.is_carrier and isinstance(made, QTensor):
+            return dequantize(made) if cols is None else dequantize(made).T
+        return self._seen(rotation, cols)
 
     def _seen(self, rotation: Rotation, cols: QTensor | Tensor | None = None) -> Tensor:
         """What an observer is shown beside an operand: t in the basis in which it was cast."""
@@ -242,7 +251,7 @@ class Operand:
                 data=tensor, scale=scale, cast=plan.cols, inner=-(-shape[0] // block) * block, global_scale=global_scale, checked=True,
             )  # fmt: skip
             return self
-        self.tensor = tensor  # type: ignore[assignment]
+        self.tensor, self.is_restored = tensor, True  # type: ignore[assignment]
         cache = self.context.cache if plan.role == "w" else None
         if cache is not None and (found := cache.lookup(self)) is not None:
             self.casts = found

@@ -185,6 +185,7 @@ class LinearContext:
     sampled        the products whose rows are sampled in this step
     steps_version  changes whenever the learned steps do
     stream         where random numbers come from; None: torch's generator, in turn
+    by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
     """
 
     plan: LinearPlan
@@ -198,3 +199,4 @@ class LinearContext:
     sampled: tuple[str, ...] = ()
     steps_version: tuple[int, ...] = ()
     stream: Stream | None = None
+    by_rows: bool = False

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import wrapper
 from narrowgauge.autograd_rules import tied
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.learned_step import LearnedSteps
@@ -32,9 +33,9 @@ from narrowgauge.nn.operands import Operand, Rotation, Saved
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
-from narrowgauge.ops.quantize import calibrated_amax
+from narrowgauge.ops.quantize import calibrated_amax, row_squares, spread
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, ClippedRms, LearnedStep, Recipe
+from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
@@ -199,7 +200,8 @@ class CodedWeight(CodedOperand):
             if cast is None:
                 made = high_precision(rotation(self.tensor), self.context.out_dtype)
             else:
-                made = _coded(self.tensor, rotation, cast, self.state)[0].operand(self.plan.rows_expand)
+                scale = self._scale_by_rows(cast) if self.context.by_rows else None
+                made = _coded(self.tensor, rotation, cast, self.state, scale)[0].operand(self.plan.rows_expand)
             if not rotation.is_random:
                 self.casts.rows = made
         self.scale = made.scale if isinstance(made, QTensor) else None
@@ -209,7 +211,17 @@ class CodedWeight(CodedOperand):
         """(signs, w, scale)."""
         return self.rotation.signs, self.tensor, self.scale
 
+    def _scale_by_rows(self, cast: Cast) -> Tensor | None:
+        if not is_by_norm(cast) or wrapper(self.tensor):
+            return None
+        rms = spread(row_squares(self.tensor.detach()), self.tensor.shape[1])
+        return scale_of_spread(cast, rms, self.tensor.shape[1], self.rotation.hadamard)
+
     def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
+        self.is_restored, source = True, self.context.cache
+        if source is not None and source.is_gathered and (found := source.lookup(self)) is not None:
+            given: Coded = found.codes
+            return given
         coded, rotated = _coded(self.tensor, self.rotation, cast, None, scale, bits=True)
         if not isinstance(cast.calibrate, LearnedStep):
             return coded
@@ -279,6 +291,18 @@ class CodedGradient(Operand):
 KINDS: dict[str, type[Operand]] = {"x": CodedInput, "w": CodedWeight, "gy": CodedGradient}
 
 
+def is_by_norm(cast: Cast) -> bool:
+    """Whether its scale is by the root mean square of the whole tensor."""
+    return isinstance(cast.calibrate, ClippedRms) and cast.tile == (WHOLE, WHOLE)
+
+
+def scale_of_spread(cast: Cast, rms: Tensor, inner: int, hadamard: Hadamard | None) -> Tensor:
+    """[1, 1] by the root mean square of x [outer, inner], 0-d: with the zeros that x is filled up with, that of x H."""
+    assert isinstance(cast.calibrate, ClippedRms)
+    filled = (inner / max(rotated_length(inner, hadamard), 1)) ** 0.5
+    return cast.scale((rms * (cast.calibrate.clip * filled)).reshape(1, 1), cast.format)
+
+
 def _coded(
     x: Tensor, rotation: Rotation, cast: Cast, step: Tensor | None, scale: Tensor | None = None, *, packed: bool = False, bits: bool = False
 ) -> tuple[Coded, Tensor | None]:  # fmt: skip
@@ -287,7 +311,7 @@ def _coded(
     Where a kernel rotates, encodes and packs in one pass over x, it never is, and a scale from the spread is that of x itself: a
     rotation keeps the norm. The two differ by the rounding of sums.
     """
-    by_norm = isinstance(cast.calibrate, ClippedRms) and cast.tile == (WHOLE, WHOLE)
+    by_norm = is_by_norm(cast)
     hadamard, is_known = rotation.hadamard, scale is not None or step is not None
     if hadamard is not None and (is_known or by_norm) and in_one_pass(x, hadamard, cast.format):
         rotated = None

@@ -60,6 +60,7 @@ KERNELS.register(
 
 tile_amax = definition.tile_amax
 calibrated_amax = definition.calibrated_amax
+row_squares, spread = definition.row_squares, definition.spread
 
 
 def plan(

@@ -76,6 +76,16 @@ def tile_rms(x: Tensor, tile: tuple[int, int]) -> Tensor:
     return torch.where(found.isinf(), rms(x.to(torch.float32) * _SHRINK) / _SHRINK, found)
 
 
+def row_squares(x: Tensor) -> Tensor:
+    """sum x**2 of each row, [outer] float64."""
+    return torch.linalg.vector_norm(x, 2.0, dim=1, dtype=torch.float64).square()
+
+
+def spread(squares: Tensor, columns: int) -> Tensor:
+    """sqrt(mean x**2) of a whole tensor, 0-d float32, from its `row_squares`: the same bits whichever ranks had the rows."""
+    return (squares.sum() / max(squares.numel() * columns, 1)).sqrt().to(torch.float32)
+
+
 def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
     shape = scale_shape(tuple(x.shape), tile)
     if x.numel() == 0:

@@ -1,0 +1,162 @@
+"""The bytes by which a rank's rows of a weight travel, and the casts that they are on the other side.
+
+    encode    rows of w [count, K] -> uint8 [count, width], by rows of w whichever way it was cast
+    fill      uint8 [N, width] of all rows -> the casts that a product reads, made anew at each call
+
+Of 8-bit formats a byte per weight; of 4-bit formats two codes to a byte, along K. Straight-through a bit beside each code says whether
+it was clipped, which backward needs and the code does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from narrowgauge.distributed.weight_scales import Rows, Spread, Statistic, TileAmaxes
+from narrowgauge.nn.operands import Casts, Operand, Rotation
+from narrowgauge.nn.plan import OperandPlan
+from narrowgauge.nn.straight_through import Coded, is_by_norm, scale_of_spread
+from narrowgauge.ops.hadamard import decode, encode, rotated_length
+from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
+from narrowgauge.ops.quantize import definition, quantize
+from narrowgauge.ops.quantize.amax_state import update_amax
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, Recipe
+from narrowgauge.scaling import WHOLE
+
+
+def coder_of(
+    recipe: Recipe, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]
+) -> Recast | StraightThrough:
+    """Of a weight with these columns. plan: of its casts. window: its amax state, where scaling is delayed."""
+    if recipe.backward == "straight-through":
+        return StraightThrough(plan, shard, columns)
+    return Recast(plan, shard, columns, window)
+
+
+class Recast:
+    """Casts of w and of w.T, each from the original."""
+
+    def __init__(self, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]) -> None:
+        self.plan, self.columns, self.window = plan, columns, window
+        rows, cols = plan.rows, plan.cols
+        assert rows is not None and cols is not None
+        self.has_two_sets = rows != cols or not rows.is_symmetric or plan.rows_rotate is not None
+        self.turned = rotated_length(columns, plan.rows_rotate)
+        self.width = max(packed_length(rows, self.turned), packed_length(cols, columns) if self.has_two_sets else 0)
+        self.amaxes = {"rows": TileAmaxes(shard, rows, rows.tile, partial(_turned, plan))}
+        if self.has_two_sets:
+            self.amaxes["cols"] = TileAmaxes(shard, cols, (cols.tile[1], cols.tile[0]), Rotation())
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return tuple(self.amaxes.values())
+
+    def encode(self, shard: Tensor, which: str, records: bool) -> Tensor:
+        """uint8 [count, width], by rows of w whichever way it is cast."""
+        found = self.amaxes[which]
+        x, amax = found.aligned(shard), found.own()
+        if self.plan.is_delayed:
+            amax = self._amax(records)
+        elif found.cast.scale.two_level and found.tile[0] != WHOLE:
+            # The largest tile of all sets the number that all tiles share: it comes along, above rows of zeros.
+            assert found.amax is not None
+            length = -(-x.shape[0] // found.tile[0]) * found.tile[0]
+            x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[0] + found.tile[0]))
+            amax = torch.cat((amax, found.amax.amax().expand(1, amax.shape[1])))
+        if which == "rows":
+            codes = quantize(x, found.cast, amax=amax).one_to_a_byte()
+        else:
+            codes = quantize(x.T, found.cast, amax=amax.T).one_to_a_byte().T
+        codes = codes[found.rows_before : found.rows_before + len(shard)].contiguous()
+        return found.cast.format.pack(codes)
+
+    def _amax(self, records: bool) -> Tensor:
+        """That of the window, or in evaluation the weight's own, [1, 1]."""
+        own, state = self.amaxes["rows"].amax, self.window()
+        assert own is not None and state is not None
+        return update_amax(state, own, records=False) if records else own
+
+    def fill(self, casts: Casts, operand: Operand, data: Tensor) -> None:
+        plan, which = operand.plan, "cols" if operand.is_restored and self.has_two_sets else "rows"
+        found = self.amaxes[which]
+        amax, cast = found.amax, found.cast
+        assert amax is not None
+        if plan.is_delayed and not operand.is_restored:
+            state, records = operand.state, operand.context.records
+            casts.amax = update_amax(state, amax, records=True) if state is not None and records else amax
+        if plan.is_delayed and casts.amax is not None:
+            amax = casts.amax
+        if not operand.is_restored:
+            casts.rows = self._tensor(cast, data, self.turned, amax, plan.rows_expand)
+            return
+        length = self.columns
+        codes = cast.format.unpack(data[:, : packed_length(cast, length)].contiguous(), length)
+        turned = cast.format.pack(codes.T.contiguous())
+        casts.cols = self._tensor(cast, turned, data.shape[0], amax.T.contiguous(), plan.cols_expand)
+
+    def _tensor(self, cast: Cast, data: Tensor, inner: int, amax: Tensor, expand: torch.dtype | None) -> QTensor:
+        scale, shared = definition.scales(amax, cast)
+        data = data[:, : packed_length(cast, inner)]
+        if cast.format.codes_per_byte == 1:
+            data = data.contiguous().view(cast.format.storage)
+        found = QTensor(data=data, scale=scale, cast=cast, inner=inner, global_scale=shared)
+        return found if expand is None else found.expanded(expand)
+
+
+class StraightThrough:
+    """The codes of `output`, two to a byte, and beside them the bits of what was not clipped."""
+
+    has_two_sets = False
+
+    def __init__(self, plan: OperandPlan, shard: Rows, columns: int) -> None:
+        self.plan, self.columns = plan, columns
+        assert plan.rows is not None
+        self.cast = plan.rows
+        self.inner = rotated_length(columns, plan.rows_rotate)
+        self.packed = packed_length(self.cast, self.inner)
+        self.width = self.packed + -(-self.inner // 8)
+        self.statistic: Spread | TileAmaxes = TileAmaxes(shard, self.cast, (WHOLE, WHOLE), partial(_turned, plan))
+        if is_by_norm(self.cast):
+            self.statistic = Spread(shard)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (self.statistic,)
+
+    def _scale(self) -> Tensor:
+        found = self.statistic
+        if isinstance(found, Spread):
+            assert found.rms is not None
+            return scale_of_spread(self.cast, found.rms, self.columns, self.plan.rows_rotate)
+        assert found.amax is not None
+        return self.cast.scale(found.amax, self.cast.format)
+
+    def encode(self, shard: Tensor, which: str, records: bool) -> Tensor:
+        hadamard, format, scale = self.plan.rows_rotate, self.cast.format, self._scale()
+        if hadamard is not None and in_one_pass(shard, hadamard, format):
+            signs = Rotation.draw(hadamard, shard).signs
+            found = rotate_and_encode(shard, hadamard, signs, scale, format, packed=True, bits=True)
+        else:
+            found = encode(_turned(self.plan, shard).to(torch.float32), scale, format, packed=True, bits=True)
+        assert found.packed is not None and found.bits is not None
+        return torch.cat((found.packed, found.bits), dim=1)
+
+    def fill(self, casts: Casts, operand: Operand, data: Tensor) -> None:
+        codes = decode(data[:, : self.packed].contiguous(), self.cast.format, self.inner)
+        coded = casts.codes = Coded(self.cast, codes, self._scale(), data[:, self.packed :].contiguous())
+        if not operand.is_restored:
+            casts.rows = coded.operand(operand.plan.rows_expand)
+
+
+def packed_length(cast: Cast, length: int) -> int:
+    """Bytes of so many codes."""
+    return -(-length // cast.format.codes_per_byte)
+
+
+def _turned(plan: OperandPlan, x: Tensor) -> Tensor:
+    """x as `output` casts it."""
+    return Rotation.draw(plan.rows_rotate, x)(x)
