@@ -49,7 +49,7 @@ class Peers:
 
     def sends(self, layer: QLinear) -> str:
         """What of the layer travels between ranks, in which format, how many bytes, and why not fewer; '' for nothing."""
-        return "; ".join(words for tell in self.agreement.tells if (words := tell(layer)))
+        return "; ".join(words for tell in self.agreement.tells.values() if (words := tell(layer)))
 
     def stream(self, device: torch.device) -> Stream | None:
         """Where the layer's random numbers come from, in eager mode; None: from torch's generator, as outside of a forward pass."""
@@ -70,7 +70,7 @@ class Agreement:
     micro_batch   forward passes with gradients in this step
     messages      counts what was sent (bytes), by what it was
     gradients     how gradients travel, and the state of that
-    tells         what says in words how something of a layer travels
+    tells         "gradient", "weight" -> what says in words how that of a layer travels
     number        of this among those of the process: where one optimizer ends the step of several, they do so in one order on all ranks
     """
 
@@ -83,7 +83,7 @@ class Agreement:
     micro_batch: int = 0
     messages: dict[str, int] = field(default_factory=dict)
     gradients: Gradients | None = None
-    tells: list[Callable[[QLinear], str]] = field(default_factory=list)
+    tells: dict[str, Callable[[QLinear], str]] = field(default_factory=dict)
     _seeds: dict[int, Any] = field(default_factory=dict, init=False)
     _before: list[Any] = field(default_factory=list, init=False)
     _hooks: list[Any] = field(default_factory=list, init=False)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.distributed import Activations, Weights, tensor_parallel
 from narrowgauge.distributed import gradients as gradient_messages
+from narrowgauge.distributed import weights as weight_gathers
 from narrowgauge.distributed.agreement import Agreement, Peers
 from narrowgauge.distributed.alike import refuse_others
 from narrowgauge.distributed.gradient_state import Numbers, Reduce
@@ -40,9 +41,7 @@ def arrange(
     refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(model))
     if topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
         agreement.gradients = gradient_messages.install(model, gradients=gradients, reduce=reduce, mesh=nodes)
-        agreement.tells.append(agreement.gradients.sends)
-    if topology.fsdp and weights == "16bit":
-        agreement.tells.append(_gathers_whole)
+        agreement.tells["gradient"] = agreement.gradients.sends
     if activations == "fp8" or any(isinstance(each, DTensor) for each in model.parameters()):
         tensor_parallel.install(model, activations)
     return model
@@ -65,7 +64,10 @@ def _arrange(
         layer.peers = peers
     topology.leave_out_of_broadcasts(model, layers)
     if weights == "codes":
-        weight_codes.install(model, topology, agreement)
+        gathers = weight_gathers.install(model, topology, agreement)
+        agreement.tells["weight"] = lambda layer: f"weight as {gathers.travels(layer)}"
+    elif topology.fsdp:
+        agreement.tells["weight"] = _gathers_whole
     return topology
 
 

@@ -51,6 +51,11 @@ class Travel(NamedTuple):
     bytes: int
     why_not_narrower: str
 
+    def __str__(self) -> str:
+        return f"{self.format}: {self.bytes:,} bytes a step" + (
+            f" ({self.why_not_narrower})" if self.why_not_narrower else ""
+        )
+
 
 class Held(NamedTuple):
     """Gathered bytes [S * P, width], what they are of ("rows" or "cols"), and whether a window's scale made them."""
