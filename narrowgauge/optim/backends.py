@@ -105,7 +105,7 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
 
 
 def _spec(param_step: ParamStep) -> Spec:
-    device = device_of(param_step.source, param_step.gradient, *param_step.state.values())
+    device = device_of(param_step.source, param_step.gradient, *param_step.tensors)
     if device.type != "cuda" or device.wrapper or rules.refuse(param_step.rule):
         return Spec(device, param_step.rule)
     from narrowgauge.optim.triton.launch import kind_of

@@ -7,7 +7,8 @@ state[parameter] holds plain tensors: `step` (float32, as in torch), and for eac
     NAME_expansion   [rows, tiles] int8, fp8 alone
     master, master_scale, remainder     see masters.py
 
-so that `state_dict` is tensors and plain values, exact, and goes into safetensors. Which parameter is kept how is decided by
+so that `state_dict` is tensors and plain values, exact, and goes into safetensors. Those of a DTensor are DTensors of its placements
+(`shards.py`). Which parameter is kept how is decided by
 `param_groups.kept_as`: 1-D and small tensors, rows too short for a tile, and embeddings known by name stay in float32.
 
 A gradient with a number that is not finite is not looked for (that would cost a pass and a synchronisation; clip or a
@@ -26,13 +27,13 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import holds_numbers, identity, in_memory
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, moments, noise, param_groups, rules
+from narrowgauge.optim import backends, moments, noise, param_groups, rules, shards
 from narrowgauge.optim.cuda_graph import ReplayedStep
 from narrowgauge.optim.masters import Master
 from narrowgauge.optim.moments import States
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
-from narrowgauge.optim.state_dict import forms_of, refuse_state
+from narrowgauge.optim.state_dict import forms_of, placed, refuse_state, upgraded
 from narrowgauge.optim.step import DTYPES, ParamStep, new_state
 
 Backend = Literal["auto", "triton", "native", "torch"]
@@ -49,6 +50,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.")
         self.backend: Backend = backend
         self._rules: dict[str, Rule] = {}  # that groups brought
+        self._names: dict[Tensor, str] = {}  # of parameters, where they are known
         self._forget_steps()
         self.casting: WeightCasts | None = None
         self.steps_in_backward = False
@@ -85,10 +87,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"backend": self.backend, "_rules": self._rules}
+        return super().__getstate__() | {"backend": self.backend, "_rules": self._rules, "_names": self._names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._names = getattr(self, "_names", {})
         self._forget_steps()
         self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
         self.steps_in_backward = False  # the hooks are on the parameters of the original
@@ -111,6 +114,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        group = self.param_groups[-1]
+        self._names |= dict(zip(group["params"], group.get("param_names", ()), strict=False))
         if self._hook_group is not None:
             self._hook_group(len(self.param_groups) - 1)
 
@@ -124,14 +129,19 @@ class NarrowOptimizer(torch.optim.Optimizer):
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
                 if reason := backends.refuse(self.backend, device, rule):
                     raise ConfigError(f'{kind}: backend = "{self.backend}" cannot be had here. {reason}')
+        whole = rule.granularity == "matrix"
         for parameter in group["params"]:
-            if reason := param_groups.refuse(parameter, group["master"]):
+            if reason := shards.refuse(parameter, whole) or param_groups.refuse(parameter, group["master"]):
                 raise ConfigError(f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}")
+        param_groups.tell_of_cut_tiles(kind, group)
 
     def _refuse_master_without_effect(self) -> None:
         """Raises ConfigError for a master where every parameter is float32; beside 16-bit ones, some may be."""
         found = [group["master"] for group in self.param_groups if group["master"] is not None]
-        if found and all(parameter.dtype == torch.float32 for parameter, _, _ in self._numbered()):
+        types = [parameter.dtype for parameter, _, _ in self._numbered()]
+        if (
+            found and types and all(each == torch.float32 for each in types)
+        ):  # none on a rank to which ZeRO gives nothing
             raise ConfigError(
                 f"{type(self).__name__}: master = {found[0]!r} has no effect: all parameters are float32, and such a weight is its own "
                 "master. Leave it out, or convert the model to bfloat16 before the optimizer is built."
@@ -139,9 +149,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     # Not compiled: what a step keeps from the last one, Dynamo would take for constants. Torch's own optimizers import it as well.
     @_disable_dynamo
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. Returns what `closure` returns, if one is given."""
+        return self._step_all(closure)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _step_all(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Without the hooks that torch calls around `step`: of a part of an optimizer, whose steps are the whole one's."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -150,11 +165,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _numbered(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
-        number = 0
+        """Each parameter, its group, and the number that its noise depends on: of its name, else its place."""
+        place = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                yield parameter, group, number
-                number += 1
+                name = self._names.get(parameter)
+                yield parameter, group, place if name is None else noise.of_name(name)
+                place += 1
 
     def _step(self, chosen: list[tuple[Tensor, dict[str, Any], int]]) -> None:
         if not chosen:
@@ -166,21 +183,22 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "before each replay."
             )
         param_steps = self._next(chosen)
-        strided = []
+        strided: list[ParamStep] = []
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
-            each.gradient = _usable(parameter.grad)
+            each.gradient = _usable(shards.local_gradient(parameter))
             if identity(each.weight) != each.address:  # a copy, of a parameter that is not contiguous
-                strided.append((parameter, each.weight))
-                each.weight.copy_(parameter.reshape(each.weight.shape))
+                strided.append(each)
+                each.weight.copy_(each.source.reshape(each.weight.shape))
             kernel = self._kernel(each)
             by_backend.setdefault(kernel.name, (kernel, []))[1].append(each)
         for kernel, members in by_backend.values():
             kernel.run(members, self._kept)
-        for parameter, weight in strided:
-            parameter.copy_(weight.view(parameter.shape))
+        for each in strided:
+            each.source.copy_(each.weight.view(each.source.shape))
         # Kernels write where autograd does not see it; who keeps something made of a weight looks at its version.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in chosen])
+        torch.autograd.graph.increment_version([shards.local(each) for each, _, _ in chosen if shards.is_sharded(each)])
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
             each.gradient = None  # or it would outlive the parameter's
             if each.stepped is not None:
@@ -276,24 +294,48 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _kept_as(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Rule, States, Master]:
         """What `new_state` and `ParamStep.of` make of a parameter is decided by."""
-        return self._rule_of(group), moments.STATES[param_groups.kept_as(parameter, group)[0]], group["master"]
+        states = param_groups.kept_as(parameter, group)[0]
+        return self._rule_of(group), moments.STATES[states], param_groups.master_of(parameter, group, states)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
-        return new_state(parameter, *self._kept_as(parameter, group), device)
+        """Of a DTensor DTensors; on the device "meta" plain tensors of the whole."""
+        kept = self._kept_as(parameter, group)
+        if not shards.is_sharded(parameter):
+            return new_state(parameter, *kept, device)
+        whole = new_state(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *kept, "meta")
+        if device == "meta":
+            return whole
+        state = new_state(shards.local(parameter), *kept, device)
+        return {
+            name: x if name == "step" else shards.wrapped(x, parameter, whole[name].shape) for name, x in state.items()
+        }
+
+    def _local_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What this rank will keep of a parameter, as tensors without memory."""
+        own = torch.empty(shards.local(parameter).shape, dtype=parameter.dtype, device="meta")
+        return new_state(own, *self._kept_as(parameter, group), "meta")
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for what `load_state_dict` refuses."""
+        new_state = lambda each, group: self._new_state(each, group, "meta")  # noqa: E731
+        refuse_state(type(self).__name__, state_dict, self.param_groups, self.rule.name, new_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none."""
+        """Takes up a state exactly. Raises CheckpointError, before anything is changed, if it has another form or numbers that are none.
+
+        Of parameters that are DTensors it takes DTensors of the same placements, or whole tensors, of which every rank takes its part.
+        """
         own = self.param_groups
-        kind, rule = type(self).__name__, self.rule.name
-        refuse_state(kind, state_dict, own, rule, lambda each, group: self._new_state(each, group, "meta"))
+        found = upgraded(state_dict, own)
+        self.check_state_dict(found)
         # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        places = {each: parameter for group, saved in zip(own, state_dict["param_groups"], strict=True)
+        super().load_state_dict({"state": {}, "param_groups": found["param_groups"]})
+        places = {each: parameter for group, saved in zip(own, found["param_groups"], strict=True)
                   for each, parameter in zip(saved["params"], group["params"], strict=True)}  # fmt: skip
-        for place, saved in state_dict["state"].items():
+        for place, saved in found["state"].items():
             parameter = places[place]
             self.state[parameter] = {
-                name: value.detach().clone().to("cpu" if name == "step" else parameter.device)
+                name: value.detach().clone().to("cpu") if name == "step" else placed(value, parameter)
                 for name, value in saved.items()
                 if isinstance(value, Tensor)
             }

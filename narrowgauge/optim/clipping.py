@@ -1,37 +1,59 @@
-"""The norm of a gradient, and clipping by it: torch's, without its overflow.
+"""The norm of a gradient, and clipping by it: torch's, without its overflow, and of DTensors on any meshes.
 
     norm = sqrt(sum of g^2)        of all gradients together; g *= min(1, largest / (norm + 1e-6))
 
 Squares in float32 overflow from gradients of 1.8e19 on, in float16 from 256 on: torch then reports an infinite norm, and clips to zero.
 Here a norm is infinite only if a gradient is, or if it is beyond float32 itself. On a CPU float64 is taken where float32 overflowed, so
 the bits are else torch's; on a GPU, where to look would mean to wait, all squares are summed in float64, at the same traffic.
+
+Of DTensors the squares of the local parts are summed in float64, and the ranks' sums gathered and added in one order: every rank has the
+same norm, to the bit, and waits for nothing. A float32 norm of another sharding differs only where 2^-50 of it decides its rounding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from narrowgauge.addresses import wrapper
+from narrowgauge.optim import shards
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], largest: float | None) -> Tensor:
-    """Makes the norm of the gradients at most `largest` (None: as it is). Returns the norm before, 0-d float32 on their device."""
+def clip_gradients(parameters: Iterable[Tensor], largest: float | None, *, stages: Any = None) -> Tensor:
+    """Makes the norm of the gradients at most `largest` (None: as it is). Returns the norm before, 0-d float32 on their device.
+
+    stages  process group of the ranks that hold other parameters of the same model, such as the stages of a pipeline: the norm is of
+            all of them. Every rank of it has to call. DTensors bring their own groups
+    """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = gradient_norm([parameter.grad for parameter in trained if parameter.grad is not None])
-    if largest is not None and trained:
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    norm = gradient_norm(gradients, stages=stages)
+    if largest is None or not trained:
+        return norm
+    if not any(map(shards.is_sharded, gradients)):
         clip_grads_with_norm_(trained, largest, norm)
+        return norm
+    coefficient = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for each in map(shards.local, gradients):
+        by_device.setdefault(each.device, []).append(each)
+    for device, members in by_device.items():
+        torch._foreach_mul_(members, coefficient.to(device))
     return norm
 
 
 @torch.no_grad()
-def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """0-d float32. Of wrappers, such as DTensors, torch's own."""
+def gradient_norm(gradients: list[Tensor], *, stages: Any = None) -> Tensor:
+    """0-d float32. stages: see `clip_gradients`."""
+    if stages is not None or any(map(shards.is_sharded, gradients)):
+        return _norm_over_ranks(gradients, stages).to(torch.float32)
     if gradients and gradients[0].is_cuda and not wrapper(*gradients):
         return _wide_norm(gradients).to(torch.float32)
     norm = get_total_norm(gradients)
@@ -44,3 +66,31 @@ def _wide_norm(gradients: list[Tensor]) -> Tensor:
     """0-d float64, on the device of the first."""
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
+
+
+def _norm_over_ranks(gradients: list[Tensor], stages: Any) -> Tensor:
+    """0-d float64: one gather for each mesh whose axes cut gradients (for each such axis of it), and one over the stages."""
+    groups: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        if shards.is_sharded(gradient):
+            whole = shards.without_partial_sums(gradient)
+            groups.setdefault(shards.cut_of(whole), []).append(whole)
+        else:
+            groups.setdefault(None, []).append(gradient)
+    own = shards.local(gradients[0]).device if gradients else _device_of(stages)
+    total = torch.zeros((), dtype=torch.float64, device=own)
+    for key, members in groups.items():
+        square = _wide_norm([shards.local(each) for each in members]).square()
+        total += square.to(own) if key is None else shards.sum_of_shards(square, members[0]).to(own)
+    if stages is not None:
+        found = [torch.empty_like(total) for _ in range(dist.get_world_size(stages))]
+        dist.all_gather(found, total, group=stages)
+        total = torch.stack(found).sum()
+    return total.sqrt()
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where a group's collectives take their tensors, for a stage without gradients."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import identity
 from narrowgauge.errors import ConfigError
+from narrowgauge.optim import shards
 
 
 class ReplayedStep:
@@ -50,7 +51,8 @@ class ReplayedStep:
             param_step, which = optimizer._param_steps.get(parameter), f"a parameter of {list(parameter.shape)}"
             if param_step is None or param_step.backend is None:
                 return f"{which} has never stepped; run one step before the capture"
-            if not parameter.grad.is_contiguous() or identity(param_step.weight) != param_step.address:
+            gradient = shards.local_gradient(parameter)
+            if gradient is None or not gradient.is_contiguous() or identity(param_step.weight) != param_step.address:
                 return f"{which}, or its gradient, is not contiguous; make it so before the optimizer is built"
             if param_step.backend[1].kernel.name != "triton":
                 by = optimizer.computed_by(parameter)
@@ -74,8 +76,8 @@ class ReplayedStep:
         self._chosen = [each for each in optimizer._numbered() if each[0].grad is not None]
         param_steps = optimizer._next(self._chosen, counts=False)
         for (parameter, _, _), each in zip(self._chosen, param_steps, strict=True):
-            each.gradient = parameter.grad
-        self._gradients = [parameter.grad for parameter, _, _ in self._chosen if parameter.grad is not None]
+            each.gradient = shards.local_gradient(parameter)
+        self._gradients = [each.gradient for each in param_steps if each.gradient is not None]
         self._captured = launch.batches_of(param_steps, optimizer._kept, makes=False)
         for device, batches in self._captured.items():
             launch.run(batches, self._step_args[device])

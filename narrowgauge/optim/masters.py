@@ -13,6 +13,8 @@ tell the float32 number without a 17th; the two are equal bit for bit in master 
 (arXiv 2310.18313), whose scale is per tensor and whose rounding is to nearest; rounding stochastically keeps small updates on
 average, as does `stochastic` ("Revisiting BFloat16 Training", arXiv 2010.06192). A float32 weight is its own master.
 
+Tensors of one axis keep a float32 master in the place of a scaled one, whose tiles almost any shard would cut.
+
 A weight that was loaded, clipped or swapped since the last step is taken over: if it is no longer the rounding of its master,
 the step starts from the weight. (bf16-remainder adds its 16 bits, less than a unit of the weight.)
 """
@@ -58,6 +60,13 @@ def encode_scaled(x: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 def decode_scaled(codes: Tensor, scale: Tensor) -> Tensor:
     """The inverse of `encode_scaled`, float32, exact."""
     return codes.to(torch.float32) * 2.0**-15 * scale.to(torch.float32)[..., None]
+
+
+def decode_vector(codes: Tensor, scale: Tensor) -> Tensor:
+    """A scaled master of one axis, as it was kept in form 2 and before: codes [n], scale [1, tiles of 256] -> float32 [n]."""
+    tiles = scale.shape[1]
+    padded = torch.nn.functional.pad(codes, (0, tiles * 256 - codes.numel()))
+    return decode_scaled(padded.view(1, tiles, 256), scale).flatten()[: codes.numel()].view(codes.shape)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

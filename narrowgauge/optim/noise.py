@@ -3,6 +3,9 @@
     bits(key, i) = half h of mix(key + 8 b + l)      element i = 16 b + 8 h + l of the parameter, counted by whole tiles
     uniform      = (bits + 1/2) / 2^16               key = mix over (seed, step, number of the parameter)
 
+The number is that of the parameter's name, where names are known, else its place in the groups; and elements are counted in the
+whole parameter, whichever part of it a rank holds. So however a model is wrapped and sharded, it draws the numbers of one process.
+
 So a resumed run, another chunking, another number of threads and a compiled kernel all draw the same numbers, and the state to
 save is the seed and the step count. One mixing serves two elements eight apart, the lower half the first: a vector of eight
 serves sixteen. 16 bits are enough where half of the last one is added: what is rounded is then without bias to 2^-17 of a gap,
@@ -13,11 +16,16 @@ multiplications, bias 0.17 of 2^-10 by its author's measure.
 from __future__ import annotations
 
 from functools import cache
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
+BLOCK = 16  # elements whose numbers come from eight mixings
+WRAPPERS = frozenset(
+    ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+)  # parts of names that they add
 WEIGHTS = 0x5BD1E995  # what tells the numbers of a weight from those of its states
 
 
@@ -46,6 +54,13 @@ def key(step_key: int, parameter: int) -> int:
 def of_parameter(number: int) -> int:
     """What a parameter's number adds to the key of its step."""
     return mix(number + 0x9E3779B9)
+
+
+@cache
+def of_name(name: str) -> int:
+    """The number of a parameter's name: 32 bits, the same however the model is wrapped (by DDP, FSDP, checkpointing, compile)."""
+    bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return int.from_bytes(blake2b(bare.encode(), digest_size=4).digest(), "little")
 
 
 def bits(key: int, index: Tensor) -> Tensor:

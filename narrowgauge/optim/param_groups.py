@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.optim import masters, moments, rules
+from narrowgauge.optim import masters, moments, rules, shards
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
 
+CUT = "shards cut its tiles"  # why states stay wide
 SMALLEST = 4096  # elements; below, a narrow state saves nothing worth its error (the bound of bitsandbytes and torchao)
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
 _OF_RULES = {option for rule in rules.BUILT_IN.values() for option in rule.options}
@@ -101,7 +103,7 @@ def _is_number(value: object) -> bool:
 
 def refuse(parameter: Tensor, master: str | None) -> str:
     """Why a parameter cannot be trained with this master, or ''."""
-    if _overlaps(parameter):
+    if _overlaps(shards.local(parameter)):
         return "some of its elements share memory, as those of expand() do. Give each its own: nn.Parameter(x.contiguous())."
     if parameter.dtype == torch.float32:
         return ""
@@ -132,7 +134,7 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
-    """(the states that a parameter gets, the rule that says so)."""
+    """(the states that a parameter gets, the rule that says so); by the shape of the whole, however it is sharded."""
     asked = group["states"]
     if asked == "fp32":
         return "fp32", group.get("why", "asked for")
@@ -146,4 +148,31 @@ def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
         place = next(i for i, each in enumerate(group["params"]) if each is parameter)
         if _EMBEDDING.search(group["param_names"][place]):
             return "fp32", "embedding"
+    if not shards.fits(parameter, moments.STATES[asked].tile):
+        return "fp32", CUT
     return asked, "asked for"
+
+
+def master_of(parameter: Tensor, group: Mapping[str, Any], states: str) -> masters.Master:
+    """The master that a parameter gets beside its states: a scaled one, whose tiles a shard would cut, is float32.
+
+    So are those of tensors of one axis, sharded or not: any shard could cut their tiles, and one process keeps what many do.
+    """
+    asked: masters.Master = group["master"]
+    if asked == "fp16-scaled" and (parameter.ndim < 2 or not shards.fits(parameter, moments.STATES[states].tile)):
+        return "fp32"
+    return asked
+
+
+def tell_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
+    """Warns, on the first rank of their mesh, of parameters whose states stay wide because shards of their columns cut tiles."""
+    found = [parameter for parameter in group["params"] if kept_as(parameter, group)[1] == CUT]
+    if found and not any(found[0].device_mesh.get_coordinate() or ()):
+        tile = moments.STATES[group["states"]].tile
+        warnings.warn(
+            f"{kind}: {len(found)} of {len(group['params'])} parameters keep float32 states: shards of their columns cut tiles of "
+            f"{tile}, for example of {list(found[0].shape)} in {list(shards.local(found[0]).shape)}. Shard their rows, or into columns "
+            "that are multiples of it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,7 +1,7 @@
 """The optimizer's Triton kernel is checked on a device before it steps there: the definition's bits, on two small tensors.
 
     5 rows of two tiles and 48 elements (53 where rows of the call are no multiple of 16), and 3 rows of one tile: several programs, a
-    short tile, and two lines of the table
+    short tile, and two lines of the table; the second is a shard of a larger tensor
 
 Three steps from the same weights and gradients, over nine decades, with a row of zeros, subnormal numbers, columns that stay the same (so
 that first moments are held), and from the second step on a NaN and columns of zeros (so that they only decay). After each step weights,
@@ -31,6 +31,7 @@ from narrowgauge.ops.selfcheck import Comparison
 from narrowgauge.optim import masters, noise
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.shards import Part
 from narrowgauge.optim.step import ParamStep, new_state, step_in_torch
 from narrowgauge.recipe import Cast, Window
 
@@ -45,6 +46,7 @@ class Kind:
     """What a sample is made for: everything about a step but its numbers and sizes. See `step.ParamStep`.
 
     cast           which the step leaves as well, or None; turns_aligned: whether that of w.T can be stored 16 bytes at a time
+    shift          elements before the first one that share its block of random numbers
     """
 
     rule: Rule
@@ -58,6 +60,7 @@ class Kind:
     aligned: bool
     cast: Cast | None = None
     turns_aligned: bool = False
+    shift: int = 0
 
 
 def compare(run: Run, kinds: tuple[Kind], device: torch.device) -> Iterator[Comparison]:
@@ -91,6 +94,9 @@ def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
         stepped = None if kind.cast is None else _stepped(weight, kind.cast, number)
         state = new_state(weight, kind.rule, states, kind.master, device)
         found.append(ParamStep.of(weight, kind.rule, states, kind.master, state, number=number, stepped=stepped))
+        # The second is a shard from the middle of a matrix; both begin within a block of random numbers where the kind's does.
+        before = number * kind.tile
+        found[-1].part = Part(columns=columns + 2 * before, row=3 * number, column=before + kind.shift)
     return found
 
 

@@ -13,6 +13,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.optim.backends import ComputedBy
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.param_groups import kept_as
+from narrowgauge.optim.shards import local
 
 
 @dataclass(kw_only=True)
@@ -75,13 +76,15 @@ class StateBytes:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
-    """What an optimizer keeps beside weights and gradients.
+    """What an optimizer keeps beside weights and gradients; of DTensors, what this rank keeps of them.
 
     Measured on the state where there is one. Ours are told before the first step too, from their forms; of a foreign
     optimizer without a state nothing is known, and its bytes are 0.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.")
+    if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):  # of ZeRO the part of this rank
+        optimizer = local_one
     rows: dict[tuple[str, str, ComputedBy], StateRow] = {}
     by_parameter: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
@@ -90,15 +93,15 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
             if isinstance(optimizer, NarrowOptimizer):
                 states, rule = kept_as(parameter, group)
                 by = optimizer._computed_by(parameter)
-                state = state or optimizer._new_state(parameter, group, "meta")
+                state = state or optimizer._local_state(parameter, group)
             else:
                 states, rule, by = "foreign", type(optimizer).__name__, ComputedBy("", "")
             new = StateRow(states=states, rule=rule, backend=str(by), slow_because=by.why)
             row = rows.setdefault((states, rule, by), new)
             size = by_parameter[parameter] = sum(map(_bytes, state.values()))
             row.tensors += 1
-            row.parameters += parameter.numel()
-            row.weight_bytes += parameter.numel() * parameter.element_size()
+            row.parameters += local(parameter).numel()
+            row.weight_bytes += local(parameter).numel() * parameter.element_size()
             row.state_bytes += size
     return StateBytes(tuple(rows.values()), by_parameter)
 

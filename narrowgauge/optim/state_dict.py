@@ -1,4 +1,7 @@
-"""What `load_state_dict` refuses, before anything is changed: a state of another form, and numbers that are not finite."""
+"""What `load_state_dict` refuses, before anything is changed: a state of another form, and numbers that are not finite.
+
+And what it takes up in another form than it was saved in: states of earlier versions, and of DTensors the part of this rank.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import CheckpointError
+from narrowgauge.optim import masters, shards
 
 NewState = Callable[[Tensor, dict[str, Any]], Mapping[str, Tensor]]
 
@@ -21,16 +25,76 @@ def refuse_state(
 
     kind, rule  of the optimizer: its class, the rule of groups that name none
     own         its groups; new_state(parameter, group): what it would keep of a parameter, as tensors without memory
+
+    Ranks that hold other shards agree: what one of them refuses, all do.
     """
+    parameters = [parameter for group in own for parameter in group["params"]]
+    reason = next(_reasons(kind, state_dict, own, rule, new_state), "")
+    for sharded in shards.meshes_of(parameters):
+        bad = torch.tensor(float(bool(reason)), device=shards.local(sharded).device)
+        if shards.sum_over_mesh(bad, sharded) > 0:
+            reason = reason or f"{kind}: another rank refused its part of the saved state, and says why."
+    if reason:
+        raise CheckpointError(reason)
+
+
+def _reasons(
+    kind: str, state_dict: Mapping[str, Any], own: list[dict[str, Any]], rule: str, new_state: NewState
+) -> Iterator[str]:
     for reason in _other_groups(state_dict, own):
-        raise CheckpointError(f"{kind}: {reason}")
+        yield f"{kind}: {reason}"
     for number, (saved, group) in enumerate(zip(state_dict["param_groups"], own, strict=True)):
         for reason in _other_options(kind, saved, group, rule):
-            raise CheckpointError(f"{kind}: group {number} was saved with {reason}")
+            yield f"{kind}: group {number} was saved with {reason}"
         for place, parameter in zip(saved["params"], group["params"], strict=True):
             if place in state_dict["state"]:
                 for reason in _other_tensors(state_dict["state"][place], new_state(parameter, group)):
-                    raise CheckpointError(f"{kind}: parameter {place}: {reason}")
+                    yield f"{kind}: parameter {place}: {reason}"
+                for reason in _other_placements(state_dict["state"][place], parameter):
+                    yield f"{kind}: parameter {place}: {reason}"
+
+
+def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None) -> dict[str, Any]:
+    """`state_dict()` with whole tensors on the CPU in the place of DTensors, as one process would save it. Every rank has to call.
+
+    rank  the only one that keeps the states, of the whole run; on the others "state" is empty. None: all of them
+    The whole of one tensor at a time is on the device. `load_state_dict` takes the result on any mesh, or on none.
+    """
+    found = optimizer.state_dict()
+    keeps = rank is None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
+    state: dict[Any, dict[str, Any]] = {}
+    for place, kept in found["state"].items():
+        whole = {}
+        for name, x in kept.items():
+            x = shards.gathered(x).cpu() if isinstance(x, Tensor) else x
+            if keeps:
+                whole[name] = x
+        if keeps:
+            state[place] = whole
+    return {**found, "state": state}
+
+
+def placed(x: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a saved tensor on the parameter's device; of a whole one for a DTensor its part, as a DTensor."""
+    if shards.is_sharded(parameter) and not shards.is_sharded(x):
+        own = shards.local_part(x.detach(), parameter).clone().to(parameter.device)
+        return shards.wrapped(own, parameter, x.shape)
+    return x.detach().clone().to(parameter.device)
+
+
+def upgraded(state_dict: Mapping[str, Any], own: list[dict[str, Any]]) -> Mapping[str, Any]:
+    """With float32 masters where earlier versions kept scaled ones, of parameters of one axis; the numbers stay the same."""
+    if next(_other_groups(state_dict, own), None) is not None:
+        return state_dict
+    state = dict(state_dict["state"])
+    for saved, group in zip(state_dict["param_groups"], own, strict=True):
+        for place, parameter in zip(saved["params"], group["params"], strict=True):
+            found = state.get(place, {})
+            if parameter.ndim < 2 and "master_scale" in found and not shards.is_sharded(found["master"]):
+                codes, scale = found["master"], found["master_scale"]
+                state[place] = {name: x for name, x in found.items() if name != "master_scale"}
+                state[place]["master"] = masters.decode_vector(codes, scale)
+    return {**state_dict, "state": state}
 
 
 def forms_of(state: Mapping[str, Any]) -> dict[str, str]:
@@ -85,7 +149,8 @@ def _other_tensors(saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> 
             f"the saved state has another form: {words}. Build the optimizer with the states, master and parameters that were "
             "saved, or start with a fresh state."
         )
-    for name, x in saved.items():  # floats alone: whole numbers are codes, whose scales are among the floats
+    local = {name: shards.local(x) if isinstance(x, Tensor) else x for name, x in saved.items()}
+    for name, x in local.items():  # floats alone: whole numbers are codes, whose scales are among the floats
         if not isinstance(x, Tensor) or not x.is_floating_point() or not holds_numbers(x):
             continue
         wide = x.to(torch.bfloat16) if x.element_size() == 1 else x
@@ -99,3 +164,17 @@ def _other_tensors(saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> 
             yield (
                 f"its step count is {float(x):g}. The state is damaged: load another checkpoint, or start with a fresh state."
             )
+
+
+def _other_placements(saved: Mapping[str, Any], parameter: Tensor) -> Iterator[str]:
+    sharded = [x for x in saved.values() if isinstance(x, Tensor) and shards.is_sharded(x)]
+    if sharded and not shards.is_sharded(parameter):
+        yield (
+            "the saved state is sharded, the parameter here is whole. Save full_state_dict(optimizer), or load by "
+            "torch.distributed.checkpoint, which reshards."
+        )
+    elif any(not shards.same_placement(x, parameter) for x in sharded):
+        yield (
+            "the saved state lies on another mesh, or in other shards, than the parameter. Load by torch.distributed.checkpoint, which "
+            "reshards, or save full_state_dict(optimizer)."
+        )

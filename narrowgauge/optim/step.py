@@ -9,6 +9,7 @@ The torch backend holds float32 copies of one chunk of rows only (CHUNK elements
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
-from narrowgauge.optim import masters, moments, noise
+from narrowgauge.optim import masters, moments, noise, shards
 from narrowgauge.optim.moments import Encoded, Moment, States
 from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.shards import Part
 
 DTYPES = {
     torch.float32: 0,
@@ -49,11 +51,12 @@ class ParamStep:
     """One parameter's step. Tensors are contiguous, on one device, and changed in place.
 
     rule               see `rules`
-    source, state      the parameter and its state's tensors, to see whether they are still the same
+    source, state      the parameter (of a DTensor the local part) and its state's tensors, to see whether they are still the same
+    part               which block of the parameter this is: random numbers count the elements of the whole
     weight             [rows, columns]; a copy if the parameter is not contiguous
     master             [rows, columns] or None; master_scale [rows, tiles] with fp16-scaled
     gradient, constants, step_key    of the step at hand; the gradient contiguous, of the parameter's shape
-    number             the parameter's place in the groups, which its noise depends on
+    number             what the parameter's noise depends on: of its name, else its place in the groups; see `noise.of_name`
     native             what the compiled backend keeps with it
     backend            who computes it, for gradients of a kind
     asked              what the group said of the state's form, see `param_groups.asked`
@@ -64,6 +67,7 @@ class ParamStep:
     source: Tensor
     state: Mapping[str, Tensor]
     tile: int
+    part: Part
     weight: Tensor
     first: MomentState
     second: MomentState
@@ -90,25 +94,40 @@ class ParamStep:
         cls, parameter: Tensor, rule: Rule, states: States, master: masters.Master, state: Mapping[str, Tensor], **more: Any
     ) -> ParamStep:  # fmt: skip
         """Of a parameter and the tensors that `new_state` made for it."""
-        rows, columns = shape_of(parameter)
+        source = shards.local(parameter)
+        rows, columns = shape_of(source)
+        tensors = {name: shards.local(x) for name, x in state.items()}
         kept = []
         for name, format in formats_of(rule, states):
-            codes = state[name].view(rows, -1) if rows * columns else state[name].view(rows, columns)
-            scale, expansion = state.get(f"{name}_scale"), state.get(f"{name}_expansion")
+            codes = tensors[name].view(rows, -1) if rows * columns else tensors[name].view(rows, columns)
+            scale, expansion = tensors.get(f"{name}_scale"), tensors.get(f"{name}_expansion")
             kept.append(MomentState(format=format, codes=codes, scale=scale, expansion=expansion))
         kept += [MomentState(format=moments.NONE)] * (2 - len(kept))
-        copy = state.get("master", state.get("remainder"))
+        copy = tensors.get("master", tensors.get("remainder"))
         return cls(
-            rule=rule, source=parameter, state=dict(state), tile=states.tile, first=kept[0], second=kept[1],
-            weight=parameter.detach().contiguous().view(rows, columns),
+            rule=rule, source=source, state=dict(state), tile=states.tile, part=shards.part_of(parameter), first=kept[0], second=kept[1],
+            weight=source.detach().contiguous().view(rows, columns),
             master_kind=None if parameter.dtype == torch.float32 else master,
-            master=None if copy is None else copy.view(rows, columns), master_scale=state.get("master_scale"), **more,
+            master=None if copy is None else copy.view(rows, columns), master_scale=tensors.get("master_scale"), **more,
         )  # fmt: skip
 
     def holds(self, parameter: Tensor, state: Mapping[str, Tensor]) -> bool:
         """Whether parameter and state are still the memory that this was made for."""
-        same = self.address == identity(parameter) and self.weight.dtype == parameter.dtype
+        same = self.address == identity(shards.local(parameter)) and self.weight.dtype == parameter.dtype
         return same and all(map(operator.is_, self.state.values(), state.values()))
+
+    @property
+    def first_index(self) -> int:
+        """Of the first element, counted by whole tiles of the whole parameter."""
+        return self.part.first(self.tile)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that a kernel reads and writes, but the gradient."""
+        kept = [
+            getattr(moment, name) for moment in (self.first, self.second) for name in ("codes", "scale", "expansion")
+        ]
+        return [x for x in (self.weight, *kept, self.master, self.master_scale) if x is not None]
 
     @property
     def noise_key(self) -> int:
@@ -123,7 +142,7 @@ def shape_of(parameter: Tensor) -> tuple[int, int]:
     """(rows, columns): the first axis, and all others; a vector is one row."""
     if parameter.ndim < 2:
         return 1, parameter.numel()
-    return parameter.shape[0], parameter[0].numel() if parameter.shape[0] else 0
+    return parameter.shape[0], math.prod(parameter.shape[1:])
 
 
 def formats_of(rule: Rule, states: States) -> list[tuple[str, Moment]]:
@@ -179,7 +198,9 @@ def _step_rows(param_step: ParamStep, rows: slice) -> None:
     count = rows.stop - rows.start
     device = param_step.weight.device
     index = torch.arange(tiles * param_step.tile, device=device).view(1, tiles, param_step.tile)
-    index = index + (torch.arange(rows.start, rows.stop, device=device) * (tiles * param_step.tile)).view(count, 1, 1)
+    row_length = param_step.part.row_length(param_step.tile)
+    starts = torch.arange(rows.start, rows.stop, device=device) * row_length + param_step.first_index
+    index = index + starts.view(count, 1, 1)
 
     def cut(x: Tensor | None) -> Tensor | None:
         return None if x is None else _as_tiles(x[rows], tiles, param_step.tile)

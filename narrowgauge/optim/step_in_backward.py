@@ -29,7 +29,7 @@ class InBackward:
     def _hook(self, place: int) -> None:
         """Hooks the parameters of one group that train."""
         groups, clip = self._optimizer.param_groups, self._clip
-        first = sum(len(group["params"]) for group in groups[:place])
+        numbers = {id(parameter): number for parameter, _, number in self._optimizer._numbered()}
         # A tensor's hooks lie where Python's collector does not see them: holding the optimizer, which holds the tensor, they would
         # keep weights and states for ever.
         reference = weakref.ref(self._optimizer)
@@ -48,9 +48,10 @@ class InBackward:
             optimizer._step([(parameter, group, number)])
             parameter.grad = None
 
-        for number, parameter in enumerate(groups[place]["params"], first):
+        for parameter in groups[place]["params"]:
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(step, number)))
+                hook = partial(step, numbers[id(parameter)])
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         for handle in self._handles:

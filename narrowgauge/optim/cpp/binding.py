@@ -43,9 +43,9 @@ class _Constants(ctypes.Structure):
 
 class _Job(ctypes.Structure):
     _fields_ = (
-        ("rows", _L), ("columns", _L), ("tile", _L), ("weight_dtype", _I), ("gradient_dtype", _I), ("master_kind", _I),
-        ("noise", _U), ("weight_noise", _U), ("constants", _P), ("weight", _P), ("gradient", _P), ("master", _P),
-        ("master_scale", _P), ("first", _Moment), ("second", _Moment),
+        ("rows", _L), ("columns", _L), ("tile", _L), ("row_length", _L), ("first_index", _L), ("weight_dtype", _I),
+        ("gradient_dtype", _I), ("master_kind", _I), ("noise", _U), ("weight_noise", _U), ("constants", _P), ("weight", _P),
+        ("gradient", _P), ("master", _P), ("master_scale", _P), ("first", _Moment), ("second", _Moment),
     )  # fmt: skip
 
 
@@ -74,7 +74,8 @@ def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
     if param_step.native is None:
         rows, columns = param_step.weight.shape
         param_step.native = _Job(
-            rows=rows, columns=columns, tile=param_step.tile, weight=address(param_step.weight),
+            rows=rows, columns=columns, tile=param_step.tile, row_length=param_step.part.row_length(param_step.tile),
+            first_index=param_step.first_index, weight=address(param_step.weight),
             weight_dtype=DTYPES[param_step.weight.dtype], master_kind=masters.KINDS[param_step.master_kind],
             master=address(param_step.master), master_scale=address(param_step.master_scale),
             first=_moment(param_step.first), second=_moment(param_step.second),

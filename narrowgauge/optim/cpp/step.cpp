@@ -35,6 +35,7 @@ struct Constants {
 
 struct Job {
   int64_t rows, columns, tile;
+  int64_t row_length, first_index;  // by which random numbers count elements: those of the whole parameter, of which this may be a shard
   int32_t weight_dtype, gradient_dtype, master_kind;
   uint32_t noise, weight_noise;
   const Constants* constants;
@@ -45,7 +46,8 @@ struct Job {
   Moment first, second;
 };
 
-// Where a tile lies: its number, its first element, its first byte of 4-bit codes, and its first index counted by whole tiles.
+// Where a tile lies: its number, its first element, its first byte of 4-bit codes, and its first index counted by whole tiles
+// of the whole parameter: a multiple of BLOCK where a moment is narrow.
 struct Place {
   int64_t tile, element, packed, index;
 };
@@ -283,6 +285,7 @@ void load_weight(const Job& job, const Place& at, int n, float* w) {
 
 void store_weight(const Job& job, float* w, const Place& at, int n) {
   uint16_t* half = static_cast<uint16_t*>(job.weight) + at.element;
+  const uint32_t noise = job.weight_noise + uint32_t(at.index / BLOCK * 8), start = uint32_t(at.index % BLOCK);
   switch (job.master_kind) {
     case MASTER_FP32: std::memcpy(static_cast<float*>(job.master) + at.element, w, n * sizeof(float)); break;
     case MASTER_FP16: {
@@ -293,7 +296,7 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
       for (int i = 0; i < n; i++) {
         float y = std::min(std::fabs(w[i]) * inverse, 1.f) * 0x1p15f;
         float gap = power_below<15>(y) * 0x1p-10f, part = y / gap, whole = std::floor(part);
-        y = (uniform(noise16(job.weight_noise, uint32_t(at.index + i))) < part - whole ? whole + 1.f : whole) * gap;
+        y = (uniform(noise16(noise, start + i)) < part - whole ? whole + 1.f : whole) * gap;
         codes[i] = uint16_t(small_bits<10, 15>(y) | (as_bits(w[i]) >> 16 & 0x8000));
         w[i] = from_float16(codes[i]) * 0x1p-15f * scale;
       }
@@ -309,7 +312,7 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
       return;
     }
     case STOCHASTIC:
-      for (int i = 0; i < n; i++) half[i] = to_bfloat16_stochastic(w[i], noise16(job.weight_noise, uint32_t(at.index + i)));
+      for (int i = 0; i < n; i++) half[i] = to_bfloat16_stochastic(w[i], noise16(noise, start + i));
       return;
   }
   narrow(w, job.weight, job.weight_dtype, at.element, n, job.master_kind != DIRECT);
@@ -484,7 +487,8 @@ template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job,
   const int64_t tiles = (job.columns + job.tile - 1) / job.tile;
   for (int64_t t = from; t < to; t++) {
     const int64_t row = t / tiles, column = t % tiles * job.tile;
-    const Place at{t, row * job.columns + column, row * ((job.columns + 1) / 2) + column / 2, t * job.tile};
+    const int64_t index = job.first_index + row * job.row_length + column;
+    const Place at{t, row * job.columns + column, row * ((job.columns + 1) / 2) + column / 2, index};
     const int n = int(std::min(job.tile, job.columns - column));
     prefetch_tile(job, at.element + n, job.tile);  // behind the last tile this asks for what nobody reads, which does no harm
     float* w = direct ? static_cast<float*>(job.weight) + at.element : w_buffer;

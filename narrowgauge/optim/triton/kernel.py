@@ -37,7 +37,7 @@ from narrowgauge.optim.triton.moment_codes import (
 )
 
 HEAD = tl.constexpr(16)
-FIELDS = tl.constexpr(22)
+FIELDS = tl.constexpr(24)
 WEIGHTS = tl.constexpr(0x5BD1E995)
 
 FLOAT32 = tl.constexpr(0)
@@ -312,7 +312,8 @@ def step(which, table, step_args, tables, F: tl.constexpr):
 
     # Keys of noise, by `noise.key` and `ParamStep.weight_noise_key`.
     key = mix(tl.load(step_args).to(tl.uint32) ^ tl.load(line + 13).to(tl.uint32))
-    first = tile.to(tl.uint32) * F.tile
+    # Half of the place of each tile's first element in the whole parameter, as `noise_bits` counts; modulo 2^32.
+    first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(line + 22).to(tl.uint32)
     within = tl.arange(0, F.tile)
 
     g = _read(tl.load(step_args + HEAD + number), offset, mask, F.gradient, F.aligned)
@@ -325,7 +326,7 @@ def step(which, table, step_args, tables, F: tl.constexpr):
     _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)
     _write_moment(v, noise, decays, line, 10, place, tables, F, SECOND)
     if F.master == STOCHASTIC or F.master == MASTER_FP16:
-        noise = noise_bits(mix(key ^ WEIGHTS), first, within)
+        noise = noise_bits(mix(key ^ WEIGHTS), first, within + F.shift)
     seen = _write_weight(w, line, offset, mask, tile, inside, noise, F)
     if F.casts != 0:
         largest = tl.max(tl.max(tl.where(mask, magnitude_bits(seen), 0), axis=1), axis=0)

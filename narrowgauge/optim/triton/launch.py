@@ -53,6 +53,7 @@ class Form:
     weight, gradient        numbers of dtypes: 0 float32, 1 bfloat16, 2 float16
     master                  number of the master, see `masters.KINDS`
     tile, tiles             elements that share a scale; tiles of a program
+    shift                   how many elements of a shard's first block of random numbers another rank holds; 0 unless the weight draws them
     aligned, width          whether loads of 16 bytes are possible, and how many elements of a row a thread then takes together
     casts, cast             what is left of the weight's cast, and how its codes are made
     turns_aligned           whether the codes of the transposed weight can be stored 16 bytes at a time
@@ -69,6 +70,7 @@ class Form:
     tiles: int
     aligned: bool
     width: int
+    shift: int = 0
     casts: int = NOTHING
     cast: CastConstants | None = None
     turns_aligned: bool = False
@@ -87,7 +89,7 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     return Form(
         rule=rules.number(kind.rule), nesterov=kind.nesterov, first=kind.first, second=kind.second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
-        tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned,
+        tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned, shift=kind.shift,
         width=4 if wide or kind.master == "fp32" else 8, casts=casts,
         cast=constants_of(kind.cast, capability) if kind.cast is not None and casts == CODES else None,
         turns_aligned=kind.turns_aligned and casts == CODES,
@@ -118,22 +120,26 @@ def kind_of(param_step: ParamStep) -> Kind:
     rows, columns = weight.shape
     aligned = columns % ALIGNMENT == 0 and all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
     turns = stepped is not None and stepped.turned is not None and rows % ALIGNMENT == 0
+    draws = param_step.master_kind in ("stochastic", "fp16-scaled")
+    shift = param_step.first_index % noise.BLOCK if draws else 0
     return Kind(
         param_step.rule, c.nesterov, first.format, second.format, weight.dtype, gradient.dtype, param_step.master_kind,
-        param_step.tile, aligned, None if stepped is None else stepped.cast, turns,
+        param_step.tile, aligned, None if stepped is None else stepped.cast, turns, shift,
     )  # fmt: skip
 
 
 class Batch:
     """Tensors that one launch steps, and what the GPU is told of them once.
 
-    which  int32 [programs], table int64 [tensors, 22], each line
+    which  int32 [programs], table int64 [tensors, 24], each line
 
         0 first program   1 columns   2 tiles of a row   3 tiles   4 weight   5 master   6 its scale   7, 8, 9 codes, scale and
         expansion of the first moment   10, 11, 12 of the second   13 what its number adds to the noise
 
     and where the cast of the weight is left, else zeros: 14, 15 codes of w and of w.T   16 largest magnitudes   17 amax to expect
     18, 19 live and history of its window   20 entries of it that count   21 what is multiplied by, float32 as bits
+
+    and of the whole parameter, whose elements random numbers count: 22 half the place of the first block of 16   23 tiles of a row
     """
 
     def __init__(self, form: Form, param_steps: Sequence[ParamStep]) -> None:
@@ -149,6 +155,10 @@ class Batch:
                 tensors += [kept.codes, kept.scale, kept.expansion]
             sizes = [sum(counts), columns, per_row, rows * per_row]
             lines.append([*sizes, *map(address, tensors), noise.of_parameter(each.number), *_of_cast(each.stepped)])
+            lines[-1] += [
+                each.first_index // noise.BLOCK * (noise.BLOCK // 2),
+                each.part.row_length(each.tile) // each.tile,
+            ]
             bands = -(-rows // BAND) * (BAND // form.tiles) * per_row  # whole ones where the codes of w.T are written
             counts.append(bands if form.casts == CODES else -(-rows * per_row // form.tiles))
         self.programs = sum(counts)

@@ -50,8 +50,8 @@ def number_of(bits):
 
 @triton.jit
 def noise_bits(key, first, column):
-    """`noise.bits` of element first + column: int32 in [0, 2^16). key uint32; first uint32 [T], a multiple of 16; column int32 [TILE]."""
-    place = (first >> 1)[:, None] + ((column >> 4) * 8 + (column & 7)).to(tl.uint32)[None, :]
+    """`noise.bits` of element 2 first + column: int32 in [0, 2^16). key uint32; first uint32 [T], a multiple of 8; column int32 [TILE]."""
+    place = first[:, None] + ((column >> 4) * 8 + (column & 7)).to(tl.uint32)[None, :]
     mixed = mix(place + key)
     return ((mixed >> ((column & 8) * 2).to(tl.uint32)[None, :]) & 0xFFFF).to(tl.int32)
 

@@ -287,6 +287,12 @@ PROVEN = {
     "4bit": selfcheck.Kind(
         rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
     ),
+    "shard": selfcheck.Kind(
+        rules.LION, False, moments.WIDE, moments.NONE, torch.bfloat16, torch.bfloat16, "stochastic", 256, aligned=False, shift=13
+    ),
+    "scaled shard": selfcheck.Kind(
+        rules.SGD, False, moments.WIDE, moments.NONE, torch.bfloat16, torch.float32, "fp16-scaled", 256, aligned=True, shift=9
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,118 @@
+"""Whole tensors of an optimizer given to ranks, greedily: FP8-LM's ZeRO (arXiv 2310.18313), on torch's ZeroRedundancyOptimizer.
+
+    optimizer = ng.optim.zero(model, ng.optim.AdamW, lr=1e-3, states="8bit")     instead of ng.optim.AdamW(model, ...), under DDP
+    print(ng.optim.zero_balance(model, 8, states="8bit"))                        before the run: bytes of the fullest rank, and the mean
+
+Of each group the largest tensor that is left goes to the rank with the fewest elements so far. Every rank has all gradients, steps its
+tensors, and sends them. Weights and states are to the bit those of one process, since noise is drawn by names and no tensor is cut; so
+every rule works, also one that needs whole matrices. The balance ends where a tensor is more than a rank's share: then shard rows
+(FSDP2), which any number of ranks can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.optim import param_groups, shards
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.optim.size import state_bytes
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.zero_optimizer import ZeroOptimizer
+
+
+def zero(
+    model: nn.Module | Sequence[Mapping[str, Any]],
+    optimizer: type[NarrowOptimizer] = AdamW,
+    *,
+    process_group: Any = None,
+    **options: Any,
+) -> ZeroOptimizer:
+    """An optimizer of whose parameters each rank of the group steps and keeps some; every rank calls it with the same arguments.
+
+    model    or groups of named parameters, as `narrowgauge.optim.groups` makes them
+    options  of `optimizer`
+    Raises ConfigError for parameters without names, and for DTensors, whose states are sharded already.
+    """
+    from narrowgauge.optim.zero_optimizer import ZeroOptimizer
+
+    plain, names = _groups_and_names(model, options)
+    if not issubclass(optimizer, NarrowOptimizer):
+        raise ConfigError(
+            f"zero: {optimizer!r} is none of narrowgauge.optim. Give torch's own to ZeroRedundancyOptimizer itself."
+        )
+    return ZeroOptimizer(plain, names, optimizer, process_group, options)
+
+
+@dataclass(frozen=True)
+class ZeroBalance:
+    """What each rank steps and keeps; print it."""
+
+    parameters: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the fullest rank over the mean: 1 is even, the number of ranks is one rank for all."""
+        return max(self.state_bytes) * len(self.state_bytes) / max(sum(self.state_bytes), 1)
+
+    def __str__(self) -> str:
+        fullest = max(range(len(self.state_bytes)), key=self.state_bytes.__getitem__)
+        idle = sum(not count for count in self.parameters)
+        return (
+            f"{len(self.state_bytes)} ranks: the fullest, rank {fullest}, keeps {self.state_bytes[fullest]:,} bytes of states for "
+            f"{self.parameters[fullest]:,} parameters, {self.ratio:.2f} of the mean" + (f"; {idle} ranks keep nothing" if idle else "")
+        )  # fmt: skip
+
+
+def zero_balance(
+    model: nn.Module | Sequence[Mapping[str, Any]],
+    world: int,
+    optimizer: type[NarrowOptimizer] = AdamW,
+    **options: Any,
+) -> ZeroBalance:
+    """How even `zero` will be on `world` ranks. Needs neither ranks nor memory: a model on the device "meta" will do."""
+    if type(world) is not int or world < 1:
+        raise ConfigError(f"zero_balance: world = {world!r}: must be a number of ranks, at least 1.")
+    plain, _ = _groups_and_names(model, options)
+    sizes = state_bytes(optimizer(plain, **options))
+    counts, found = [0] * world, [0] * world
+    for group in plain:  # as ZeroRedundancyOptimizer, torch 2.11 to 2.13
+        for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
+            rank = counts.index(min(counts))
+            counts[rank] += parameter.numel()
+            found[rank] += sizes.of(parameter)
+    return ZeroBalance(tuple(counts), tuple(found))
+
+
+def _groups_and_names(model: Any, options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str]]:
+    """Groups without names, which torch's ZeRO does not know, and the names."""
+    groups = model
+    if isinstance(model, nn.Module):
+        groups = param_groups.groups(model, embeddings=options.get("embeddings", "fp32"))
+    names: dict[Tensor, str] = {}
+    plain = []
+    for group in groups:
+        named = list(group["params"]) if isinstance(group, Mapping) and "params" in group else []
+        if not named or not all(isinstance(each, tuple) for each in named):
+            raise ConfigError(
+                "zero: parameters have no names, by which every rank draws the noise of one process. Pass the model, or groups of "
+                "model.named_parameters()."
+            )
+        for name, parameter in named:
+            if shards.is_sharded(parameter):
+                raise ConfigError(
+                    f"zero: {name} is a DTensor, whose states are sharded already. Build narrowgauge.optim.AdamW, Lion or SGD of the model "
+                    "itself."
+                )
+        names |= {parameter: name for name, parameter in named}
+        plain.append({**group, "params": [parameter for _, parameter in named]})
+    if not plain:
+        raise ConfigError("zero: no parameter requires a gradient. Unfreeze a layer, or pass the model that trains.")
+    return plain, names

@@ -1,0 +1,93 @@
+"""torch's ZeroRedundancyOptimizer around an optimizer of ours; see `zero`. Apart from it, because importing the former takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from narrowgauge.errors import CheckpointError
+from narrowgauge.optim.base import NarrowOptimizer
+
+
+class ZeroOptimizer(ZeroRedundancyOptimizer):
+    """What `zero` returns. `optim` is this rank's optimizer of its own parameters; `consolidate_state_dict` brings the states together.
+
+    The step counts once for converted models, after the weights have arrived; loading is exact, where torch's casts states to the types of
+    weights and keeps them twice.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        names: Mapping[Tensor, str],
+        optimizer: type[NarrowOptimizer],
+        process_group: Any,
+        options: Mapping[str, Any],
+    ) -> None:
+        build: Any = partial(_build, optimizer, names)
+        super().__init__(groups, build, process_group, **options)
+
+    def step(self, closure: Any = None, **given: Any) -> Any:
+        """As torch's: steps this rank's parameters, and brings those of the others."""
+        loss = super().step(closure, **given)
+        # What came by `.data` shows no version; who keeps something made of a weight looks at that.
+        torch.autograd.graph.increment_version([each for group in self.param_groups for each in group["params"]])
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up, exactly, what this rank keeps of a consolidated state, or of that of one process. All refuse what one refuses."""
+        reason = ""
+        try:
+            local = self._own(state_dict)
+            self.optim.check_state_dict(local)
+        except CheckpointError as error:
+            reason = str(error)
+        if refused := self._refused_by(reason):
+            raise CheckpointError(
+                reason or f"zero: rank {refused[0]} refused its part of the saved state, and says why."
+            )
+        self.optim.load_state_dict(local)
+        for own, group in zip(self.optim.param_groups, self.param_groups, strict=True):
+            group.update({name: value for name, value in own.items() if name != "params"})
+
+    def _own(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The part of this rank, with the numbers that its optimizer gives its parameters."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_groups = state_dict.get("param_groups", ())
+        if [len(group["params"]) for group in saved_groups] != sizes or "state" not in state_dict:
+            raise CheckpointError(
+                f"zero: the saved state has groups of {[len(group['params']) for group in saved_groups]} parameters, this optimizer "
+                f"{sizes}. Pass what state_dict() returned after consolidate_state_dict(), of the same model."
+            )
+        state, groups, number = {}, [], 0
+        for own, group, saved in zip(self.optim.param_groups, self.param_groups, saved_groups, strict=True):
+            places = dict(zip(group["params"], saved["params"], strict=True))
+            numbers = range(number, number + len(own["params"]))
+            for each, parameter in zip(numbers, own["params"], strict=True):
+                if (found := state_dict["state"].get(places[parameter])) is not None:
+                    state[each] = found
+            groups.append({**saved, "params": list(numbers)})
+            number = numbers.stop
+        return {"state": state, "param_groups": groups}
+
+    def _refused_by(self, reason: str) -> list[int]:
+        """The ranks that have a reason."""
+        own = torch.tensor([float(bool(reason))], device=self.join_device)
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(found, own, group=self.process_group)
+        return [rank for rank, each in enumerate(found) if each > 0]
+
+
+def _build(
+    optimizer: type[NarrowOptimizer], names: Mapping[Tensor, str], groups: list[dict[str, Any]], **options: Any
+) -> NarrowOptimizer:
+    made = optimizer(groups, **options)
+    made._names.update(names)
+    made.step = made._step_all  # type: ignore[method-assign]
+    return made
