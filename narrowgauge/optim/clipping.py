@@ -26,7 +26,9 @@ from narrowgauge.optim import shards
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], largest: float | None, *, stages: Any = None) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[Tensor], largest: float | None, *, stages: Any = None, wide: bool = False
+) -> Tensor:
     """Makes the norm of the gradients at most `largest` (None: as it is). Returns the norm before, 0-d float32 on their device.
 
     stages  process group of the ranks that hold other parameters of the same model, such as the stages of a pipeline: the norm is of
@@ -34,7 +36,7 @@ def clip_gradients(parameters: Iterable[Tensor], largest: float | None, *, stage
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    norm = gradient_norm(gradients, stages=stages)
+    norm = gradient_norm(gradients, stages=stages, wide=wide)
     if largest is None or not trained:
         return norm
     if not any(map(shards.is_sharded, gradients)):
@@ -50,11 +52,11 @@ def clip_gradients(parameters: Iterable[Tensor], largest: float | None, *, stage
 
 
 @torch.no_grad()
-def gradient_norm(gradients: list[Tensor], *, stages: Any = None) -> Tensor:
-    """0-d float32. stages: see `clip_gradients`."""
+def gradient_norm(gradients: list[Tensor], *, stages: Any = None, wide: bool = False) -> Tensor:
+    """0-d float32. stages, wide: see `clip_gradients`."""
     if stages is not None or any(map(shards.is_sharded, gradients)):
         return _norm_over_ranks(gradients, stages).to(torch.float32)
-    if gradients and gradients[0].is_cuda and not wrapper(*gradients):
+    if gradients and (gradients[0].is_cuda or wide) and not wrapper(*gradients):
         return _wide_norm(gradients).to(torch.float32)
     norm = get_total_norm(gradients)
     if norm.device.type == "cpu" and not wrapper(norm, *gradients) and math.isinf(float(norm)):
@@ -64,8 +66,19 @@ def gradient_norm(gradients: list[Tensor], *, stages: Any = None) -> Tensor:
 
 def _wide_norm(gradients: list[Tensor]) -> Tensor:
     """0-d float64, on the device of the first."""
+    if gradients and all(each.device.type == "cpu" for each in gradients):
+        return sum((_square_on_cpu(each) for each in gradients), torch.zeros((), dtype=torch.float64)).sqrt()
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
+
+
+def _square_on_cpu(x: Tensor) -> Tensor:
+    """Sum of squares in float64, by pieces that stay in the cache: torch's norm in another dtype takes eight times as long."""
+    total = torch.zeros((), dtype=torch.float64)
+    for piece in x.reshape(-1).split(2**16):
+        wide = piece.to(torch.float64)
+        total += torch.dot(wide, wide)
+    return total
 
 
 def _norm_over_ranks(gradients: list[Tensor], stages: Any) -> Tensor:

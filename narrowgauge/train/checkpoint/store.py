@@ -273,9 +273,15 @@ class Best:
         is_better = sign * value > sign * self.value or (value == self.value and loss < self.loss)
         if not math.isfinite(value) or (self.step and not is_better):
             return False
-        save(self.folder, step, {"weights": dict(weights)}, {"metric": self.metric, "value": value})
+        self.save(step, dict(weights), {"metric": self.metric, "value": value})
         self.step, self.value, self.loss = step, value, loss
         return True
+
+    def save(self, step: int, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        save(self.folder, step, {"weights": weights}, facts)
+
+    def verify(self, path: Path) -> None:
+        manifest.verify(path)
 
     def facts(self) -> dict[str, Any] | None:
         """For a checkpoint, as JSON: a loss that is not finite is None. None before the first evaluation."""
@@ -288,7 +294,7 @@ class Best:
             return ""
         step, loss = facts["step"], facts.get("loss")
         try:
-            manifest.verify(self.path(step))
+            self.verify(self.path(step))
         except CheckpointError as error:
             return f"the best weights, of step {step}, are lost: {error} The best of the steps to come is kept."
         self.step, self.value, self.loss = step, facts["value"], math.nan if loss is None else loss
