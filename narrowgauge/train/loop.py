@@ -42,12 +42,12 @@ def run(config: TrainConfig) -> int:
     config = resolved(config)
     try:
         with Ranks.join(config.device, config.timeout_s) as ranks, followers.silent(ranks):
-            return _run_of_rank(replace(config, resume=config.resume or restarted()), ranks)
+            return run_of_rank(replace(config, resume=config.resume or restarted()), ranks)
     except EndedElsewhere as error:
         return error.exit_code
 
 
-def _run_of_rank(config: TrainConfig, ranks: Ranks) -> int:
+def run_of_rank(config: TrainConfig, ranks: Ranks) -> int:
     device = ranks.device(config.device)  # before anything is read or written
     ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
     ranks.refuse_differences(asdict(config), "settings")

@@ -23,8 +23,8 @@ from torch import Tensor
 from narrowgauge.conversion import advance, nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
-from narrowgauge.diagnose import forms
 from narrowgauge.data import valid_targets
+from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.blame import NOTHING, first_nonfinite
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, DriftError, NumericsError
@@ -107,7 +107,7 @@ class Trainer:
     def _built(self, choices: dict[str, str] | None) -> Any:
         """The model. Recipe "auto" chooses by the measurements of rank 0, on all ranks."""
         ranks, config, task = self.ranks, self.config, self.task
-        model = None
+        model: Any = None
         if ranks.is_first or "auto" not in (config.recipe, *config.layers_recipe.values()):
             model = build(config, task.model, self.device, task.tokens_at_once(), choices)
         chosen_first = ranks.told_by_first(lambda: chosen(model))
@@ -303,8 +303,8 @@ class Trainer:
         for rank, each in enumerate(norms):
             if each != norms[0] and not (math.isnan(each) and math.isnan(norms[0])):
                 raise DriftError(
-                    f"{self.ranks.place}: the norm of the summed gradient is {norms[0]!r} on rank 0 and {each!r} on rank {rank}, which must be "
-                    "one number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
+                    f"{self.ranks.place}: the norm of the summed gradient is {norms[0]!r} on rank 0 and {each!r} on rank {rank}, and must "
+                    "be one number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
                 )
         total = np.float32(0)
         with np.errstate(all="ignore"):

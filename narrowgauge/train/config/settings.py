@@ -247,7 +247,7 @@ class TrainConfig:
     seed: int = TRAINING(0, "Decides weights, order of the data and stochastic rounding.", Range(0, MAX_INT))
     device: str = TRAINING("auto", "auto, cpu, cuda or cuda:N.",
         Matching(r"auto|cpu|cuda(:\d{1,3})?", "one of 'auto', 'cpu', 'cuda' or 'cuda:N'"))
-    parallel: str = TRAINING("", "How ranks of torchrun share the run, as 'dp=2', 'fsdp=4' or 'dp=2,fsdp=4'; empty: dp, a copy of the model on each.")
+    parallel: str = TRAINING("", "How ranks of torchrun share a run, as fsdp=4 or dp=2,fsdp=4; empty: dp, a copy of the model on each.")
     threads: int = TRAINING(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
     compile: bool = TRAINING(False, "Compile the model with torch.compile.")
     cuda_graph: bool = TRAINING(False, "Launch steps as CUDA graphs, on a GPU.")

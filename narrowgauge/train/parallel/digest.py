@@ -25,11 +25,11 @@ MASK = 2**62 - 1  # a negative of each exists
 
 def replicated(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Name -> what is the same on all ranks."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     found = {name: each for name, each in model.state_dict().items() if not isinstance(each, DTensor)}
     for parameter, kept in optimizer.state.items():
         if isinstance(kept.get("step"), Tensor):
-            found[f"the optimizer's step count of {names.get(parameter, 'a parameter')}"] = kept["step"]
+            found[f"the optimizer's step count of {names[parameter]}"] = kept["step"]
     return found
 
 
@@ -47,6 +47,8 @@ def digest(x: Tensor) -> Tensor:
 
 def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device) -> None:
     """Raises DriftError, on all ranks, that names the first tensor and rank that differ from rank 0. place: in the run, as 'step 100'."""
+    if not tensors:  # all is sharded, and no recipe remembers anything
+        return
     own = torch.stack([digest(each).to(device) for each in tensors.values()]).view(-1)
     extremes = torch.cat((own, -own))
     dist.all_reduce(extremes, dist.ReduceOp.MAX)

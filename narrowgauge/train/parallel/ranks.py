@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from narrowgauge.diagnose.format_text import plural
@@ -78,10 +79,10 @@ class Ranks:
         limit = timedelta(seconds=timeout_s)
         store, rank, world = next(rendezvous("env://", timeout=limit))
         backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
-        own = dist.PrefixStore("group", store)
+        own = PrefixStore("group", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=limit)
-        ranks = cls(rank, world, local, dist.PrefixStore("narrowgauge", store), timeout_s)
-        with ranks._ending_together():
+        ranks = cls(rank, world, local, PrefixStore("narrowgauge", store), timeout_s)
+        with ranks.ending_together():
             yield ranks
         dist.destroy_process_group()
 
@@ -165,7 +166,7 @@ class Ranks:
     # --- the end
 
     @contextmanager
-    def _ending_together(self) -> Iterator[None]:
+    def ending_together(self) -> Iterator[None]:
         try:
             yield
         except (EndedElsewhere, PeerError):
@@ -178,7 +179,8 @@ class Ranks:
             ):
                 raise self._explained(error) from error
             if not self._fails(getattr(error, "exit_code", 1), str(error)):
-                raise EndedElsewhere(self._failed()["code"]) from error
+                told = self._failed() or {}
+                raise EndedElsewhere(told.get("code", 1)) from error
             if self.rank and isinstance(error, NarrowgaugeError):
                 error.args = (f"rank {self.rank}: {error}",)
             raise
@@ -260,6 +262,6 @@ def end_together(error: NarrowgaugeError) -> NarrowgaugeError:
     limit = timedelta(seconds=10)
     with contextlib.suppress(RuntimeError, ValueError, StopIteration):
         store, rank, world = next(rendezvous("env://", timeout=limit))
-        if not Ranks(rank, world, store=dist.PrefixStore("narrowgauge", store))._fails(error.exit_code, str(error)):
+        if not Ranks(rank, world, store=PrefixStore("narrowgauge", store))._fails(error.exit_code, str(error)):
             return EndedElsewhere(error.exit_code)
     return error

@@ -11,12 +11,12 @@ and noise is keyed by its forward passes (`narrowgauge.distribute`).
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,7 +86,10 @@ class Parallel:
 
 
 def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """The settings of a step of all ranks: `micro_batches` of each become those of the step. ConfigError if they do not divide the batch."""
+    """The settings of a step of all ranks: `micro_batches` of each become those of the step.
+
+    Raises ConfigError if they do not divide the batch.
+    """
     parts = config.micro_batches * ranks.world
     if ranks.world > 1 and not config.token_budget and config.batch_size % parts:
         raise ConfigError(
@@ -118,9 +121,10 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
 def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
     """has_spare: parameters may take no part in the loss, as those of a pooler that a task does not use."""
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    copies = DistributedDataParallel(
-        whole, broadcast_buffers=False, init_sync=False, find_unused_parameters=has_spare, gradient_as_bucket_view=True
-    )
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    key = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"  # until torch 2.12
+    options: dict[str, Any] = {key: False, "find_unused_parameters": has_spare}
+    copies = DistributedDataParallel(whole, init_sync=False, gradient_as_bucket_view=True, **options)
     copies.register_comm_hook(None, _sum)
     return copies
 

@@ -1,7 +1,7 @@
 """The state of a sharded run as one process would have it: gathered for a checkpoint, and cut again when one is read.
 
-The seam for checkpoints that each rank writes its part of: they replace `collect`, `newest_valid` and `placed`, and nothing else knows of shards.
-Every rank calls; rank 0 alone keeps the whole, on the CPU, and holds one tensor more on the device.
+The seam for checkpoints that each rank writes its part of: they replace `collect`, `newest_valid` and `placed`, and nothing else
+knows of shards. Every rank calls; rank 0 alone keeps the whole, on the CPU, and holds one tensor more on the device.
 """
 
 from __future__ import annotations
