@@ -17,7 +17,7 @@ from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
 from narrowgauge.train.config import parallel_syntax
-from narrowgauge.train.config.settings import replace
+from narrowgauge.train.config.settings import replace, resolved
 from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.trainer import Trainer
@@ -39,7 +39,7 @@ def trained(config, faults=()):
     try:
         own = Ranks(dist.get_rank(), dist.get_world_size(), store=store, timeout_s=60)
         with own.ending_together(), followers.silent(own):
-            return loop.run_of_rank(config, own)
+            return loop.run_of_rank(resolved(config), own)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -177,7 +177,7 @@ def test_a_key_without_a_number_takes_the_rest():
 
 
 def test_one_process_refuses_two(make):
-    with pytest.raises(ConfigError, match="this run has 1 rank. Start it with torchrun --nproc-per-node 2"):
+    with pytest.raises(ConfigError, match=r"this run has 1 rank\. Start it with torchrun --nproc-per-node 2"):
         loop.run(make(parallel="fsdp=2"))
 
 
