@@ -22,6 +22,7 @@ class NarrowgaugeError(Exception):
     """Base of every error that narrowgauge raises on purpose."""
 
     exit_code = 1
+    told = False  # whether the other ranks of a run know of it
 
 
 class ConfigError(NarrowgaugeError):

@@ -5,7 +5,6 @@ is imported, and unknown recipes before data are read.
 """
 
 import inspect
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter, Token
 
-from narrowgauge.errors import ConfigError, NarrowgaugeError
+from narrowgauge.errors import ConfigError
 from narrowgauge.train import run_folder
 from narrowgauge.train.config import switch_syntax, toml
 from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
@@ -25,30 +24,16 @@ FILE = Parameter(help="TOML file with settings.", show_default=False, group=Grou
 
 def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
     """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
-    try:
-        settings = configuration(config, given)
-        _check_recipes(settings)
-    except NarrowgaugeError as error:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise
-        from narrowgauge.train.parallel.ranks import end_together
-
-        if (told := end_together(error)) is error:
-            raise
-        return told.exit_code
-    from narrowgauge.train import loop
-
-    return loop.run(settings)
-
-
-def _check_recipes(settings: TrainConfig) -> None:
-    """Refuses unknown names before data are read."""
+    settings = configuration(config, given)
     from narrowgauge import recipes  # imports torch
 
     own = {settings.recipe, *settings.layers_recipe.values()} - {recipes.AUTO}
     later = {entry.recipe for entry in switch_syntax.parse(settings.switch)}
     for name in ({*own, settings.compare or NO_RECIPE} - {NO_RECIPE}) | later:
-        recipes.get(name)
+        recipes.get(name)  # refused before data are read
+    from narrowgauge.train import loop
+
+    return loop.run(settings)
 
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:

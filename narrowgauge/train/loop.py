@@ -24,7 +24,7 @@ from narrowgauge.train.device import (
 )
 from narrowgauge.train.model_files import export
 from narrowgauge.train.parallel import followers
-from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted
+from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
 from narrowgauge.train.parallel.spread import shared
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import AgreedStop, StopRequest
@@ -40,14 +40,21 @@ def run(config: TrainConfig) -> int:
     Under torchrun every rank calls it; rank 0 alone writes, and says what there is to say.
     """
     config = resolved(config)
+    several = under_torchrun()
     try:
-        with Ranks.join(config.device, config.timeout_s) as ranks, followers.silent(ranks):
-            return run_of_rank(replace(config, resume=config.resume or restarted()), ranks)
+        # signals outermost: torchrun sends SIGTERM to ranks that are about to say which other one died
+        with (
+            StopRequest(patient=several) as stop,
+            Ranks.join(config.device, config.timeout_s) as ranks,
+            followers.silent(ranks),
+        ):
+            return run_of_rank(replace(config, resume=config.resume or restarted()), ranks, stop)
     except EndedElsewhere as error:
         return error.exit_code
 
 
-def run_of_rank(config: TrainConfig, ranks: Ranks) -> int:
+def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
+    """`run` of a resolved configuration, on one rank of several or the only one."""
     device = ranks.device(config.device)  # before anything is read or written
     ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
     ranks.refuse_differences(asdict(config), "settings")
@@ -62,7 +69,7 @@ def run_of_rank(config: TrainConfig, ranks: Ranks) -> int:
     if device.type == "cpu":
         keep_freed_memory()
     try:
-        return _run(config, ranks)
+        return _run(config, ranks, AgreedStop(stop) if ranks.world > 1 else stop)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
             first = str(error).splitlines()[0]
@@ -72,10 +79,9 @@ def run_of_rank(config: TrainConfig, ranks: Ranks) -> int:
         raise
 
 
-def _run(config: TrainConfig, ranks: Ranks) -> int:
+def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
     path = Path(config.output)
-    with followers.claimed(path, config.resume, ranks) as folder, StopRequest(patient=ranks.world > 1) as own_stop:
-        stop = AgreedStop(own_stop) if ranks.world > 1 else own_stop
+    with followers.claimed(path, config.resume, ranks) as folder:
         if config.resume and ranks.is_first and folder.config.exists():
             refuse_other_run(resolved(toml.load(folder.config)), config)  # again: it may have changed until now
         has_run = ranks.told_by_first(folder.has_run)

@@ -20,6 +20,7 @@ from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.settings import replace, resolved
 from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.trainer import Trainer
 from tests.distributed.conftest import ranks  # noqa: F401
 from tests.processes import PYTHON, run
@@ -38,8 +39,8 @@ def trained(config, faults=()):
         faulty_run.install(*fault)
     try:
         own = Ranks(dist.get_rank(), dist.get_world_size(), store=store, timeout_s=60)
-        with own.ending_together(), followers.silent(own):
-            return loop.run_of_rank(resolved(config), own)
+        with StopRequest(patient=True) as stop, own.ending_together(), followers.silent(own):
+            return loop.run_of_rank(resolved(config), own, stop)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -244,7 +245,7 @@ def test_settings_that_are_wrong_are_said_once(make, text):
 def test_torchrun_starts_a_run_again_that_goes_on(make, text):
     reference = make("reference", micro_batches=2, recipe="fp8-delayed")
     assert loop.run(reference) == 0
-    config = make("again", recipe="fp8-delayed")
-    torchrun(config, text, "fail 1 5", ["--checkpoint-every=2"], ["--max-restarts", "1"])
+    config = make("again", recipe="fp8-delayed", checkpoint_every=2)
+    torchrun(config, text, "fail 1 5", options=["--max-restarts", "1"])
     assert [event["step"] for event in tiny.events(Path(config.output), "resume")] == [4]
     same_run(Path(config.output), Path(reference.output))

@@ -169,7 +169,7 @@ class Ranks:
     def ending_together(self) -> Iterator[None]:
         try:
             yield
-        except (EndedElsewhere, PeerError):
+        except EndedElsewhere:
             raise
         except BaseException as error:
             if (
@@ -181,8 +181,9 @@ class Ranks:
             if not self._fails(getattr(error, "exit_code", 1), str(error)):
                 told = self._failed() or {}
                 raise EndedElsewhere(told.get("code", 1)) from error
-            if self.rank and isinstance(error, NarrowgaugeError):
-                error.args = (f"rank {self.rank}: {error}",)
+            if isinstance(error, NarrowgaugeError):
+                error.told = True
+                error.args = (f"rank {self.rank}: {error}",) if self.rank else error.args
             raise
 
     def _fails(self, code: int, words: str) -> bool:
@@ -230,7 +231,9 @@ class Ranks:
         words = f"{self.place}: {who} of {self.world} {did}. {AGAIN}"
         if not self._fails(PeerError.exit_code, words):
             return EndedElsewhere(PeerError.exit_code)
-        return PeerError(words)
+        found = PeerError(words)
+        found.told = True
+        return found
 
 
 AGAIN = "All ranks end. Resume with --resume from the last checkpoint, on any number of ranks."
@@ -257,11 +260,9 @@ def _own_device(device: str, local: int) -> int:
     return local
 
 
-def end_together(error: NarrowgaugeError) -> NarrowgaugeError:
-    """What a rank raises for an error before it joined the others: `error` on the first that says so, EndedElsewhere on the rest."""
-    limit = timedelta(seconds=10)
+def failed_before(error: NarrowgaugeError) -> bool:
+    """Whether another rank has failed already, of an error before this rank joined the others; tells them of it."""
     with contextlib.suppress(RuntimeError, ValueError, StopIteration):
-        store, rank, world = next(rendezvous("env://", timeout=limit))
-        if not Ranks(rank, world, store=PrefixStore("narrowgauge", store))._fails(error.exit_code, str(error)):
-            return EndedElsewhere(error.exit_code)
-    return error
+        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=10)))
+        return not Ranks(rank, world, store=PrefixStore("narrowgauge", store))._fails(error.exit_code, str(error))
+    return False
