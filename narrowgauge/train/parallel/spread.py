@@ -82,7 +82,7 @@ class Parallel:
         how = "a shard of the model each (fsdp)" if self.layout.fsdp > 1 else "a copy of the model each (dp)"
         if self.layout.fsdp > 1 and self.layout.dp > 1:
             how = f"{self.layout.dp} copies of the model, each in {self.layout.fsdp} shards (dp, fsdp)"
-        return f"{self.ranks.world} ranks, {how}"
+        return f"{self.ranks.world} ranks, {how}."
 
 
 def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
