@@ -28,9 +28,8 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float =
 
     loss  of the step; if it and all gradients are finite, the norm of the gradients was not
     """
-    for name, parameter in model.named_parameters():
-        if not shards.local(parameter.detach()).isfinite().all():
-            return f"the parameter {name!r} itself was not finite before the step"
+    if words := nonfinite_parameter(model):
+        return words
     watch = _Watch()
     handles: list[Any] = []
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, QLinear)}
@@ -60,6 +59,14 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float =
     if watch.found or not math.isfinite(loss):
         return watch.found or NOTHING
     return _describe_norm(model)
+
+
+def nonfinite_parameter(model: nn.Module) -> str:
+    """A clause on the first parameter, or part of one, that is not finite, or ''."""
+    for name, parameter in model.named_parameters():
+        if not shards.local(parameter.detach()).isfinite().all():
+            return f"the parameter {name!r} itself was not finite before the step"
+    return ""
 
 
 class _Watch:

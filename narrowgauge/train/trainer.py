@@ -16,18 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.conversion import advance, nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
-from narrowgauge.data import valid_targets
 from narrowgauge.diagnose import forms
-from narrowgauge.diagnose.blame import NOTHING, first_nonfinite
 from narrowgauge.diagnose.runs import read_metrics, read_run
-from narrowgauge.errors import CheckpointError, ConfigError, DataError, DriftError, NumericsError
+from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train import launches
@@ -36,17 +33,17 @@ from narrowgauge.train.checkpoint import manifest, state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.device import peak_bytes
-from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate, targets_of_step
+from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
 from narrowgauge.train.parallel import digest, whole_state
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
+from narrowgauge.train.parallel.step import agreed, targets_of_ranks, where_nonfinite
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
-from narrowgauge.train.tasks.task import StepBatch
 from narrowgauge.train.tensor_stats import watched
 
 MOST_SKIPPED_STEPS = 20  # float16: that many overflows in a row mean that no loss scale helps
@@ -263,10 +260,10 @@ class Trainer:
         self.ranks.place = f"step {number}"
         step_batch = self.feed.draw(self.step)
         micro_batches = step_batch.batches
-        targets, facts = self._of_all_ranks(step_batch, number)
+        targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
-        loss, grad_norm = self._agreed(read(self._gradient(micro_batches, targets)))
+        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()
@@ -281,37 +278,6 @@ class Trainer:
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
         return {**numbers, **facts}, step_batch.inputs
-
-    def _of_all_ranks(self, step_batch: StepBatch, number: int) -> tuple[int, dict[str, Any]]:
-        """The targets of a step, and what its event says of its batch; with them travels what each rank was asked for."""
-        facts = dict(step_batch.facts)
-        if self.ranks.world == 1:
-            return targets_of_step(step_batch.batches, number), facts
-        assert isinstance(self._stop, AgreedStop)
-        own = [sum(map(valid_targets, step_batch.batches)), facts.get("positions", 0), self._stop.own]
-        targets, positions, asked = zip(*self.ranks.numbers(own), strict=True)
-        self._stop.agree(asked)
-        if "positions" in facts:
-            facts["positions"] = sum(positions)
-        return sum(targets) or targets_of_step([], number), facts
-
-    def _agreed(self, found: tuple[list[float], float]) -> tuple[float, float]:
-        """found: the losses of a rank's micro-batches and its gradient norm. -> the loss of the step, and the norm that all have."""
-        losses, norm = found
-        of_ranks = self.ranks.reals([*losses, norm])
-        norms = [each[-1] for each in of_ranks]
-        for rank, each in enumerate(norms):
-            if each != norms[0] and not (math.isnan(each) and math.isnan(norms[0])):
-                raise DriftError(
-                    f"{self.ranks.place}: the norm of the summed gradient is {norms[0]!r} on rank 0 and {each!r} on rank {rank}, and must "
-                    "be one number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
-                )
-        total = np.float32(0)
-        with np.errstate(all="ignore"):
-            for turn in zip(*(each[:-1] for each in of_ranks), strict=True):
-                for loss_of_rank in turn:  # in the order in which one process adds them
-                    total += np.float32(loss_of_rank)
-        return float(total), norm
 
     def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
         """The gradient of a step, clipped; on the device: the losses of its micro-batches, and the norm before clipping."""
@@ -354,9 +320,7 @@ class Trainer:
             for batch in micro_batches:
                 self._backward(whole, batch, targets)
 
-        where = self.ranks.first_of(
-            first_nonfinite(self.model, repeat, loss if self.ranks.world == 1 else math.nan), NOTHING
-        )
+        where = where_nonfinite(self.model, repeat, loss, self.ranks)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)

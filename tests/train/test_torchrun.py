@@ -144,8 +144,9 @@ def test_other_settings_on_a_rank_are_named(ranks, make):  # noqa: F811
     assert said[1].startswith("EndedElsewhere")
 
 
-def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make):  # noqa: F811
-    said = sorted(ranks(2)(trained, make(recipe="fp8-row"), [("nan", 1, 2)]))
+@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make, layout):  # noqa: F811
+    said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel=layout), [("nan", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
     assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
 

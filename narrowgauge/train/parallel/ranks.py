@@ -40,10 +40,8 @@ T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 REPORT_S = 5.0  # in which ranks that live say so
 POLL_S = 0.05
-# What gloo, NCCL and torch's store say when another rank is gone; none has a class of its own for all of it.
-BROKEN = re.compile(
-    r"gloo|NCCL|ProcessGroup|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe|socket|TCPStore"
-)
+# What gloo says in a plain RuntimeError when another rank is gone; of NCCL and the store it is a DistError.
+BROKEN = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe")
 
 
 class EndedElsewhere(NarrowgaugeError):
@@ -172,11 +170,7 @@ class Ranks:
         except EndedElsewhere:
             raise
         except BaseException as error:
-            if (
-                isinstance(error, RuntimeError)
-                and not isinstance(error, NarrowgaugeError)
-                and BROKEN.search(str(error))
-            ):
+            if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and BROKEN.search(str(error))):
                 raise self._explained(error) from error
             if not self._fails(getattr(error, "exit_code", 1), str(error)):
                 told = self._failed() or {}
