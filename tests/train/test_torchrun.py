@@ -6,7 +6,10 @@ Most tests train in the processes of `ranks`; what ends a process is tried under
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
+from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.settings import replace, resolved
 from narrowgauge.train.parallel import followers
@@ -23,7 +27,7 @@ from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.signals import StopRequest
 from narrowgauge.train.trainer import Trainer
 from tests.distributed.conftest import ranks  # noqa: F401
-from tests.processes import PYTHON, run
+from tests.processes import PYTHON, ROOT, run
 from tests.selection import quick
 from tests.train import faulty_run, tiny
 
@@ -33,12 +37,12 @@ PROGRAM = Path(faulty_run.__file__)
 
 def trained(config, faults=()):
     """The exit code of this rank, or what it raised. faults: (fault, rank, step)."""
-    store = dist.PrefixStore(f"run-{next(NUMBERS)}", dist.distributed_c10d._get_default_store())
+    place = dist.PrefixStore(f"run-{next(NUMBERS)}", dist.distributed_c10d._get_default_store())
     real = Trainer._optimizer_step
     for fault in faults:
         faulty_run.install(*fault)
     try:
-        own = Ranks(dist.get_rank(), dist.get_world_size(), store=store, timeout_s=60)
+        own = Ranks(dist.get_rank(), dist.get_world_size(), store=place, timeout_s=60)
         with StopRequest(patient=True) as stop, own.ending_together(), followers.silent(own):
             return loop.run_of_rank(resolved(config), own, stop)
     except Exception as error:
@@ -109,6 +113,7 @@ def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(ranks, 
     assert (Path(config.output) / "final" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_hsdp_and_four_ranks_start_from_the_same_loss(ranks, make):  # noqa: F811
     """Sums of four terms are in another order; the first loss is computed before any."""
     common = {"recipe": "fp8-row", "steps": 2}
@@ -184,8 +189,8 @@ def test_one_process_refuses_two(make):
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(ranks, make):  # noqa: F811
-    said = sorted(ranks(3)(trained, make()))
-    assert "batch_size = 4: must be a multiple of 3, the micro-batches of 3 ranks" in "".join(said)
+    said = sorted(ranks(2)(trained, make(batch_size=3)))
+    assert "batch_size = 3: must be a multiple of 2, the micro-batches of 2 ranks" in "".join(said)
 
 
 # --- under torchrun
@@ -240,6 +245,33 @@ def test_settings_that_are_wrong_are_said_once(make, text):
     assert "this run has 2 ranks" in line
     said, _ = torchrun(make(), text, more=["--parallel=tp=2"])
     assert len(told(said)) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_torchrun_saves_and_ends_all(make, text):
+    """torchrun passes the signal on to every rank, and on to those that are ending once more."""
+    config = make(steps=10_000, recipe="fp8-delayed")
+    command = [
+        PYTHON,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "narrowgauge",
+        "train",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    metrics = Path(config.output) / "metrics.jsonl"
+    with subprocess.Popen([*command, *tiny.flags(config, text)], stderr=subprocess.PIPE, env=environment) as process:
+        while not metrics.exists() or metrics.read_bytes().count(b"step") < 3:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()[1].decode()
+    assert "interrupted at step" in said and "Continue: narrowgauge train --resume" in said
+    [checkpoint] = (Path(config.output) / "checkpoints").iterdir()
+    assert store.load(checkpoint).step == len(tiny.losses(Path(config.output)))
 
 
 @pytest.mark.slow

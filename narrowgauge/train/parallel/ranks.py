@@ -75,11 +75,11 @@ class Ranks:
         if uses_cuda:
             torch.cuda.set_device(_own_device(device, local))
         limit = timedelta(seconds=timeout_s)
-        store, rank, world = next(rendezvous("env://", timeout=limit))
+        store, rank, world = _met(limit)
         backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
         own = PrefixStore("group", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=limit)
-        ranks = cls(rank, world, local, PrefixStore("narrowgauge", store), timeout_s)
+        ranks = cls(rank, world, local, PrefixStore("run", store), timeout_s)
         with ranks.ending_together():
             yield ranks
         dist.destroy_process_group()
@@ -254,9 +254,15 @@ def _own_device(device: str, local: int) -> int:
     return local
 
 
+def _met(limit: timedelta) -> tuple[Any, int, int]:
+    """(store, rank, ranks). torchrun may keep the store from start to start, so each start has names of its own in it."""
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    return PrefixStore(f"narrowgauge-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{world}", store), rank, world
+
+
 def failed_before(error: NarrowgaugeError) -> bool:
     """Whether another rank has failed already, of an error before this rank joined the others; tells them of it."""
     with contextlib.suppress(RuntimeError, ValueError, StopIteration):
-        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=10)))
-        return not Ranks(rank, world, store=PrefixStore("narrowgauge", store))._fails(error.exit_code, str(error))
+        store, rank, world = _met(timedelta(seconds=10))
+        return not Ranks(rank, world, store=PrefixStore("run", store))._fails(error.exit_code, str(error))
     return False
