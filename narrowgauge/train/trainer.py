@@ -53,14 +53,9 @@ class Trainer:
     """The parts of a run in progress."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        task: TrainTask,
-        log: MetricsLog,
-        has_own_peak: bool = True,
-        ranks: Ranks | None = None,
-    ) -> None:
+        self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog,
+        has_own_peak: bool = True, ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one.
 
         has_own_peak  the peak of memory is this run's; else it is of the runs before as well, and is not recorded
