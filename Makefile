@@ -27,13 +27,16 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-slow test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train train-2 test test-slow test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
+	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
 
 train: $(INSTALLED) ## train the demo model of examples/demo.toml and write its report
 	$(BIN)/narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)
+
+train-2: $(INSTALLED) ## the same on two processes: torchrun, each with half of every batch
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)
 
 # worksteal: a process that is done takes tests from another, so no test may count on those before it in its file.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

@@ -347,7 +347,7 @@ class GraphedStep:
                 layer.empty_cache(keep=True)
 
     def _clip(self) -> None:
-        norm = clip_gradients(self._parameters, self.clip)
+        norm = clip_gradients(self._parameters, self.clip, wide=True)
         self._readings.copy_(torch.stack((self._loss, norm.to(self._loss.dtype))))
 
     def _update(self, step: Callable[[], object]) -> None:

@@ -5,7 +5,8 @@ An error is a complete sentence with the values in it, and ends in the next step
     ConfigError: convert: pattern 'layers.*.up' matched no Linear. Closest: 'layers.0.mlp.up_proj'.
 
 Exit codes (also 130 for Ctrl-C and 75 for SIGTERM, both after a checkpoint was saved): 0 ok, 2 configuration,
-3 data or tokenizer, 4 checkpoint, 5 numerics, 7 output folder busy, 8 storage, 9 memory.
+3 data or tokenizer, 4 checkpoint, 5 numerics, 6 another rank lost, 7 output folder busy, 8 storage, 9 memory, 10 ranks drifted
+apart.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class NarrowgaugeError(Exception):
     """Base of every error that narrowgauge raises on purpose."""
 
     exit_code = 1
+    told = False  # whether the other ranks of a run know of it
 
 
 class ConfigError(NarrowgaugeError):
@@ -55,6 +57,12 @@ class NumericsError(NarrowgaugeError):
     exit_code = 5
 
 
+class PeerError(NarrowgaugeError):
+    """Another rank of the run died, or does not answer."""
+
+    exit_code = 6
+
+
 class BusyError(NarrowgaugeError):
     """Another run holds the output folder."""
 
@@ -71,6 +79,12 @@ class OutOfMemoryError(NarrowgaugeError):
     """Host or device memory does not suffice."""
 
     exit_code = 9
+
+
+class DriftError(NarrowgaugeError):
+    """Ranks hold different numbers where they must hold the same."""
+
+    exit_code = 10
 
 
 def closest(name: str, candidates: Iterable[str], limit: int = 3) -> str:

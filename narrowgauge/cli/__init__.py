@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except NarrowgaugeError as error:
-        return _fail(error, error.exit_code)
+        return error.exit_code if _another_rank_says(error) else _fail(error, error.exit_code)
     except ModuleNotFoundError as error:
         if (error.name or "narrowgauge").partition(".")[0] == "narrowgauge":
             raise
@@ -97,6 +97,15 @@ def _never_fail_to_encode(stream: object) -> None:
     reconfigure = getattr(stream, "reconfigure", None)  # absent under pytest's capture and in notebooks
     if reconfigure:
         reconfigure(errors="backslashreplace")
+
+
+def _another_rank_says(error: NarrowgaugeError) -> bool:
+    """Whether this is one of several ranks of torchrun, and another has printed an error: that every setting is wrong is said once."""
+    if error.told or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    from narrowgauge.train.parallel.ranks import failed_before
+
+    return failed_before(error)
 
 
 def _fail(message: object, code: int) -> int:

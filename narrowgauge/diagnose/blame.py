@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.optim import shards
 from narrowgauge.optim.clipping import gradient_norm
 from narrowgauge.qtensor import QTensor
 
+NOTHING = "the loss itself: no module showed it when the step was repeated"
 ROLES = {"x": "the input x", "w": "the weight w", "gy": "the gradient gy of its output"}
 
 
@@ -26,9 +28,8 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float =
 
     loss  of the step; if it and all gradients are finite, the norm of the gradients was not
     """
-    for name, parameter in model.named_parameters():
-        if not parameter.detach().isfinite().all():
-            return f"the parameter {name!r} itself was not finite before the step"
+    if words := nonfinite_parameter(model):
+        return words
     watch = _Watch()
     handles: list[Any] = []
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, QLinear)}
@@ -56,8 +57,16 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float =
         for layer in quantized.values():
             layer.observer = None
     if watch.found or not math.isfinite(loss):
-        return watch.found or "the loss itself: no module showed it when the step was repeated"
+        return watch.found or NOTHING
     return _describe_norm(model)
+
+
+def nonfinite_parameter(model: nn.Module) -> str:
+    """A clause on the first parameter, or part of one, that is not finite, or ''."""
+    for name, parameter in model.named_parameters():
+        if not shards.local(parameter.detach()).isfinite().all():
+            return f"the parameter {name!r} itself was not finite before the step"
+    return ""
 
 
 class _Watch:

@@ -2,37 +2,63 @@
 
 import os
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
+import narrowgauge
 from narrowgauge import storage
-from narrowgauge.errors import NarrowgaugeError, NumericsError, OutOfMemoryError
+from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
 from narrowgauge.train import run_metadata
 from narrowgauge.train.config import toml
+from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
-from narrowgauge.train.console import Console, tell
+from narrowgauge.train.console import tell
 from narrowgauge.train.device import (
-    chosen_device,
     keep_freed_memory,
     refuse_without_compiler,
     reset_peak,
     use_own_caches,
 )
-from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model_files import export
+from narrowgauge.train.parallel import followers
+from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
+from narrowgauge.train.parallel.spread import shared
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
-from narrowgauge.train.signals import StopRequest
+from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TASKS, TrainTask
 from narrowgauge.train.trainer import Trainer
 
+Stop = StopRequest | AgreedStop
+
 
 def run(config: TrainConfig) -> int:
-    """Trains what `config` says, then its reference if one is asked for, and writes the report. Returns the exit code."""
+    """Trains what `config` says, then its reference if one is asked for, and writes the report. Returns the exit code.
+
+    Under torchrun every rank calls it; rank 0 alone writes, and says what there is to say.
+    """
     config = resolved(config)
-    device = chosen_device(config.device)  # before anything is read or written
+    several = under_torchrun()
+    try:
+        # signals outermost: torchrun sends SIGTERM to ranks that are about to say which other one died
+        with (
+            StopRequest(patient=several) as stop,
+            Ranks.join(config.device, config.timeout_s) as ranks,
+            followers.silent(ranks),
+        ):
+            return run_of_rank(replace(config, resume=config.resume or restarted()), ranks, stop)
+    except EndedElsewhere as error:
+        return error.exit_code
+
+
+def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
+    """`run` of a resolved configuration, on one rank of several or the only one."""
+    device = ranks.device(config.device)  # before anything is read or written
+    ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
+    ranks.refuse_differences(asdict(config), "settings")
+    layout(config.parallel, ranks.world)
     if config.compile:
         refuse_without_compiler(device)
     if config.compile or device.type == "cuda":
@@ -43,7 +69,7 @@ def run(config: TrainConfig) -> int:
     if device.type == "cpu":
         keep_freed_memory()
     try:
-        return _run(config)
+        return _run(config, ranks, AgreedStop(stop) if ranks.world > 1 else stop)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
             first = str(error).splitlines()[0]
@@ -53,28 +79,30 @@ def run(config: TrainConfig) -> int:
         raise
 
 
-def _run(config: TrainConfig) -> int:
-    with RunFolder.claim(Path(config.output), config.resume) as folder, StopRequest() as stop:
-        if config.resume and folder.config.exists():
+def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
+    path = Path(config.output)
+    with followers.claimed(path, config.resume, ranks) as folder:
+        if config.resume and ranks.is_first and folder.config.exists():
             refuse_other_run(resolved(toml.load(folder.config)), config)  # again: it may have changed until now
-        if config.resume and not folder.has_run():
+        has_run = ranks.told_by_first(folder.has_run)
+        if config.resume and not has_run:
             tell(f"WARNING: nothing to resume in {folder.path}: this is a new run.")
         asked = replace(config, resume=False)  # how it was called is not what it is
-        if not folder.has_run():
+        if not has_run:
             folder.write_config(asked)
         tell(f"Reading {config.data} ...")
-        config, task = prepare(config)
+        config, task = prepare_on_ranks(shared(config, ranks), ranks)
         try:
-            code = _train_and_log(config, folder, task, stop, asked)
+            code = _train_and_log(config, folder, task, stop, asked, ranks)
             if code == 0 and config.compare:
-                code = _train_reference(config, folder, task, stop)
+                code = _train_reference(config, folder, task, stop, ranks)
         except NumericsError as error:
             try:
-                _write_report(folder)
+                ranks.first(lambda: _write_report(folder))
             except NarrowgaugeError as second:  # must not hide the first
                 error.add_note(f"The report was not written: {second}")
             raise
-        _write_report(folder)
+        ranks.first(lambda: _write_report(folder))
         if code:
             tell(f"Continue: narrowgauge train --resume --output {shlex.quote(config.output)}")
     return code
@@ -87,6 +115,13 @@ def _write_report(folder: RunFolder) -> None:
             tell(f"Report: {page.write(folder.path)}")
 
 
+def prepare_on_ranks(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, TrainTask]:
+    """`prepare` by rank 0 first, so that the others find in the cache what it made; all must have found the same."""
+    found = ranks.first(lambda: prepare(config)) or prepare(config)
+    ranks.refuse_differences(found[1].identity | {"steps": found[0].steps}, "data", DataError)
+    return found
+
+
 def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     """The data of the task, and the configuration with the steps that its epochs are."""
     task = TASKS[config.task].prepare(config)
@@ -97,21 +132,22 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     return config, task
 
 
-def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, stop: StopRequest) -> int:
+def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, stop: Stop, ranks: Ranks) -> int:
     path = folder.path / f"compare-{config.compare}"
     reference = replace(
         config, output=str(path), recipe=config.compare, layers_recipe={}, switch="", compare="", save=""
     )
-    with RunFolder.claim(path, resume=True) as own:  # the run before has shown the same data
-        return _train_and_log(reference, own, task, stop, reference, is_first=False)
+    with followers.claimed(path, True, ranks) as own:  # the run before has shown the same data
+        return _train_and_log(reference, own, task, stop, reference, ranks, is_first=False)
 
 
 def _train_and_log(
     config: TrainConfig,
     folder: RunFolder,
     task: TrainTask,
-    stop: StopRequest,
+    stop: Stop,
     asked: TrainConfig,
+    ranks: Ranks,
     is_first: bool = True,
 ) -> int:
     """One run from its newest checkpoint, or from the start, to its end.
@@ -119,11 +155,11 @@ def _train_and_log(
     asked     what the folder's config.toml is to say, once it is known that the run can go on so
     is_first  of this process: an example of the data is shown
     """
-    with MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None) as log:
-        has_own_peak = reset_peak(chosen_device(config.device)) or is_first
-        trainer = Trainer(config, folder, task, log, has_own_peak)
+    with followers.log_of(folder, config.tensorboard, ranks) as log:
+        has_own_peak = reset_peak(ranks.device(config.device)) or is_first
+        trainer = Trainer(config, folder, task, log, has_own_peak, ranks)
         folder.write_config(asked)
-        with Console(config.steps, config.log_every, trainer.step) as show:
+        with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
             known = run_metadata.of_run(trainer)
             folder.write_run(known)
             run_metadata.announce(trainer, show, is_first)
@@ -135,7 +171,8 @@ def _train_and_log(
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
             if reason == "finished":
-                export(trainer.model, task.tokenizer, trainer.best, folder.final)
+                weights = trainer.whole_weights()
+                ranks.first(lambda: export(trainer.model, weights, task.tokenizer, trainer.best, folder.final))
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")

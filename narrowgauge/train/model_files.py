@@ -7,16 +7,16 @@ configuration another file of weights, an adapter a pickle of its own, or attent
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers.utils import cached_file, logging
 
 from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.train.checkpoint import state
 from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"
@@ -79,13 +79,12 @@ def _refusal(where: str, name: str, words: str) -> ConfigError:
     return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}")
 
 
-def export(model: Any, tokenizer: Any, best: Best, folder: Path) -> None:
+def export(model: Any, own: Mapping[str, Tensor], tokenizer: Any, best: Best, folder: Path) -> None:
     """Writes model and tokenizer to `folder`, which is whole or not there, also after a power cut; replaces an older one.
 
-    Weights: the best by the run's metric, else the model's.
+    Weights: the best by the run's metric, else `own`, those of the model.
     """
     draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
-    own, _ = state.split_scaling(model.state_dict())
     chosen = best.weights()
     weights = own if chosen is None else chosen
     if {name: weight.shape for name, weight in weights.items()} != {name: weight.shape for name, weight in own.items()}:

@@ -22,7 +22,18 @@ from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 
 # What may differ between a run and its continuation: all of the group `run`, and what decides where and how long.
 MAY_CHANGE = frozenset(
-    {"steps", "device", "threads", "compile", "micro_batches", "cache", "checkpointing", "epochs", "cuda_graph"}
+    {
+        "steps",
+        "device",
+        "threads",
+        "compile",
+        "micro_batches",
+        "cache",
+        "checkpointing",
+        "epochs",
+        "cuda_graph",
+        "parallel",
+    }
 )
 
 

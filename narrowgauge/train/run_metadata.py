@@ -67,6 +67,8 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
         f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}) on {device_name(trainer.device)}: "
         f"{parameters:,} parameters, {trainer.task.summary()}{resumed}"
     )
+    if words := trainer.parallel.words():
+        show.say(words)
     slow = [*emulated_on_gpu(model, trainer.device), *stepped_in_torch(trainer.optimizer)]
     for line in filter(None, (unused_gpu(trainer.device), *auto.summary(model), *slow)):
         show.say(line)
@@ -144,6 +146,8 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": device_name(trainer.device),
         "threads": torch.get_num_threads(),
+        "ranks": trainer.ranks.world,
+        "parallel": str(trainer.parallel.layout),
         **started,
         "seed": config.seed,
         "recipe": config.recipe,

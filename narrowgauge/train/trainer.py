@@ -6,12 +6,14 @@
 
 A step synchronises with the host once, to read its loss and gradient norm. A run that goes on
 from the checkpoint of step k continues with batch k + 1 of the same sequence.
-What is learnt, from which batches and by which metrics, is the task's business (`tasks.task`).
+What is learnt, from which batches and by which metrics, is the task's business (`tasks.task`). On several ranks (`parallel`) each has
+its micro-batches of a step; what decides anything, and what is logged, is of all of them together.
 """
 
 import math
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from narrowgauge.conversion import advance, nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
 from narrowgauge.diagnose import forms
-from narrowgauge.diagnose.blame import first_nonfinite
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
@@ -32,13 +33,17 @@ from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
-from narrowgauge.train.device import chosen_device, peak_bytes
-from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate, targets_of_step
+from narrowgauge.train.device import peak_bytes
+from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
+from narrowgauge.train.parallel import digest, whole_state
+from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.parallel.spread import Parallel
+from narrowgauge.train.parallel.step import agreed, targets_of_ranks, where_nonfinite
 from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.signals import StopRequest
+from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.tensor_stats import watched
 
@@ -49,12 +54,15 @@ class Trainer:
     """The parts of a run in progress."""
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog, has_own_peak: bool = True
-    ) -> None:
+        self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog,
+        has_own_peak: bool = True, ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         """Builds everything, and resumes from the newest valid checkpoint of the folder if there is one.
 
         has_own_peak  the peak of memory is this run's; else it is of the runs before as well, and is not recorded
+        ranks         among which the micro-batches of a step (config.micro_batches) are shared; None: one
         """
+        self.ranks = ranks = ranks or Ranks()
         self.has_own_peak = has_own_peak
         self.config, self.folder, self.task, self.log = config, folder, task, log
         self.step = self.saved_step = 0  # finished optimizer steps
@@ -62,12 +70,13 @@ class Trainer:
         self.trained_s = 0.0  # over all resumptions
         self.resumed_from = ""
         self.nonfinite_counts: dict[tuple[str, str], int] = {}
-        self.device = device = chosen_device(config.device)
+        self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
         # What recipe "auto" chose when the run began: a resumed run computes the same.
         choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
-        self.model = build(config, task.model, device, task.tokens_at_once(), choices or None)
+        self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
+        self.feed.share = ranks.rank, ranks.world
         if device.type == "cuda":
             use_attention_of_whole_rows(self.model, self.feed.probe())
         # before the optimizer: it holds what trains, no more
@@ -75,9 +84,10 @@ class Trainer:
             config, self.model, self.precision, lambda: inputs_of(self.feed.probe(), device, task.options)
         )
         self.objective = task.objective(self.model, self.precision.computes_in)
+        self.parallel = Parallel(config, self.model, ranks)
         self.optimizer: Any = build_optimizer(config, self.model, self.precision)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
-        self.best = store.Best(folder.best, task.best)
+        self.best = whole_state.Best(folder.best, task.best, ranks, self.model)
         self.stages = stages(config, self.model)
         self._resume()
         self.generators = state.generators()
@@ -85,20 +95,37 @@ class Trainer:
         self.graphs = launches.graphed_step(config, self.model, self.optimizer, self.scaler, device, backward)
         # Why the optimizer's step is not asked to cast weights, or ''.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
+        self._compare_ranks()
+
+    def _built(self, choices: dict[str, str] | None) -> Any:
+        """The model. Recipe "auto" chooses by the measurements of rank 0, on all ranks."""
+        ranks, config, task = self.ranks, self.config, self.task
+        model: Any = None
+        if ranks.is_first or "auto" not in (config.recipe, *config.layers_recipe.values()):
+            model = build(config, task.model, self.device, task.tokens_at_once(), choices)
+        chosen_first = ranks.told_by_first(lambda: chosen(model))
+        return model or build(config, task.model, self.device, task.tokens_at_once(), chosen_first)
 
     def _resume(self) -> None:
-        found, skipped = store.newest_valid(self.folder.checkpoints)
+        found, skipped = whole_state.newest_valid(self.folder.checkpoints, self.ranks)
         for path, why in skipped:
             tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
         if found is None:
-            if self.log.path.stat().st_size:  # it ended before its first checkpoint: what it logged does not count
+            if (
+                self.ranks.is_first and self.log.path.stat().st_size
+            ):  # it ended before its first checkpoint: what it logged does not count
                 self.log.write("resume", 0, path="", skipped=[])
             return
         self._refuse_other_run(found)
         for stage in self.stages:
             if stage.step <= found.step:
                 stage.apply(self.model)
-        state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
+        tensors = whole_state.placed(found.tensors, self.model, self.optimizer)
+        state.restore(self.model, self.optimizer, self.scaler, tensors, found.facts["state"], str(found.path))
+        if self.parallel.agreement is not None:  # checkpoints of before have none
+            self.parallel.agreement.load_state_dict(
+                found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step}
+            )
         with state.unusable(f"{found.path / manifest.FACTS}: position"):
             self.feed.restore(found.facts.get("position", {}))
         if lost := self.best.restore(found.facts.get("best")):
@@ -108,6 +135,8 @@ class Trainer:
         self.resumed_from = str(found.path)
         place = str(found.path.relative_to(self.folder.path))
         self.log.write("resume", self.step, path=place, skipped=[path.name for path, _ in skipped])
+        if not self.ranks.is_first:
+            return
         logged = (event["path"] for event in read_metrics(self.log.path) if event["event"] == "checkpoint")
         if place not in logged:  # a kill came between saving it and logging it
             self.log.write("checkpoint", self.step, path=place)
@@ -152,9 +181,9 @@ class Trainer:
         own = {key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master")}
         return own | {"recipes": dict(self.config.layers_recipe), "auto": chosen(self.model)}
 
-    def train(self, show: Console, stop: StopRequest) -> str:
+    def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
-        config = self.config
+        config, self._stop = self.config, stop
         state.set_generators(self.generators)  # what was shown since may have drawn: rich does when it is imported
         refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler)) if self.graphs is None else ""
         monitor = launches.LaunchMonitor(config, self.device, self.graphs, refused)
@@ -171,6 +200,8 @@ class Trainer:
             )
             show.step(self.step, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=peak)
             monitor.report(self.step, show)
+            if config.digest_every and self._is_due(config.digest_every):
+                self._compare_ranks()
             if self._is_due(config.log_every):
                 self._report_nonfinite_amax(show)
             if self._is_due(config.eval_every):
@@ -180,6 +211,12 @@ class Trainer:
         if self.step > self.saved_step:  # asked to stop after this step had looked whether to save
             self._save()
         return stop.requested if self.step < config.steps else "finished"
+
+    def _compare_ranks(self) -> None:
+        """Raises DriftError if ranks differ in what they hold alike."""
+        self.ranks.place = place = f"step {self.step}"
+        if self.ranks.world > 1:
+            digest.refuse_drift(digest.replicated(self.model, self.optimizer), place, self.device)
 
     def _is_due(self, every: int) -> bool:
         """Whether what is done every so many steps is done after this one; 0: only after the last."""
@@ -216,12 +253,13 @@ class Trainer:
         Raises NumericsError before anything changes.
         """
         number = self.step + 1
+        self.ranks.place = f"step {number}"
         step_batch = self.feed.draw(self.step)
         micro_batches = step_batch.batches
-        targets = targets_of_step(micro_batches, number)
+        targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
-        loss, grad_norm = read(self._gradient(micro_batches, targets))  # the step's only synchronisation
+        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()
@@ -235,26 +273,27 @@ class Trainer:
             self.optimizer.zero_grad()
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
-        return {**numbers, **step_batch.facts}, step_batch.inputs
+        return {**numbers, **facts}, step_batch.inputs
 
     def _gradient(self, micro_batches: list[Batch], targets: int) -> Tensor:
-        """The gradient of a step, clipped; [2] on the device: its loss, and the norm before clipping."""
+        """The gradient of a step, clipped; on the device: the losses of its micro-batches, and the norm before clipping."""
         if self.graphs is not None:
             for batch in micro_batches:
                 launches.accumulate(self.graphs, batch, targets, self.objective.head)
             return self.graphs.readings()
-        loss_sum = torch.zeros((), device=self.device)
-        for batch in micro_batches:
-            loss_sum += self._backward(self.objective, batch, targets)
+        losses = []
+        for turn, batch in enumerate(micro_batches, 1):
+            self.parallel.follows(turn == len(micro_batches))
+            losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(self.model.parameters(), self.config.clip or None)
-        return torch.stack((loss_sum, norm.to(loss_sum.dtype)))
+        norm = clip_gradients(self.model.parameters(), self.config.clip or None, wide=True)
+        return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
         with self.precision.context(self.device.type):
-            loss = objective(batch, self.device, checked=checked) / targets
+            loss = self.parallel(objective, batch, self.device, checked=checked) / targets
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
@@ -269,11 +308,15 @@ class Trainer:
         self.optimizer.zero_grad()
         whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run
 
+        if self.parallel.agreement is not None:
+            self.parallel.agreement.micro_batch = 0  # the same random numbers once more
+        self.parallel.follows(False)
+
         def repeat() -> None:
             for batch in micro_batches:
                 self._backward(whole, batch, targets)
 
-        where = first_nonfinite(self.model, repeat, loss)
+        where = where_nonfinite(self.model, repeat, loss, self.ranks)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
@@ -306,18 +349,23 @@ class Trainer:
         show.say(f"step {self.step}: validation {', '.join(metrics)}{', the best so far' if is_best else ''}")
         if self.config.sample_tokens:
             with self.precision.context(self.device.type):
-                written = self.task.sample(self.model)
+                written = self.parallel(self.task.sample, self.model)
             if written:
                 self.log.write("sample", self.step, **written)
         self.model.train()
 
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         with self.precision.context(self.device.type):
-            return self.objective.scored(batch, self.device)
+            return self.parallel(self.objective.scored, batch, self.device)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Of the model, without what recipes add; on other ranks than 0 nothing."""
+        weights, _ = state.split_scaling(self.model.state_dict())
+        return whole_state.gathered(weights, self.ranks, self.model)
 
     def _save(self) -> None:
         started_at_s = time.monotonic()
-        tensors, rest = state.collect(self.model, self.optimizer, self.scaler)
+        tensors, rest = whole_state.collect(self.model, self.optimizer, self.scaler, self.ranks)
         facts = {
             "state": rest,
             "trained_s": self.trained_s,
@@ -328,16 +376,24 @@ class Trainer:
             "position": self.feed.state(),
             "best": self.best.facts(),
         }
-        self.log.sync()  # a run that goes on from here has the lines of the steps before
-        path = store.save(self.folder.checkpoints, self.step, tensors, facts)
+        if self.parallel.agreement is not None:
+            facts["agreement"] = self.parallel.agreement.state_dict()
+
+        def write() -> Path:
+            self.log.sync()  # a run that goes on from here has the lines of the steps before
+            path = store.save(self.folder.checkpoints, self.step, tensors, facts)
+            manifest.prune(self.folder.checkpoints, self.config.keep)
+            return path
+
+        path = self.ranks.first(write)
         self.saved_step = self.step
-        manifest.prune(self.folder.checkpoints, self.config.keep)
         self.best.clear()
-        save_s = time.monotonic() - started_at_s
-        self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
+        if path is not None:
+            save_s = time.monotonic() - started_at_s
+            self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 
 
-def read(readings: Tensor) -> tuple[float, float]:
-    """Copies loss and gradient norm to the host; synchronises."""
-    loss, norm = readings.tolist()
-    return loss, norm
+def read(readings: Tensor) -> tuple[list[float], float]:
+    """Copies the losses of micro-batches and the gradient norm to the host: the step's only synchronisation."""
+    *losses, norm = readings.tolist()
+    return losses, norm

@@ -57,7 +57,7 @@ def test_a_step_reads_once_from_the_device(text, tmp_path, monkeypatch):
     real = trainer.read
     monkeypatch.setattr(trainer, "read", lambda readings: calls.append(readings.shape) or real(readings))
     loop.run(settings(text, tmp_path / "run", micro_batches=2))
-    assert calls == [(2,)] * 6
+    assert calls == [(3,)] * 6  # the loss of each micro-batch, and the norm
 
 
 def test_a_fused_run_learns_what_another_does(text, tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config import switch_syntax
+from narrowgauge.train.config import parallel_syntax, switch_syntax
 
 TASKS = ("text", "causal-lm", "classification", "seq2seq")
 WRITING = ("text", "causal-lm", "seq2seq")  # tasks whose models write samples
@@ -225,7 +225,7 @@ class TrainConfig:
 
     steps: int = TRAINING(300, "Optimizer steps.", COUNT)
     batch_size: int = TRAINING(16, "Sequences or examples of an optimizer step.", Range(1, 2**20))
-    micro_batches: int = TRAINING(1, "Parts into which a batch is cut to save memory.", Range(1, 2**20))
+    micro_batches: int = TRAINING(1, "Parts into which a batch, or what a rank has of it, is cut to save memory.", Range(1, 2**20))
     learning_rate: float = TRAINING(1e-3, "Peak learning rate.", Range(0, 1, open_low=True))
     min_learning_rate: float = TRAINING(0.0, "Learning rate after the last step.", Range(0, 1))
     warmup_steps: int = TRAINING(20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
@@ -247,6 +247,7 @@ class TrainConfig:
     seed: int = TRAINING(0, "Decides weights, order of the data and stochastic rounding.", Range(0, MAX_INT))
     device: str = TRAINING("auto", "auto, cpu, cuda or cuda:N.",
         Matching(r"auto|cpu|cuda(:\d{1,3})?", "one of 'auto', 'cpu', 'cuda' or 'cuda:N'"))
+    parallel: str = TRAINING("", "How ranks of torchrun share a run, as fsdp=4 or dp=2,fsdp=4; empty: dp, a copy of the model on each.")
     threads: int = TRAINING(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
     compile: bool = TRAINING(False, "Compile the model with torch.compile.")
     cuda_graph: bool = TRAINING(False, "Launch steps as CUDA graphs, on a GPU.")
@@ -258,6 +259,8 @@ class TrainConfig:
     checkpoint_every: int = RUN(100, "Steps between checkpoints; 0: only after the last step.", COUNT_OR_ZERO)
     keep: int = RUN(2, "Checkpoints kept, the newest.", COUNT)
     log_every: int = RUN(10, "Steps between lines on the console.", COUNT)
+    digest_every: int = RUN(100, "Steps between comparisons of what all ranks hold alike; 0: none.", COUNT_OR_ZERO)
+    timeout_s: float = RUN(600.0, "Seconds that a rank waits for the others before it takes one for dead.", Range(1, 86400))
     tensor_every: int = RUN(50, "Steps between tensor statistics; 0: none.", COUNT_OR_ZERO)
     launches_at: int = RUN(30, "Step whose idle time on a GPU is measured, or the next if its tensors are read; 0: none.", COUNT_OR_ZERO)
     tensorboard: bool = RUN(False, "Write TensorBoard events to the run folder too.")
@@ -366,6 +369,7 @@ def _task_checks(c: TrainConfig) -> list[Check]:
 def _training_checks(c: TrainConfig) -> list[Check]:
     problems = () if c.epochs else switch_syntax.problems(c.switch, c.steps)  # of epochs the steps are known later
     return [
+        *((True, "parallel", f"parallel = {shown(c.parallel)}: {message}") for message in parallel_syntax.problems(c.parallel)),
         *((True, "switch steps", f"switch = {shown(c.switch)}: {message}") for message in problems),
         (not c.token_budget and c.batch_size % c.micro_batches, "micro_batches batch_size",
          f"micro_batches = {c.micro_batches}: must divide batch_size = {c.batch_size}."),

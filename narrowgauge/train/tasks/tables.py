@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 
 from narrowgauge import data
 from narrowgauge.diagnose.format_text import plural
@@ -271,7 +272,10 @@ class TableFeed(Feed):
     def draw(self, step: int) -> StepBatch:
         while (items := next(self._epoch, None)) is None:
             self._epoch = iter(self.sampler)  # the sampler's next pass is the next epoch
-        batches = [self._batch(part) for part in pieces(items, self.parts)]
+        parts = pieces(items, self.parts)
+        batches = [
+            self._batch(parts[part]) if part < len(parts) else self._spare(parts[0]) for part in self.mine(len(parts))
+        ]
         drawn = [index for item in items for index in (item if isinstance(item, tuple) else (item,))]
         inputs = int(self.examples.lengths[drawn].sum())
         facts = {
@@ -284,6 +288,11 @@ class TableFeed(Feed):
 
     def _batch(self, items: Sequence[Any]) -> Batch:
         return self.align(self.collate([self.examples[item] for item in items]))
+
+    def _spare(self, items: Sequence[Any]) -> Batch:
+        """For a rank without examples in its turn: those of another, and nothing to learn. It changes no sum and no largest amax."""
+        batch = self._batch(items)
+        return batch | {"labels": torch.full_like(batch["labels"], data.IGNORED)}
 
     def probe(self) -> Batch:
         return self._batch(pieces(self.sampler.plan.steps[0][0], self.parts)[0])

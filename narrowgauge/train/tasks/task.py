@@ -23,15 +23,27 @@ Score = Callable[[Batch], tuple[Tensor, Tensor | None]]  # `Objective.scored` of
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one optimizer step."""
+    """The micro-batches of one optimizer step, or what a rank has of them."""
 
     batches: list[Batch]  # labels are aligned with the logits, as `objective` has them
-    inputs: int  # tokens that the model reads, padding not counted; of a pair of texts the longer one's
-    facts: Mapping[str, Any] = field(default_factory=dict)  # further keys of the step's event
+    inputs: int  # tokens that the model reads in the step, padding not counted; of a pair of texts the longer one's
+    facts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # further keys of the step's event; of `batches` the positions alone
 
 
 class Feed(ABC):
-    """Batches in the order of training. Deterministic: a restored feed goes on as if it had never stopped."""
+    """Batches in the order of training. Deterministic: a restored feed goes on as if it had never stopped.
+
+    share  (rank, ranks): of the micro-batches of a step, every ranks-th from number rank on is drawn; all of one process
+    """
+
+    share: tuple[int, int] = (0, 1)
+
+    def mine(self, parts: int) -> range:
+        """The numbers of this rank's micro-batches, of `parts` in a step; of some step's it may have more than there are."""
+        rank, ranks = self.share
+        return range(rank, -(-parts // ranks) * ranks, ranks)
 
     @abstractmethod
     def draw(self, step: int) -> StepBatch:

@@ -40,8 +40,8 @@ class TextFeed(Feed):
     parts: int
 
     def draw(self, step: int) -> StepBatch:
-        batches = [self.batches.batch(step, part, self.parts) for part in range(self.parts)]
-        return StepBatch(batches, sum(batch["input_ids"].numel() for batch in batches))
+        batches = [self.batches.batch(step, part, self.parts) for part in self.mine(self.parts)]
+        return StepBatch(batches, self.batches.batch_size * self.batches.sequence_length)
 
     def probe(self) -> Batch:
         return self.batches.batch(0, 0, self.parts)

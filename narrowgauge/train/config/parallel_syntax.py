@@ -1,0 +1,85 @@
+"""How a run is spread over ranks, as the setting `parallel` says it: "fsdp=4", "dp=2,fsdp=4", "fsdp". Without torch, for a quick --help.
+
+    dp    copies of the model, which read other data (DistributedDataParallel); ddp is the same
+    fsdp  ranks among which the weights, gradients and optimizer states of a copy are cut, and which read other data too (FSDP2)
+    tp    ranks that share each matrix product
+    pp    stages of a pipeline
+
+The product is the number of ranks. One key may stand without a number: it takes the ranks that the others leave. Nothing at all is "dp".
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from narrowgauge.errors import ConfigError, closest
+
+KEYS = {"dp": "dp", "ddp": "dp", "fsdp": "fsdp", "tp": "tp", "pp": "pp"}
+REST = 0  # the size of a key without a number
+NOT_YET = {
+    "tp": "narrowgauge train does not cut matrix products among ranks. Use fsdp; or narrowgauge.distribute in a loop of your own.",
+    "pp": "narrowgauge train does not cut a model into stages. Use fsdp; or narrowgauge.distribute in a loop of your own.",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks along each axis."""
+
+    dp: int = 1
+    fsdp: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.fsdp
+
+    def __str__(self) -> str:
+        return ",".join(f"{key}={size}" for key, size in (("dp", self.dp), ("fsdp", self.fsdp)) if size > 1) or "dp=1"
+
+
+def layout(text: str, world: int) -> Layout:
+    """The sizes for `world` ranks. Raises ConfigError if they do not multiply to that, or if the text is wrong."""
+    sizes, wrong = _read(text)
+    if wrong:
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
+    known = math.prod(size for size in sizes.values() if size != REST)
+    rest, left = divmod(world, known)
+    sizes = {key: rest if size == REST else size for key, size in sizes.items()}
+    if left or math.prod(sizes.values()) != world:
+        shown = " * ".join(str(size) for size in sizes.values() if size) or "1"
+        ranks = f"{world} ranks" if world > 1 else "1 rank"
+        fitting = "fsdp" if "fsdp" in sizes else "dp"
+        raise ConfigError(
+            f"parallel = {text!r}: {shown} is {known}, and this run has {ranks}. Start it with torchrun --nproc-per-node {known}, "
+            f"or take parallel = {fitting!r}, which takes all the ranks there are."
+        )
+    return Layout(**{key: size for key, size in sizes.items() if key in ("dp", "fsdp")})
+
+
+def problems(text: str) -> list[str]:
+    """What is wrong with the text whatever the number of ranks, in sentences."""
+    return _read(text)[1]
+
+
+def _read(text: str) -> tuple[dict[str, int], list[str]]:
+    """(sizes by key, problems)."""
+    sizes: dict[str, int] = {}
+    wrong = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, size = (word.strip() for word in part.partition("="))
+        key = KEYS.get(name.lower())
+        if key is None:
+            near = closest(name.lower(), KEYS, limit=1)
+            wrong.append(
+                f"{name!r} is none of 'dp', 'fsdp', 'tp' and 'pp'. {f'Closest: {near}. ' if near else ''}Write it as 'fsdp=4'."
+            )
+        elif key in sizes:
+            wrong.append(f"{name!r} is given twice. Keep one.")
+        elif equals and not re.fullmatch(r"[1-9]\d{0,6}", size):
+            wrong.append(f"{part!r} is no number of ranks. Write it as '{name}=4'.")
+        else:
+            sizes[key] = int(size) if equals else REST
+    if sum(size == REST for size in sizes.values()) > 1:
+        wrong.append("two keys have no number, so what each takes is not known. Give one of them a number.")
+    wrong += [f"{key}: {words}" for key, words in NOT_YET.items() if sizes.get(key, 1) != 1]
+    return sizes or {"dp": REST}, wrong

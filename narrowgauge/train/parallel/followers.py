@@ -1,0 +1,77 @@
+"""What ranks other than 0 have in the place of the folder, log and console of a run: the same interface, and nothing is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.console import Console
+from narrowgauge.train.metrics import MetricsLog
+from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.run_folder import RunFolder
+
+
+class FollowersFolder(RunFolder):
+    def write_config(self, config: TrainConfig) -> None:
+        pass
+
+    def write_run(self, facts: Mapping[str, Any]) -> None:
+        pass
+
+
+class FollowersLog(MetricsLog):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FollowersConsole(Console):
+    def __init__(self) -> None:
+        self.bar = None
+
+    def say(self, text: object) -> None:
+        pass
+
+    def step(self, step: int, *, loss: float, tokens_per_s: float, peak_bytes: int) -> None:
+        pass
+
+
+@contextmanager
+def claimed(path: Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
+    """`RunFolder.claim` by rank 0, which holds the lock for all."""
+    with ExitStack() as held:
+        own = ranks.first(lambda: held.enter_context(RunFolder.claim(path, resume)))
+        yield own or FollowersFolder(path)
+
+
+def log_of(folder: RunFolder, tensorboard: bool, ranks: Ranks) -> MetricsLog:
+    if not ranks.is_first:
+        return FollowersLog(folder.metrics)
+    return MetricsLog(folder.metrics, folder.tensorboard if tensorboard else None)
+
+
+def console_of(total_steps: int, log_every: int, start_step: int, ranks: Ranks) -> Console:
+    return Console(total_steps, log_every, start_step) if ranks.is_first else FollowersConsole()
+
+
+@contextmanager
+def silent(ranks: Ranks) -> Iterator[None]:
+    """What other ranks than 0 say to standard error in the body goes nowhere: it is what rank 0 says, once more."""
+    if ranks.is_first:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield

@@ -1,0 +1,268 @@
+"""The ranks of a run, as torchrun starts them: what one does for all, what all decide together, and how all end when one does.
+
+    with Ranks.join(timeout_s) as ranks:                without torchrun: one rank, and nothing below waits or sends
+        ranks.refuse_differences({"torch": "2.13.0"}, "versions")
+        folder = ranks.first(claim)                     rank 0 alone; the others wait as long as it takes
+        found = ranks.numbers([targets])                of every rank, in the order of ranks
+
+Two ways connect them: collectives of the process group, with its time-out, and a few keys in torchrun's store, which outlives a rank.
+
+    first-7     the seventh thing that rank 0 did alone is done
+    failed      the first rank that failed says so, with its exit code, before it ends; it alone prints its error
+    alive-1     rank 1 saw a collective break and lives
+
+A rank whose collective breaks looks for `failed` and ends with that code, silently. If nobody failed, it waits for the others to report
+that they live; those that do not are named, dead or hung.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from narrowgauge.diagnose.format_text import plural
+from narrowgauge.errors import ConfigError, NarrowgaugeError, PeerError
+from narrowgauge.train.device import chosen_device
+
+T = TypeVar("T")
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
+REPORT_S = 5.0  # in which ranks that live say so
+POLL_S = 0.05
+# What gloo says in a plain RuntimeError when another rank is gone; of NCCL and the store it is a DistError.
+BROKEN = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe")
+
+
+class EndedElsewhere(NarrowgaugeError):
+    """Another rank failed and has said why: this one ends with the same exit code, and prints nothing."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another rank failed, and said why")
+        self.exit_code = exit_code
+
+
+class Ranks:
+    """One rank's view of all of them. `Ranks()` is a run of one process."""
+
+    def __init__(
+        self, rank: int = 0, world: int = 1, local: int = 0, store: Any = None, timeout_s: float = 600.0
+    ) -> None:
+        """local: among the ranks of this machine; store: where they leave each other words."""
+        self.rank, self.world, self.local, self.timeout_s = rank, world, local, timeout_s
+        self._store, self._done = store, 0
+        self.place = "before the first step"  # of the run, for messages
+
+    @classmethod
+    @contextmanager
+    def join(cls, device: str, timeout_s: float) -> Iterator[Ranks]:
+        """Those that torchrun started, as a process group with time-out `timeout_s`; else one rank. Ends the group after the body."""
+        if not under_torchrun():
+            yield cls()
+            return
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        uses_cuda = device != "cpu" and torch.cuda.is_available()
+        if uses_cuda:
+            torch.cuda.set_device(_own_device(device, local))
+        limit = timedelta(seconds=timeout_s)
+        store, rank, world = _met(limit)
+        backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
+        own = PrefixStore("group", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=limit)
+        ranks = cls(rank, world, local, PrefixStore("run", store), timeout_s)
+        with ranks.ending_together():
+            yield ranks
+        dist.destroy_process_group()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def device(self, name: str) -> torch.device:
+        """The device `name` of the settings: of the GPUs of this machine the rank's own."""
+        if self._store is not None and name != "cpu" and torch.cuda.is_available():
+            return torch.device("cuda", self.local)
+        return chosen_device(name)
+
+    # --- decisions
+
+    def first(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns on rank 0, which alone does it; None on the others, which wait for it however long it takes."""
+        if self.world == 1:
+            return work()
+        self._done += 1
+        key = f"first-{self._done}"
+        if self.is_first:
+            result = work()
+            self._store.set(key, "done")
+            return result
+        self._wait(key)
+        return None
+
+    def told_by_first(self, work: Callable[[], Any]) -> Any:
+        """As `first`, but all ranks get what rank 0 got: JSON."""
+        if self.world == 1:
+            return work()
+        key = f"told-{self._done + 1}"
+        self.first(lambda: self._store.set(key, json.dumps(work())))
+        return json.loads(self._store.get(key))
+
+    def numbers(self, own: list[int]) -> list[list[int]]:
+        """Whole numbers of every rank, in the order of ranks."""
+        if self.world == 1:
+            return [own]
+        mine = torch.tensor(own, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(found, mine)
+        return [each.tolist() for each in found]
+
+    def reals(self, own: list[float]) -> list[list[float]]:
+        """As `numbers`, of float64."""
+        if self.world == 1:
+            return [own]
+        mine = torch.tensor(own, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(found, mine)
+        return [each.tolist() for each in found]
+
+    def first_of(self, own: str, nothing: str) -> str:
+        """What the first rank says that does not say `nothing`, with its number."""
+        if self.world == 1:
+            return own
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, own)
+        return next((f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing), nothing)
+
+    def refuse_differences(
+        self, own: Mapping[str, Any], what: str, error: type[NarrowgaugeError] = ConfigError
+    ) -> None:
+        """Raises on all ranks if one has another value of something; what: they are, for the message."""
+        if self.world == 1:
+            return
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, {key: str(value) for key, value in own.items()})
+        differences = []
+        for rank, each in enumerate(told[1:], 1):
+            for key in own.keys() | each.keys():
+                if each.get(key) != told[0].get(key):
+                    differences.append(f"{key} is {told[0].get(key)!r} on rank 0 and {each.get(key)!r} on rank {rank}")
+        if differences:
+            more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+            shown = "; ".join(sorted(differences)[:3])
+            raise error(f"ranks differ in {what}: {shown}{more}. Start all of them with the same {what}.")
+
+    # --- the end
+
+    @contextmanager
+    def ending_together(self) -> Iterator[None]:
+        try:
+            yield
+        except EndedElsewhere:
+            raise
+        except BaseException as error:
+            if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and BROKEN.search(str(error))):
+                raise self._explained(error) from error
+            if not self._fails(getattr(error, "exit_code", 1), str(error)):
+                told = self._failed() or {}
+                raise EndedElsewhere(told.get("code", 1)) from error
+            if isinstance(error, NarrowgaugeError):
+                error.told = True
+                error.args = (f"rank {self.rank}: {error}",) if self.rank else error.args
+            raise
+
+    def _fails(self, code: int, words: str) -> bool:
+        """Tells the others that this rank fails; False if one has told before."""
+        mine = json.dumps({"rank": self.rank, "code": code, "words": words})
+        with contextlib.suppress(RuntimeError):  # the store is gone too: nobody to tell
+            return bool(self._store.compare_set("failed", "", mine) == mine.encode())
+        return True
+
+    def _failed(self) -> dict[str, Any] | None:
+        return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
+
+    def _wait(self, key: str) -> None:
+        while not self._store.check([key]):
+            if failed := self._failed():
+                raise EndedElsewhere(failed["code"])
+            time.sleep(POLL_S)
+
+    def _explained(self, error: RuntimeError) -> NarrowgaugeError:
+        """Who is to blame for a collective that broke."""
+        first_line = str(error).strip().splitlines()[0][:200]
+        try:
+            self._store.set(f"alive-{self.rank}", "yes")
+            until_s = time.monotonic() + REPORT_S
+            missing = [rank for rank in range(self.world) if rank != self.rank]
+            while missing and time.monotonic() < until_s:
+                if failed := self._failed():
+                    return EndedElsewhere(failed["code"])
+                missing = [rank for rank in missing if not self._store.check([f"alive-{rank}"])]
+                time.sleep(POLL_S)
+        except RuntimeError:
+            return PeerError(
+                f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}"
+            )
+        hung = "imed out" in str(error)
+        if missing:
+            who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+            did = (
+                f"did not answer within {self.timeout_s:g} s (timeout_s)"
+                if hung
+                else "ended without a word: killed, or its machine is gone"
+            )
+        else:
+            who, did = f"one of {plural(self.world, 'rank')}", f"lost its connection though all live ({first_line})"
+        words = f"{self.place}: {who} of {self.world} {did}. {AGAIN}"
+        if not self._fails(PeerError.exit_code, words):
+            return EndedElsewhere(PeerError.exit_code)
+        found = PeerError(words)
+        found.told = True
+        return found
+
+
+AGAIN = "All ranks end. Resume with --resume from the last checkpoint, on any number of ranks."
+
+
+def under_torchrun() -> bool:
+    return all(name in os.environ for name in VARIABLES)
+
+
+def restarted() -> bool:
+    """Whether torchrun started this rank again after one had failed."""
+    return under_torchrun() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _own_device(device: str, local: int) -> int:
+    """The GPU of this rank. Raises ConfigError where all ranks would get one, or there are too few."""
+    if ":" in device:
+        raise ConfigError(f"device = {device!r}: each rank takes a GPU of its own. Use --device cuda, or auto.")
+    if local >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local} of this machine has no GPU: PyTorch sees {plural(torch.cuda.device_count(), 'CUDA device')}. "
+            "Start as many ranks as there are GPUs, or take --device cpu."
+        )
+    return local
+
+
+def _met(limit: timedelta) -> tuple[Any, int, int]:
+    """(store, rank, ranks). torchrun may keep the store from start to start, so each start has names of its own in it."""
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    return PrefixStore(f"narrowgauge-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{world}", store), rank, world
+
+
+def failed_before(error: NarrowgaugeError) -> bool:
+    """Whether another rank has failed already, of an error before this rank joined the others; tells them of it."""
+    with contextlib.suppress(RuntimeError, ValueError, StopIteration):
+        store, rank, world = _met(timedelta(seconds=10))
+        return not Ranks(rank, world, store=PrefixStore("run", store))._fails(error.exit_code, str(error))
+    return False

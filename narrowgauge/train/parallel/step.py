@@ -1,0 +1,69 @@
+"""What the ranks of a run tell each other in an optimizer step: before it their targets, after it their losses and norm, and who failed.
+
+targets of the step = sum over ranks            before the first forward pass, whole numbers on the host
+loss = l_0 + l_1 + ...  float32                 in the order of the global micro-batches, as one process adds them
+norm                                            of the summed gradient, so one number on all ranks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from narrowgauge.data import valid_targets
+from narrowgauge.diagnose.blame import NOTHING, first_nonfinite, nonfinite_parameter
+from narrowgauge.errors import DriftError
+from narrowgauge.train.loss import targets_of_step
+from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.signals import AgreedStop, StopRequest
+from narrowgauge.train.tasks.task import StepBatch
+
+
+def targets_of_ranks(
+    batch: StepBatch, number: int, stop: StopRequest | AgreedStop, ranks: Ranks
+) -> tuple[int, dict[str, Any]]:
+    """The targets of a step, and what its event says of its batch. What each rank was asked for travels with them."""
+    facts = dict(batch.facts)
+    if ranks.world == 1:
+        return targets_of_step(batch.batches, number), facts
+    assert isinstance(stop, AgreedStop)
+    own = [sum(map(valid_targets, batch.batches)), facts.get("positions", 0), stop.own]
+    targets, positions, asked = zip(*ranks.numbers(own), strict=True)
+    stop.agree(asked)
+    if "positions" in facts:
+        facts["positions"] = sum(positions)
+    return sum(targets) or targets_of_step([], number), facts
+
+
+def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float]:
+    """losses: of a rank's micro-batches. -> the loss of the step, and the norm. DriftError, on all ranks, if they have different norms."""
+    of_ranks = ranks.reals([*losses, norm])
+    for rank, (*_, other) in enumerate(of_ranks):
+        first = of_ranks[0][-1]
+        if other != first and not (math.isnan(other) and math.isnan(first)):
+            raise DriftError(
+                f"{ranks.place}: the norm of the summed gradient is {first!r} on rank 0 and {other!r} on rank {rank}, and must be one "
+                "number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
+            )
+    total = np.float32(0)
+    with np.errstate(all="ignore"):
+        for turn in zip(*(each[:-1] for each in of_ranks), strict=True):
+            for loss in turn:
+                total += np.float32(loss)
+    return float(total), norm
+
+
+def where_nonfinite(model: nn.Module, repeat: Callable[[], None], loss: float, ranks: Ranks) -> str:
+    """`first_nonfinite`, with the rank that saw it.
+
+    Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them.
+    """
+    if ranks.world == 1:
+        return first_nonfinite(model, repeat, loss)
+    if words := ranks.first_of(nonfinite_parameter(model), ""):
+        return words
+    return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING)

@@ -1,0 +1,60 @@
+"""`narrowgauge train` with a fault: python faulty_run.py FAULT RANK STEP train ...; the fault comes before that step, on that rank.
+
+kill     SIGKILL, as of the out-of-memory killer
+hang     SIGSTOP
+data     its micro-batches cannot be read
+disk     the file system is full
+weight   a weight changes by its last bit
+nan      a weight becomes NaN
+stop     SIGINT to this process
+fail     as `data`, in the first start of torchrun alone
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+from narrowgauge import storage
+from narrowgauge.cli import main
+from narrowgauge.errors import DataError
+from narrowgauge.train.trainer import Trainer
+
+
+def apply(fault: str, trainer: Any) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "hang":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "stop":
+        signal.raise_signal(signal.SIGINT)
+    elif fault == "data" or (fault == "fail" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+        raise DataError("shard-7.jsonl:12: is not JSON. Correct the line.")
+    elif fault == "disk":
+        with storage.refusals("append to", trainer.log.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif fault in ("weight", "nan"):
+        weight = trainer.model.model.layers[1].mlp.down_proj.weight.data
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        weight.view(-1)[3] = float("nan") if fault == "nan" else torch.nextafter(weight.view(-1)[3], torch.tensor(9.0))
+
+
+def install(fault: str, rank: int, number: int) -> None:
+    real = Trainer._optimizer_step
+
+    def step(trainer: Any) -> Any:
+        if trainer.ranks.rank == rank and trainer.step + 1 == number:
+            apply(fault, trainer)
+        return real(trainer)
+
+    Trainer._optimizer_step = step  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    install(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    sys.exit(main(sys.argv[4:]))

@@ -1,0 +1,284 @@
+"""A run on the ranks of torchrun is the run of one process with their micro-batches, and ends as one (exact).
+
+Most tests train in the processes of `ranks`; what ends a process is tried under torchrun itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from narrowgauge import recipes
+from narrowgauge.errors import ConfigError
+from narrowgauge.train import loop
+from narrowgauge.train.checkpoint import store
+from narrowgauge.train.config import parallel_syntax
+from narrowgauge.train.config.settings import replace, resolved
+from narrowgauge.train.parallel import followers
+from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.signals import StopRequest
+from narrowgauge.train.trainer import Trainer
+from tests.distributed.conftest import ranks  # noqa: F401
+from tests.processes import PYTHON, ROOT, run
+from tests.selection import quick
+from tests.train import faulty_run, tiny
+
+NUMBERS = itertools.count()  # of runs, the same on all ranks
+PROGRAM = Path(faulty_run.__file__)
+
+
+def trained(config, faults=()):
+    """The exit code of this rank, or what it raised. faults: (fault, rank, step)."""
+    place = dist.PrefixStore(f"run-{next(NUMBERS)}", dist.distributed_c10d._get_default_store())
+    real = Trainer._optimizer_step
+    for fault in faults:
+        faulty_run.install(*fault)
+    try:
+        own = Ranks(dist.get_rank(), dist.get_world_size(), store=place, timeout_s=60)
+        with StopRequest(patient=True) as stop, own.ending_together(), followers.silent(own):
+            return loop.run_of_rank(resolved(config), own, stop)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Trainer._optimizer_step = real
+
+
+def each(configs):
+    return [trained(config) for config in configs]
+
+
+def same_run(folder, reference):
+    assert tiny.losses(folder) == tiny.losses(reference)
+    assert [event["loss"] for event in tiny.events(folder, "eval")] == [
+        event["loss"] for event in tiny.events(reference, "eval")
+    ]
+    assert tiny.digests(folder) == tiny.digests(reference)
+
+
+# --- the same numbers
+
+NEEDY = ["fp8-delayed", "int4-hq-lss", "int4-hq-bs"]  # recipes with memory and with random numbers
+
+
+@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+@pytest.mark.parametrize("recipe", quick(NEEDY, recipes.names()))
+def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, layout):  # noqa: F811
+    common = {"recipe": recipe, "steps": 3, "eval_every": 2}
+    reference = make("reference", micro_batches=2, **common)
+    assert loop.run(reference) == 0
+    config = make("ranks", parallel=layout, **common)
+    assert ranks(2)(trained, config) == [0, 0]
+    same_run(Path(config.output), Path(reference.output))
+
+
+OPTIMIZERS = [
+    {"optimizer": "adamw", "states": "8bit"},
+    {"optimizer": "lion", "states": "4bit", "precision": "bf16-o2", "master": "bf16-remainder"},
+    {"optimizer": "sgd", "states": "fp8", "precision": "bf16-o3"},
+]
+
+
+@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+@pytest.mark.parametrize("settings", quick(OPTIMIZERS[1:2], OPTIMIZERS), ids=str)
+def test_so_are_the_states_of_every_optimizer(ranks, make, settings, layout):  # noqa: F811
+    common = {"hidden_size": 64, "intermediate_size": 96, "steps": 3, **settings}
+    reference = make("reference", micro_batches=2, **common)
+    assert loop.run(reference) == 0
+    config = make("ranks", parallel=layout, **common)
+    assert ranks(2)(trained, config) == [0, 0]
+    same_run(Path(config.output), Path(reference.output))
+
+
+@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(ranks, make, before_step, layout):  # noqa: F811
+    """Ctrl-C reaches rank 1 alone: both finish the step, and one checkpoint of ordinary tensors is saved."""
+    common = {"recipe": "fp8-delayed", "steps": 6, "batch_size": 4}
+    reference = make("reference", micro_batches=2, **common)
+    assert loop.run(reference) == 0
+    config = make("stopped", parallel=layout, **common)
+    assert ranks(2)(trained, config, [("stop", 1, 2)]) == [130, 130]
+    before_step(5, lambda trainer: faulty_run.apply("stop", trainer))
+    assert loop.run(replace(config, resume=True, parallel="", micro_batches=2)) == 130
+    assert ranks(2)(trained, replace(config, resume=True)) == [0, 0]
+    same_run(Path(config.output), Path(reference.output))
+    assert [event["step"] for event in tiny.events(Path(config.output), "resume")][-1] == 5
+    assert (Path(config.output) / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_hsdp_and_four_ranks_start_from_the_same_loss(ranks, make):  # noqa: F811
+    """Sums of four terms are in another order; the first loss is computed before any."""
+    common = {"recipe": "fp8-row", "steps": 2}
+    reference = make("reference", micro_batches=4, **common)
+    assert loop.run(reference) == 0
+    config = make("ranks", parallel="dp=2,fsdp", **common)
+    assert ranks(4)(trained, config) == [0, 0, 0, 0]
+    ours, theirs = tiny.losses(Path(config.output)), tiny.losses(Path(reference.output))
+    assert ours[1] == theirs[1] and ours[2] == pytest.approx(theirs[2], rel=1e-4)
+
+
+# --- differences between ranks
+
+
+def test_a_weight_that_differs_is_named_within_the_interval(ranks, make):  # noqa: F811
+    config = make(recipe="fp8-delayed", digest_every=2, steps=6)
+    for said in ranks(2)(trained, config, [("weight", 1, 3)]):
+        assert said.startswith("DriftError: ") or said.startswith("EndedElsewhere")
+        if said.startswith("DriftError"):
+            assert re.search(
+                r"step 4: model\.layers\.1\.mlp\.down_proj\.weight differs between rank 0 and rank 1", said
+            )
+    assert list(tiny.losses(Path(config.output))) == [1, 2, 3, 4]
+
+
+def other_settings(config):
+    return trained(replace(config, learning_rate=0.5) if dist.get_rank() else config)
+
+
+def test_other_settings_on_a_rank_are_named(ranks, make):  # noqa: F811
+    said = sorted(ranks(2)(other_settings, make()))
+    assert "settings: learning_rate is '0.001' on rank 0 and '0.5' on rank 1" in said[0]
+    assert said[1].startswith("EndedElsewhere")
+
+
+@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make, layout):  # noqa: F811
+    said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel=layout), [("nan", 1, 2)]))
+    assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
+    assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
+
+
+# --- settings
+
+WRONG = {
+    "fsdp=3": "3 is 3, and this run has 2 ranks",
+    "fdsp=2": "'fdsp' is none of 'dp', 'fsdp', 'tp' and 'pp'. Closest: 'fsdp'",
+    "fsdp=2,fsdp=1": "given twice",
+    "dp,fsdp": "two keys have no number",
+    "fsdp=two": "no number of ranks",
+    "fsdp=0": "no number of ranks",
+    "tp=2": "does not cut matrix products",
+    "fsdp=1,pp=2": "does not cut a model into stages",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_layout_is_refused_in_a_sentence(text):
+    with pytest.raises(ConfigError, match=re.escape(WRONG[text])):
+        parallel_syntax.layout(text, 2)
+
+
+def test_a_key_without_a_number_takes_the_rest():
+    assert str(parallel_syntax.layout("", 4)) == "dp=4"
+    assert str(parallel_syntax.layout("dp=2, fsdp", 8)) == "dp=2,fsdp=4"
+    assert str(parallel_syntax.layout("fsdp", 1)) == "dp=1"
+    assert str(parallel_syntax.layout("fsdp=2,tp=1,pp=1", 2)) == "fsdp=2"
+
+
+def test_one_process_refuses_two(make):
+    with pytest.raises(ConfigError, match=r"this run has 1 rank\. Start it with torchrun --nproc-per-node 2"):
+        loop.run(make(parallel="fsdp=2"))
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(ranks, make):  # noqa: F811
+    said = sorted(ranks(2)(trained, make(batch_size=3)))
+    assert "batch_size = 3: must be a multiple of 2, the micro-batches of 2 ranks" in "".join(said)
+
+
+# --- under torchrun
+
+
+def torchrun(config, text, fault="none 0 0", more=(), options=()):
+    """(what was said, seconds)."""
+    launch = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    started_at_s = time.monotonic()
+    done = run([*launch, PROGRAM, *fault.split(), "train", *tiny.flags(config, text), *more])
+    return done.stderr, time.monotonic() - started_at_s
+
+
+def told(stderr):
+    return [line for line in stderr.splitlines() if line.startswith("narrowgauge: ")]
+
+
+def test_a_rank_that_dies_is_named(make, text):
+    config = make(steps=100)
+    said, _ = torchrun(config, text, "kill 1 3")
+    [line] = told(said)
+    assert "step 3: rank 1 of 2 ended without a word" in line and "Resume with --resume" in line
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 6 ", said)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_within_the_time_out(make, text):
+    said, spent_s = torchrun(make(steps=100), text, "hang 1 3", ["--timeout-s=4"], ["--shutdown-timeout", "1"])
+    [line] = told(said)
+    assert "rank 1 of 2 did not answer within 4 s (timeout_s)" in line
+    assert spent_s < 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "line", "code"),
+    [
+        ("data 1 3", "narrowgauge: rank 1: shard-7.jsonl:12: is not JSON. Correct the line.", 3),
+        ("disk 0 3", "narrowgauge: cannot append to", 8),
+    ],
+)
+def test_an_error_on_one_rank_ends_all_with_one_message(make, text, fault, line, code):
+    said, _ = torchrun(make(steps=100), text, fault)
+    assert [each.startswith(line) for each in told(said)] == [True]
+    assert re.findall(r"exitcode +: (\S+)", said) == [str(code)] * 2 or "exitcode  : -15" in said
+
+
+@pytest.mark.slow
+def test_settings_that_are_wrong_are_said_once(make, text):
+    said, _ = torchrun(make(), text, more=["--parallel=fsdp=3"])
+    [line] = told(said)
+    assert "this run has 2 ranks" in line
+    said, _ = torchrun(make(), text, more=["--parallel=tp=2"])
+    assert len(told(said)) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_torchrun_saves_and_ends_all(make, text):
+    """torchrun passes the signal on to every rank, and on to those that are ending once more."""
+    config = make(steps=10_000, recipe="fp8-delayed")
+    command = [
+        PYTHON,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "narrowgauge",
+        "train",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    metrics = Path(config.output) / "metrics.jsonl"
+    with subprocess.Popen([*command, *tiny.flags(config, text)], stderr=subprocess.PIPE, env=environment) as process:
+        while not metrics.exists() or metrics.read_bytes().count(b"step") < 3:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()[1].decode()
+    assert "interrupted at step" in said and "Continue: narrowgauge train --resume" in said
+    [checkpoint] = (Path(config.output) / "checkpoints").iterdir()
+    assert store.load(checkpoint).step == len(tiny.losses(Path(config.output)))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_again_that_goes_on(make, text):
+    reference = make("reference", micro_batches=2, recipe="fp8-delayed")
+    assert loop.run(reference) == 0
+    config = make("again", recipe="fp8-delayed", checkpoint_every=2)
+    torchrun(config, text, "fail 1 5", options=["--max-restarts", "1"])
+    assert [event["step"] for event in tiny.events(Path(config.output), "resume")] == [4]
+    same_run(Path(config.output), Path(reference.output))
