@@ -248,6 +248,8 @@ class TrainConfig:
     device: str = TRAINING("auto", "auto, cpu, cuda or cuda:N.",
         Matching(r"auto|cpu|cuda(:\d{1,3})?", "one of 'auto', 'cpu', 'cuda' or 'cuda:N'"))
     parallel: str = TRAINING("", "How ranks of torchrun share a run, as fsdp=4 or dp=2,fsdp=4; empty: dp, a copy of the model on each.")
+    gradients: str = TRAINING("16bit", "How gradients travel between ranks.", OneOf(("16bit", "fp8", "fp8-lm")))
+    weights: str = TRAINING("16bit", "What ranks with shards gather of weights: as they are, or codes.", OneOf(("16bit", "codes")))
     threads: int = TRAINING(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
     compile: bool = TRAINING(False, "Compile the model with torch.compile.")
     cuda_graph: bool = TRAINING(False, "Launch steps as CUDA graphs, on a GPU.")

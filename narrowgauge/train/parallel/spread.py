@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.distributed import Agreement, agreement_of, distribute
+from narrowgauge.distributed import agreement_of, distribute
+from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.nn.linear import QLinear
@@ -61,7 +61,10 @@ class Parallel:
         elif self.layout.dp > 1:
             self.whole = _copies(self.whole, has_spare=bool(config.model))
         if not config.cuda_graph:
-            distribute(self.whole, seed=config.seed)
+            messages: dict[str, Any] = {}
+            if ranks.world > 1:
+                messages = {"gradients": config.gradients, "weights": config.weights, "reduce": "sum"}
+            distribute(self.whole, seed=config.seed, **messages)
             self.agreement = agreement_of(self.whole)
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -107,6 +110,10 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             f"cuda_graph = true: does not capture the messages of {ranks.world} ranks. Train without --cuda-graph."
         )
+    if config.weights != "16bit" and sizes.fsdp == 1:
+        raise ConfigError(
+            f"weights = {config.weights!r}: a rank with a copy of the model gathers none. Take parallel = 'fsdp', or leave it out."
+        )
     if sizes.fsdp > 1 and config.compile:
         raise ConfigError(
             "compile = true: does not work with shards of the model. Take parallel = 'dp', or leave it out."
@@ -124,14 +131,7 @@ def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     key = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"  # until torch 2.12
     options: dict[str, Any] = {key: False, "find_unused_parameters": has_spare}
-    copies = DistributedDataParallel(whole, init_sync=False, gradient_as_bucket_view=True, **options)
-    copies.register_comm_hook(None, _sum)
-    return copies
-
-
-def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes of its own
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    return DistributedDataParallel(whole, init_sync=False, gradient_as_bucket_view=True, **options)
 
 
 def _shard(whole: nn.Module, model: nn.Module, sizes: Layout) -> None:
@@ -148,6 +148,4 @@ def _shard(whole: nn.Module, model: nn.Module, sizes: Layout) -> None:
             "Take precision amp-bf16, or parallel = 'dp'."
         )
     for module in (*find_blocks(model, verb="parallel").values(), whole):
-        unit = fully_shard(module, mesh=mesh)
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # torch's other way, PREMUL_SUM, is not in gloo
+        fully_shard(module, mesh=mesh)
