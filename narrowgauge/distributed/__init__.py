@@ -11,6 +11,8 @@ micro-batches, to the bit.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +29,8 @@ def distribute(model: nn.Module, *, replicas: dist.ProcessGroup | None = None, s
     """Arranges what ranks have to agree on for the layers of `model`, once, after it was parallelised; returns the model.
 
     model     converted; wrapped in DistributedDataParallel, or passed to fully_shard, parallelize_module, a pipeline's stage, as usual
-    replicas  the ranks that read other data, where no wrapper of torch says it: a loop that reduces gradients by itself
+    replicas  the ranks that read other data, where no wrapper of torch says it: a framework will wrap the model later, as the Trainer of
+              transformers does, or the loop reduces gradients by itself. `torch.distributed.group.WORLD`: all ranks
     seed      of the random numbers of recipes, equal on all ranks; None: that of torch's generator on rank 0
 
     Works without a process group too, as one rank: the run that others are compared with. Calling it again arranges all anew, after
@@ -40,14 +43,22 @@ def distribute(model: nn.Module, *, replicas: dist.ProcessGroup | None = None, s
         raise ConfigError(
             "distribute: replicas needs a process group. Call torch.distributed.init_process_group first."
         )
-    topology = Topology.of(model, replicas)
-    layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
-    agreement = Agreement(seed=_agreed_seed(seed), replica=topology.replica, layers={})
-    for layer, name in layers.items():
-        layer.peers = agreement.layers[layer] = Peers(agreement, plain_name(name), topology.groups_of(layer))
-    topology.leave_out_of_broadcasts(model, layers)
+    agreement = Agreement(seed=_agreed_seed(seed), arrange=partial(_arrange, replicas=replicas))
     agreement.attach(model)
     return model
+
+
+def _arrange(agreement: Agreement, model: nn.Module, *, replicas: dist.ProcessGroup | None) -> None:
+    """For the model as it is parallelised now; again in its first forward pass, if a framework wrapped it after `distribute`."""
+    topology = Topology.of(model, replicas)
+    layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
+    agreement.replica = topology.replica
+    agreement.layers = {
+        layer: Peers(agreement, plain_name(name), topology.groups_of(layer)) for layer, name in layers.items()
+    }
+    for layer, peers in agreement.layers.items():
+        layer.peers = peers
+    topology.leave_out_of_broadcasts(model, layers)
 
 
 def agreement_of(model: nn.Module) -> Agreement:

@@ -16,7 +16,7 @@ brings the generators back, repeats it; and after the forward pass the generator
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +56,9 @@ class Peers:
 class Agreement:
     """Of one model, or one stage of a pipeline, on this rank.
 
-    layers        those that are converted, and their peers
     seed          of the random numbers; equal on all ranks
+    arrange       finds layers and replica for a model, as it is parallelised now
+    layers        those that are converted, and their peers
     replica       (number, count) of this rank among those that read other data
     step          optimizer steps that have ended
     micro_batch   forward passes with gradients in this step
@@ -65,9 +66,10 @@ class Agreement:
     number        of this among those of the process: where one optimizer ends the step of several, they do so in one order on all ranks
     """
 
-    layers: dict[QLinear, Peers]
     seed: int
-    replica: tuple[int, int]
+    arrange: Callable[[Agreement, nn.Module], None] | None = None
+    layers: dict[QLinear, Peers] = field(default_factory=dict)
+    replica: tuple[int, int] = (0, 1)
     step: int = 0
     micro_batch: int = 0
     messages: dict[str, int] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Agreement:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a model stands alone: it is on no rank but this one."""
-        return Agreement, ({}, 0, (0, 1))
+        return Agreement, (0,)
 
     def attach(self, model: nn.Module) -> None:
         """Follows the forward passes of the model; of what did so before, the hooks go."""
@@ -89,6 +91,8 @@ class Agreement:
         last = model.register_forward_hook(self.end_forward, always_call=True)
         self._hooks = [first, last]
         model.__dict__[ATTRIBUTE] = self
+        if self.arrange is not None:
+            self.arrange(self, model)
 
     # --- random numbers
 
@@ -112,6 +116,9 @@ class Agreement:
             return
         if torch._C._current_graph_task_id() != -1:  # checkpointing repeats it, with the generators of then
             return
+        if self.arrange is not None:  # a framework may have wrapped it since
+            self.arrange(self, module)
+            self.arrange = None
         number, count = self.replica
         words = hashed(self.seed, self.step, self.micro_batch * count + number)
         seed = words[0] | (words[1] & 0x7FFFFFFF) << 32

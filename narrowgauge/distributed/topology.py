@@ -60,8 +60,8 @@ class Topology:
             groups += [mesh.get_group(dim) for dim in range(mesh.ndim)]
         for each in ddp:
             _add(groups, each.process_group)
-        if replicas is not None:
-            _add(groups, replicas)
+        if replicas is not None and not groups:
+            groups.append(replicas)
         return cls(ddp, fsdp, mesh, tuple(groups))
 
     @property
@@ -85,6 +85,9 @@ class Topology:
     def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
         """DDP writes the buffers of rank 0 into all ranks at each forward pass, which would undo what a rank saw since."""
         own = {id(buffer) for layer in layers for buffer in layer.buffers()}
+        if not self.ddp:  # nor shall one that wraps the model later
+            later = [name for name, buffer in model.named_buffers() if id(buffer) in own]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, later)
         for each in self.ddp:
             names = {name for name, buffer in each.module.named_buffers() if id(buffer) in own}
             each.parameters_to_ignore |= names
