@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.distributed.rehearsal import is_rehearsal
 from narrowgauge.errors import CheckpointError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
@@ -76,6 +77,7 @@ class Agreement:
     _seeds: dict[int, Any] = field(default_factory=dict, init=False)
     _before: list[Any] = field(default_factory=list, init=False)
     _hooks: list[Any] = field(default_factory=list, init=False)
+    _rehearsing: list[QLinear] = field(default_factory=list, init=False)
     number: int = field(default_factory=itertools.count().__next__, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -112,16 +114,25 @@ class Agreement:
 
     def begin_forward(self, module: nn.Module, _: Any) -> None:
         """A forward pre-hook of the whole model."""
-        if torch.compiler.is_compiling() or not (self.layers and module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (self.layers and module.training):
             return
         if torch._C._current_graph_task_id() != -1:  # checkpointing repeats it, with the generators of then
+            return
+        if is_rehearsal():
+            self._rehearsing = [each for each in self.layers if each.training]
+            for each in self._rehearsing:
+                each.training = False
+            return
+        if not torch.is_grad_enabled():
             return
         if self.arrange is not None:  # a framework may have wrapped it since
             self.arrange(self, module)
             self.arrange = None
         number, count = self.replica
         words = hashed(self.seed, self.step, self.micro_batch * count + number)
-        seed = words[0] | (words[1] & 0x7FFFFFFF) << 32
+        # Stages of a pipeline begin with other numbers: dropout would leave out the same elements in all of them.
+        drawn = hashed(*words, next(iter(self.layers.values())).name)
+        seed = drawn[0] | (drawn[1] & 0x7FFFFFFF) << 32
         self._seeds[seed] = words
         self.micro_batch += 1
         self._before.append(_generators())
@@ -129,6 +140,10 @@ class Agreement:
 
     def end_forward(self, *_: Any) -> None:
         """A forward hook of the whole model, called also where the forward pass raises."""
+        for each in self._rehearsing:
+            each.training = True
+            each.end_step()  # casts by the scales of evaluation are not those of training
+        self._rehearsing = []
         if self._before and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
             _set_generators(self._before.pop())
 
