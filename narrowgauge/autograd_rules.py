@@ -1,6 +1,4 @@
-"""What autograd functions need here: `no_double_backward` and `asked_for` in backward, `alias_while_compiling` for a result, `tied` for a
-draw.
-"""
+"""For autograd functions: `no_double_backward` and `asked_for` in backward, `alias_while_compiling` for a result, `tied` for a draw."""
 
 from __future__ import annotations
 
@@ -52,7 +50,9 @@ def asked_for(ctx: Any) -> tuple[bool, ...]:
 def _goes_on_to(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it does not say so of a leaf whose gradient `torch.autograd.grad` returns, which is one that it asks for
+    except (
+        RuntimeError
+    ):  # it does not say so of a leaf whose gradient `torch.autograd.grad` returns, which is one that it asks for
         return True
 
 

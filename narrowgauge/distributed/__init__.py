@@ -12,12 +12,14 @@ micro-batches, to the bit.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from narrowgauge.distributed.agreement import ATTRIBUTE, Agreement, Peers
+from narrowgauge.distributed.pipeline import install, is_stage
 from narrowgauge.distributed.topology import Topology, plain_name
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
@@ -25,10 +27,17 @@ from narrowgauge.nn.linear import QLinear
 __all__ = ["Agreement", "Peers", "Topology", "agreement_of", "distribute"]
 
 
-def distribute(model: nn.Module, *, replicas: dist.ProcessGroup | None = None, seed: int | None = None) -> nn.Module:
+Model = TypeVar("Model")
+
+
+def distribute(
+    model: Model, *, replicas: dist.ProcessGroup | None = None, seed: int | None = None, activations: str = "16bit"
+) -> Model:
     """Arranges what ranks have to agree on for the layers of `model`, once, after it was parallelised; returns the model.
 
-    model     converted; wrapped in DistributedDataParallel, or passed to fully_shard, parallelize_module, a pipeline's stage, as usual
+    model     converted; wrapped in DistributedDataParallel, or passed to fully_shard, parallelize_module, as usual. Or a PipelineStage of
+              torch.distributed.pipelining, or a list of those that this rank has
+    activations  what stages of a pipeline send to each other, "16bit" (the tensors as they are) or "fp8", on every stage
     replicas  the ranks that read other data, where no wrapper of torch says it: a framework will wrap the model later, as the Trainer of
               transformers does, or the loop reduces gradients by itself. `torch.distributed.group.WORLD`: all ranks
     seed      of the random numbers of recipes, equal on all ranks; None: that of torch's generator on rank 0
@@ -37,14 +46,28 @@ def distribute(model: nn.Module, *, replicas: dist.ProcessGroup | None = None, s
     another `convert` for instance. `agreement_of(model)` counts steps and messages, and has the state for a checkpoint. Costs one
     small all-reduce per group of ranks in each `advance`, which every rank must reach.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"distribute: a {type(model).__name__} is no nn.Module. Pass the model.")
+    stages: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+    are_stages = bool(stages) and all(is_stage(each) for each in stages)
+    modules = [each.submod for each in stages] if are_stages else stages
+    if not modules or not all(isinstance(each, nn.Module) for each in modules) or (len(modules) > 1 and not are_stages):
+        raise ConfigError(
+            f"distribute: a {type(model).__name__} is no nn.Module and no PipelineStage. Pass the model, a stage, or all of this rank."
+        )
+    if activations != "16bit" and not are_stages:
+        raise ConfigError(
+            f"distribute: activations={activations!r} is for stages of a pipeline, and this is a {type(model).__name__}. "
+            "Pass the PipelineStage, which knows its neighbours."
+        )
     if replicas is not None and not dist.is_initialized():
         raise ConfigError(
             "distribute: replicas needs a process group. Call torch.distributed.init_process_group first."
         )
-    agreement = Agreement(seed=_agreed_seed(seed), arrange=partial(_arrange, replicas=replicas))
-    agreement.attach(model)
+    agreed = _agreed_seed(seed)
+    agreements = [Agreement(seed=agreed, arrange=partial(_arrange, replicas=replicas)) for _ in modules]
+    for module, agreement in zip(modules, agreements, strict=True):
+        agreement.attach(module)
+    if are_stages:
+        install(stages, agreements, activations)
     return model
 
 

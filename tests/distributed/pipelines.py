@@ -60,7 +60,9 @@ def stages_of(
     found = []
     for number in places(schedule, rank, ranks):
         module: nn.Module = piece(make(), number, count)
-        found.append(PipelineStage(module if wrap is None else wrap(module), number, count, torch.device("cpu"), group=group))
+        found.append(
+            PipelineStage(module if wrap is None else wrap(module), number, count, torch.device("cpu"), group=group)
+        )
     return found
 
 
@@ -73,17 +75,24 @@ def run_pipeline(
     loss = loss_of(count)
     engine = kind(stages if per_rank > 1 else stages[0], len(numbers), loss_fn=loss, scale_grads=False)
     modules = [each.submod for each in stages]
-    optimizer = torch.optim.SGD([p for each in modules for p in each.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for each in modules for p in each.parameters() if p.requires_grad], lr=0.05, momentum=0.9
+    )
     has_first = any(each.is_first for each in stages)
     has_last = any(each.is_last for each in stages)
     losses: list[float] = []
     gradients = []
     for step in range(steps):
-        x, y = (torch.cat(parts) for parts in zip(*(micro_batch(step, number, **options) for number in numbers), strict=True))
+        x, y = (
+            torch.cat(parts)
+            for parts in zip(*(micro_batch(step, number, **options) for number in numbers), strict=True)
+        )
         own: list[Tensor] = []
         engine.step(*([x] if has_first else []), target=y if has_last else None, losses=own if has_last else None)
         losses += [each.item() for each in own]
-        gradients.append({name: p.grad.clone() for each in modules for name, p in each.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for each in modules for name, p in each.named_parameters() if p.grad is not None}
+        )
         optimizer.step()
         for each in modules:
             ng.advance(each)
