@@ -10,7 +10,7 @@ by. So a message has the dtype of x, and five axes in the place of its last, fou
 does not: the first, that r = 0; axis 1 + b, that r > 0 and b is B modulo 4.
 
 Scales lie in the low bytes of elements. So the message of finite numbers is finite read as bfloat16 or float32 as well, and what looks for
-NaN in gradients (anomaly mode, NCCL's check) sees only NaN that is one. A tile with NaN or infinity is all NaN at the receiver; what
+NaN in gradients (anomaly mode, NCCL's check) gives no false alarm. A tile with NaN or infinity is all NaN at the receiver; what
 rounding up took beyond the largest number of the dtype is that number.
 
 Tensors of other dtypes (integers, bool, float64), numbers without axes and DTensors travel as they are.
@@ -58,17 +58,17 @@ def encode(x: Tensor) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), columns)
     q = quantize(rows[:, : tiles * TILE], MESSAGE)
     codes, whole = E4M3.pack(q.data), _elements(tiles, x.dtype)
-    body = codes.new_empty(len(rows), whole * x.dtype.itemsize)
+    axes = [1] * _AXES
+    axes[1 + tiles % _PERIOD if rest else 0] = whole + rest
+    message = x.new_empty((*x.shape[:-1], *axes))  # no view: schedules detach what a stage returns in place
+    elements = message.view(len(rows), whole + rest)
+    elements[:, whole:] = rows[:, tiles * TILE :]
+    body = elements.view(torch.uint8)[:, : whole * x.dtype.itemsize]
     body[:, 0 : 2 * tiles : 2] = E8M0.encode(q.scale)
     body[:, 1 : 2 * tiles : 2] = codes[:, :tiles]
     body[:, 2 * tiles : (TILE + 1) * tiles] = codes[:, tiles:]
     body[:, (TILE + 1) * tiles :] = 0
-    message = body.flatten().view(x.dtype).view(len(rows), whole)
-    if rest:
-        message = torch.cat((message, rows[:, tiles * TILE :]), dim=1)
-    axes = [1] * _AXES
-    axes[1 + tiles % _PERIOD if rest else 0] = whole + rest
-    return message.reshape(*x.shape[:-1], *axes)
+    return message
 
 
 @torch.no_grad()

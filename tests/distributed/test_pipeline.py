@@ -81,7 +81,7 @@ def _assert_same(found, name, truth):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks_are_one_process_to_the_bit(ranks, schedule):
-    names = ng.recipes.names() if schedule == "1f1b" else NEEDY
+    names = ng.recipes.names() if schedule == "1f1b" else NEEDY[:3]
     found = ranks(2)(_piped, schedule, names)
     for name in names:
         _assert_same(found, name, _alone(name))
@@ -194,22 +194,20 @@ def _products(schedule):
     counts = {"output": 0, "grad_input": 0, "grad_weight": 0}
     stages = ng.distribute(stages_of(schedule, partial(_model, "fp8-row")))
 
-    def seen(product, role, *_):
-        counts[product] += role != "gy" or product != "output"
+    def seen(product, *_):
+        counts[product] += 1  # the rehearsal's too, which is the same for both
 
-    run_pipeline(stages, schedule, 1, range(MICRO_BATCHES), MICRO_BATCHES)  # after it shapes are known
-    layers = [each for stage in stages for each in stage.submod.modules() if isinstance(each, ng.QLinear)]
-    for layer in layers:
-        layer.observer = seen
-    run_pipeline_again = run_pipeline(stages, schedule, 1, range(MICRO_BATCHES), MICRO_BATCHES)
-    assert run_pipeline_again
-    return counts, len(layers)
+    for stage in stages:
+        for layer in stage.submod.modules():
+            if isinstance(layer, ng.QLinear):
+                layer.observer = seen
+    run_pipeline(stages, schedule, 1, range(MICRO_BATCHES), MICRO_BATCHES)
+    return counts
 
 
 def test_a_backward_pass_in_two_halves_computes_each_product_once(ranks):
-    whole, split = (ranks(2)(_products, each) for each in ("interleaved", "zero-bubble"))
-    assert [each[0]["grad_weight"] for each in split] == [each[0]["grad_weight"] for each in whole]
-    assert [each[0]["grad_input"] for each in split] == [each[0]["grad_input"] for each in whole]
+    for whole, split in zip(*(ranks(2)(_products, each) for each in ("interleaved", "zero-bubble")), strict=True):
+        assert split == whole and min(split.values()) > 0
 
 
 def _with_data_parallelism(recipe, activations):
