@@ -53,34 +53,43 @@ def install(stages: Sequence[Stage], agreements: Sequence[Agreement], activation
     _check_forms(everywhere)
     _check_tied(everywhere)
     for stage, agreement in zip(stages, agreements, strict=True):
-        for handle in stage.submod.__dict__.pop(ATTRIBUTE, ()):
+        before = stage.submod.__dict__.pop(ATTRIBUTE, None)
+        for handle in () if before is None else before.hooks:
             handle.remove()
         if activations == "fp8":
-            ends = StageEnds(stage, agreement)
-            first = stage.submod.register_forward_pre_hook(ends.unpack, prepend=True)
-            last = stage.submod.register_forward_hook(ends.pack)
-            stage.submod.__dict__[ATTRIBUTE] = (first, last)
+            stage.submod.__dict__[ATTRIBUTE] = StageEnds(stage, agreement).attached()
 
 
 @dataclass(eq=False)
 class StageEnds:
-    """The hooks of one stage's module."""
+    """The hooks of one stage's module. stage: None in a copy of the module, which is no stage of anything."""
 
-    stage: Stage
-    agreement: Agreement
+    stage: Stage | None = None
+    agreement: Agreement | None = None
+    hooks: list[Any] = field(default_factory=list)
     is_counting: bool = field(default=True, init=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StageEnds, ()
+
+    def attached(self) -> StageEnds:
+        module: nn.Module = self.stage.submod  # type: ignore[union-attr]
+        # Decoding comes before all other hooks: those of fully_shard would round the message to another dtype.
+        first = module.register_forward_pre_hook(self.unpack, prepend=True)
+        self.hooks = [first, module.register_forward_hook(self.pack)]
+        return self
+
     def unpack(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before any other hook: those of fully_shard would round the message to another dtype."""
+        """A forward pre-hook."""
         self.is_counting = not is_rehearsal()
-        if self.stage.is_first or self._is_here(-1):
+        if not self._is_open(-1):
             return args
         sent = self._count_gradient if self.is_counting else _ignore
         return tuple(Unpack.apply(each, sent) if is_packed(each) else each for each in args)
 
     def pack(self, module: nn.Module, _: Any, output: Any) -> Any:
-        """After all others."""
-        if self.stage.is_last or self._is_here(1):
+        """A forward hook."""
+        if not self._is_open(1):
             return output
         if isinstance(output, tuple | list):
             return type(output)(self._packed(each) for each in output)
@@ -88,17 +97,21 @@ class StageEnds:
 
     def _packed(self, x: Any) -> Any:
         message = Pack.apply(x) if is_packed(x) else x
-        if self.is_counting and isinstance(message, Tensor):
+        if self.is_counting and self.agreement is not None and isinstance(message, Tensor):
             self.agreement.count("activations", message)
         return message
 
     def _count_gradient(self, message: Tensor) -> None:
-        self.agreement.count("gradients of activations", message)
+        if self.agreement is not None:
+            self.agreement.count("gradients of activations", message)
 
-    def _is_here(self, offset: int) -> bool:
-        """Whether the next stage, or the one before, is on this rank. A schedule says so after the stage was made."""
-        ranks: dict[int, int] = self.stage.stage_index_to_group_rank
-        return ranks[self.stage.stage_index + offset] == self.stage.group_rank
+    def _is_open(self, offset: int) -> bool:
+        """Whether there is a next stage (1), or one before (-1), on another rank. A schedule says which rank after the stage was made."""
+        stage = self.stage
+        if stage is None or (stage.is_first if offset < 0 else stage.is_last):
+            return False
+        ranks: dict[int, int] = stage.stage_index_to_group_rank
+        return ranks[stage.stage_index + offset] != stage.group_rank
 
 
 def _ignore(message: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -28,6 +29,7 @@ SCHEDULES: dict[str, tuple[Any, int, bool]] = {
     "interleaved": (ScheduleInterleaved1F1B, 2, False),
     "zero-bubble": (ScheduleInterleavedZeroBubble, 2, False),
     "zbv": (ScheduleZBVZeroBubble, 2, True),
+    "dual-pipe-v": (ScheduleDualPipeV, 2, True),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import OrderedDict
 from functools import partial
 
@@ -104,7 +106,14 @@ def test_activation_checkpointing_inside_stages(ranks, schedule):
 
 
 # Schedule -> the blocks whose input comes from another rank; in a V stages 1 and 2 are on one.
-BOUNDARIES = {"gpipe": [2], "1f1b": [2], "interleaved": [1, 2, 3], "zero-bubble": [1, 2, 3], "zbv": [1, 3]}
+BOUNDARIES = {
+    "gpipe": [2],
+    "1f1b": [2],
+    "interleaved": [1, 2, 3],
+    "zero-bubble": [1, 2, 3],
+    "zbv": [1, 3],
+    "dual-pipe-v": [1, 3],
+}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -289,6 +298,18 @@ def test_refusals_are_sentences_on_every_rank(ranks, case, words):
     for found in ranks(2)(_refused, case):
         assert words in found
     assert ranks(2)(_refused, "untied") == ["", ""]
+
+
+def _copied():
+    stage = ng.distribute(stages_of("1f1b", partial(_model, "fp8-delayed")), activations="fp8")[0]
+    run_pipeline([stage], "1f1b", 1, range(2), 2)
+    x, copied = torch.randn(2, WIDTH), copy.deepcopy(stage.submod)
+    with torch.no_grad():
+        return copied(x).shape, pickle.loads(pickle.dumps(copied))(x).shape
+
+
+def test_a_copy_of_a_stage_takes_and_gives_plain_tensors(ranks):
+    assert ranks(2)(_copied) == [((2, WIDTH), (2, WIDTH))] * 2
 
 
 def test_places_of_stages():
