@@ -6,7 +6,7 @@
 
 With "fp8" every stage but the first decodes its inputs and every one but the last encodes its outputs (`stage_messages`), in hooks of its
 module, so that torch sends half as many bytes in both directions and knows nothing of it. Neighbours on the same rank, as in a V, hand over
-what they have, unrounded.
+what they have, unrounded. A PipelineStage that is told its shapes is told those of messages: `input_args=message_like(x)`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.rehearsal import STAGES, is_rehearsal
-from narrowgauge.distributed.stage_messages import Pack, Unpack, is_packed
+from narrowgauge.distributed.stage_messages import Pack, Unpack, is_packed, message_like
 from narrowgauge.errors import ConfigError
+
+__all__ = ["StageEnds", "install", "is_stage", "message_like"]
 
 ATTRIBUTE = "_narrowgauge_stage_ends"  # of the module of a stage
 FORMS = ("16bit", "fp8")

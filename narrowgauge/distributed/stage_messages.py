@@ -50,6 +50,19 @@ def width(columns: int, dtype: torch.dtype) -> int:
     return _elements(tiles, dtype) + rest
 
 
+def message_like(x: Tensor) -> Tensor:
+    """A tensor as the message of x is, without its numbers: what `input_args` and `output_args` of a PipelineStage ask for.
+
+    On x's device, which may be "meta"; it requires gradients if x does. x itself where it travels as it is.
+    """
+    if not is_packed(x):
+        return x
+    tiles, rest = divmod(x.shape[-1], TILE)
+    axes = [1] * _AXES
+    axes[1 + tiles % _PERIOD if rest else 0] = width(x.shape[-1], x.dtype)
+    return x.new_empty((*x.shape[:-1], *axes), requires_grad=x.requires_grad)
+
+
 @torch.no_grad()
 def encode(x: Tensor) -> Tensor:
     """x [..., K] -> its message."""
@@ -58,9 +71,7 @@ def encode(x: Tensor) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), columns)
     q = quantize(rows[:, : tiles * TILE], MESSAGE)
     codes, whole = E4M3.pack(q.data), _elements(tiles, x.dtype)
-    axes = [1] * _AXES
-    axes[1 + tiles % _PERIOD if rest else 0] = whole + rest
-    message = x.new_empty((*x.shape[:-1], *axes))  # no view: schedules detach what a stage returns in place
+    message = message_like(x.detach())  # no view: schedules detach what a stage returns in place
     elements = message.view(len(rows), whole + rest)
     elements[:, whole:] = rows[:, tiles * TILE :]
     body = elements.view(torch.uint8)[:, : whole * x.dtype.itemsize]

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 import narrowgauge as ng
-from tests.distributed.models import build, micro_batch, state
+from tests.distributed.models import TOKENS, WIDTH, build, micro_batch, state
 
 # Schedule -> (class, stages per rank, whether the stages of a rank are 0 and the last: a V)
 SCHEDULES: dict[str, tuple[Any, int, bool]] = {
@@ -54,17 +54,25 @@ def piece(model: nn.Sequential, number: int, count: int) -> nn.Sequential:
 
 
 def stages_of(
-    schedule: str, make: Callable[[], nn.Sequential], group: dist.ProcessGroup | None = None, wrap: Any = None
+    schedule: str,
+    make: Callable[[], nn.Sequential],
+    group: dist.ProcessGroup | None = None,
+    wrap: Any = None,
+    message: Callable[[Tensor], Tensor] | None = None,
 ) -> list[PipelineStage]:
-    """Those of this rank, not distributed yet."""
+    """Those of this rank, not distributed yet. message: of a tensor that travels, where torch is told the shapes of all."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     count = ranks * SCHEDULES[schedule][1]
     found = []
     for number in places(schedule, rank, ranks):
         module: nn.Module = piece(make(), number, count)
-        found.append(
-            PipelineStage(module if wrap is None else wrap(module), number, count, torch.device("cpu"), group=group)
-        )
+        told: dict[str, Tensor] = {}
+        if message is not None:
+            x = torch.empty(TOKENS, WIDTH, device="meta")
+            sent = message(x.requires_grad_())
+            told = {"input_args": sent if number else x, "output_args": sent if number < count - 1 else x}
+        module = module if wrap is None else wrap(module)
+        found.append(PipelineStage(module, number, count, torch.device("cpu"), group=group, **told))
     return found
 
 

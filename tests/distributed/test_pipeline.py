@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.distributed import agreement_of
-from narrowgauge.distributed.stage_messages import Pack, Unpack
+from narrowgauge.distributed.stage_messages import Pack, Unpack, message_like
 from narrowgauge.errors import ConfigError
 from tests.distributed.models import TOKENS, WIDTH, build
 from tests.distributed.pipelines import SCHEDULES, places, run_alone, run_pipeline, stages_of
@@ -253,6 +254,39 @@ def test_pipelines_of_two_replicas(ranks, recipe, activations):
         assert sharded[0].keys() <= gradients[0].keys()
     states = [{k: v for at, each in found if at == number for k, v in each[1].items()} for number in range(2)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def _with_ddp(recipe):
+    """torch 2.13 cannot find shapes with DistributedDataParallel in a stage (an assertion of its reducer): it is told them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+    replicas = mesh["replicas"].get_group()
+
+    def total(_, bucket):
+        return (
+            dist.all_reduce(bucket.buffer(), group=replicas, async_op=True)
+            .get_future()
+            .then(lambda done: done.value()[0])
+        )
+
+    def wrap(module):
+        module = DistributedDataParallel(module, process_group=replicas)
+        module.register_comm_hook(None, total)
+        return module
+
+    stages = stages_of("1f1b", partial(_model, recipe), mesh["stages"].get_group(), wrap, message_like)
+    ng.distribute(stages, activations="fp8")
+    number = dist.get_rank(replicas)
+    return number, run_pipeline(stages, "1f1b", STEPS, range(number, MICRO_BATCHES, 2), MICRO_BATCHES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp4"])
+def test_shapes_that_torch_is_told_and_ddp(ranks, recipe):
+    found = ranks(4)(_with_ddp, recipe)
+    losses, _, _ = _alone(recipe, between=[2])
+    assert sum(bool(own) for _, (own, _, _) in found) == 2
+    for number, (own, _, _) in found:
+        assert not own or own[:2] == losses[number:MICRO_BATCHES:2]
 
 
 class Tied(nn.Module):

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.distributed.stage_messages import Pack, Unpack, columns_of, decode, encode, is_packed, width
+from narrowgauge.distributed.stage_messages import (
+    Pack,
+    Unpack,
+    columns_of,
+    decode,
+    encode,
+    is_packed,
+    message_like,
+    width,
+)
 from narrowgauge.errors import ShapeError
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipes import MXFP8
@@ -21,6 +30,8 @@ def test_every_width_comes_back_from_the_shape_alone(dtype, leading):
         x = torch.randn(*leading, columns, generator=torch.Generator().manual_seed(columns)).to(dtype)
         message = encode(x)
         assert message.dtype == dtype and columns_of(message) == columns and message.shape[: len(leading)] == leading
+        like = message_like(x.to("meta").requires_grad_())
+        assert like.is_meta and like.requires_grad and like.shape == message.shape and like.stride() == message.stride()
         assert message.numel() == width(columns, dtype) * x.shape[:-1].numel()
         found = decode(message)
         tiles = columns // 32 * 32
@@ -81,6 +92,7 @@ def test_zeros_and_empty_tensors():
 def test_other_tensors_are_no_messages():
     others = [torch.zeros(3, dtype=each) for each in (torch.int64, torch.bool, torch.float64, torch.uint8)]
     assert not any(is_packed(each) for each in [*others, torch.tensor(1.0), 3, None])
+    assert all(message_like(each) is each for each in others)
     for shape in [(32, 64), (2, 5, 1, 1, 1, 1, 2), (4, 18, 1, 1, 1, 1), (4, 1, 40, 1, 1, 1)]:
         with pytest.raises(ShapeError, match='distribute\\(stage, activations="fp8"\\)'):
             decode(torch.zeros(shape, dtype=torch.bfloat16))
