@@ -1,4 +1,4 @@
-"""What autograd functions need here: `no_double_backward` for backward, `alias_while_compiling` for a result, `tied` for a draw."""
+"""For autograd functions: `no_double_backward` and `asked_for` in backward, `alias_while_compiling` for a result, `tied` for a draw."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]
         return run
 
     return decorate
+
+
+def asked_for(ctx: Any) -> tuple[bool, ...]:
+    """Per input of a function, in its backward: whether this backward pass goes on to it.
+
+    `ctx.needs_input_grad` is of the forward pass. A schedule of pipelines without bubbles runs the backward of a function twice, once
+    for the gradient of its input and once for that of its weight, and each would compute both.
+    """
+    needs: tuple[bool, ...] = ctx.needs_input_grad
+    if torch.compiler.is_compiling():
+        return needs
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # of the inputs that needed one
+    return tuple(each and _goes_on_to(next(nodes)) for each in needs)
+
+
+def _goes_on_to(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except (
+        RuntimeError
+    ):  # it does not say so of a leaf whose gradient `torch.autograd.grad` returns, which is one that it asks for
+        return True
 
 
 def alias_while_compiling(y: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ micro-batches, to the bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch import nn
 
@@ -31,8 +31,11 @@ Activations = Literal["16bit", "fp8"]
 ATTRIBUTE = "_narrowgauge_agreement"  # of a model that was distributed
 
 
+Model = TypeVar("Model")
+
+
 def distribute(
-    model: nn.Module,
+    model: Model,
     *,
     weights: Weights = "16bit",
     gradients: Numbers = "16bit",
@@ -41,13 +44,15 @@ def distribute(
     nodes: DeviceMesh | None = None,
     replicas: dist.ProcessGroup | None = None,
     seed: int | None = None,
-) -> nn.Module:
+) -> Model:
     """Arranges what ranks have to agree on for the layers of `model`, once, after it was parallelised; returns the model.
 
-    model        converted; wrapped in DistributedDataParallel, or passed to fully_shard, parallelize_module, a pipeline's stage, as usual
+    model        converted; wrapped in DistributedDataParallel, or passed to fully_shard, parallelize_module, as usual. Or a PipelineStage
+                 of torch.distributed.pipelining, or a list of those that this rank has
     weights      "codes": `fully_shard` gathers the codes that the products read (weights.py); "16bit": what torch gathers
     gradients    "fp8" or "fp8-lm": messages of one byte per number, summed in float32 (gradients.py); "16bit": torch's own
-    activations  "fp8": messages of sequence parallelism carry codes (tensor_parallel.py); "16bit": torch's own
+    activations  "fp8": messages of sequence parallelism carry codes (tensor_parallel.py), and so do those between stages of a pipeline
+                 (pipeline.py); "16bit": torch's own
     reduce       "mean" over the ranks, as DDP and fully_shard do; "sum" for a loss that was divided by the targets of all ranks
     nodes        a mesh (nodes, ranks of a node), for narrow messages between nodes too
     replicas     the ranks that read other data, where no wrapper of torch says it: a framework will wrap the model later, as the Trainer

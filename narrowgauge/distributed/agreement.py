@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.distributed.gradient_state import Gradients
+from narrowgauge.distributed.rehearsal import is_rehearsal
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.errors import CheckpointError
 from narrowgauge.nn.linear import QLinear
@@ -87,6 +88,7 @@ class Agreement:
     _seeds: dict[int, Any] = field(default_factory=dict, init=False)
     _before: list[Any] = field(default_factory=list, init=False)
     _hooks: list[Any] = field(default_factory=list, init=False)
+    _rehearsing: list[QLinear] = field(default_factory=list, init=False)
     number: int = field(default_factory=itertools.count().__next__, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,6 +127,11 @@ class Agreement:
         """A forward pre-hook of the whole model."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return  # checkpointing repeats it, with the generators of then
+        if is_rehearsal():
+            self._rehearsing = [each for each in self.layers if each.training]
+            for each in self._rehearsing:
+                each.training = False
+            return
         trains = module.training and torch.is_grad_enabled()
         if self.layers and trains and self.arrange is not None:  # a framework may have wrapped it since
             self.arrange(self, module)
@@ -135,7 +142,9 @@ class Agreement:
             return
         number, count = self.replica
         words = hashed(self.seed, self.step, self.micro_batch * count + number)
-        seed = words[0] | (words[1] & 0x7FFFFFFF) << 32
+        # Stages of a pipeline begin with other numbers: dropout would leave out the same elements in all of them.
+        drawn = hashed(*words, next(iter(self.layers.values())).name)
+        seed = drawn[0] | (drawn[1] & 0x7FFFFFFF) << 32
         self._seeds[seed] = words
         self.micro_batch += 1
         self._before.append(_generators())
@@ -143,6 +152,10 @@ class Agreement:
 
     def end_forward(self, *_: Any) -> None:
         """A forward hook of the whole model, called also where the forward pass raises."""
+        for each in self._rehearsing:
+            each.training = True
+            each.end_step()  # casts by the scales of evaluation are not those of training
+        self._rehearsing = []
         if self._before and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
             _set_generators(self._before.pop())
 

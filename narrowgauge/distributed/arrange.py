@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed import Activations, Weights, tensor_parallel
+from narrowgauge.distributed import Activations, Model, Weights, pipeline, tensor_parallel
 from narrowgauge.distributed import gradients as gradient_messages
 from narrowgauge.distributed import weights as weight_gathers
 from narrowgauge.distributed.agreement import Agreement, Peers
@@ -24,11 +24,10 @@ from narrowgauge.structure import plain_name, require_module
 
 
 def arrange(
-    model: nn.Module, *, weights: Weights, gradients: Numbers, activations: Activations, reduce: Reduce, nodes: DeviceMesh | None,
+    model: Model, *, weights: Weights, gradients: Numbers, activations: Activations, reduce: Reduce, nodes: DeviceMesh | None,
     replicas: dist.ProcessGroup | None, seed: int | None,
-) -> nn.Module:  # fmt: skip
+) -> Model:  # fmt: skip
     """See `distribute`."""
-    require_module(model, "distribute")
     for name, value, known in (("weights", weights, Weights), ("activations", activations, Activations)):
         if value not in get_args(known):
             raise ConfigError(f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.")
@@ -36,14 +35,23 @@ def arrange(
         raise ConfigError(
             "distribute: replicas needs a process group. Call torch.distributed.init_process_group first."
         )
-    agreement = Agreement(seed=_agreed_seed(seed), arrange=partial(_arrange, replicas=replicas, weights=weights))
-    topology = agreement.attach(model)
-    refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(model))
-    if topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
-        agreement.gradients = gradient_messages.install(model, gradients=gradients, reduce=reduce, mesh=nodes)
-        agreement.tells["gradient"] = agreement.gradients.sends
-    if activations == "fp8" or any(isinstance(each, DTensor) for each in model.parameters()):
-        tensor_parallel.install(model, activations)
+    stages: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+    are_stages = bool(stages) and all(pipeline.is_stage(each) for each in stages)
+    if not are_stages:
+        require_module(model, "distribute")
+    agreed, agreements = _agreed_seed(seed), []
+    for module in [each.submod for each in stages] if are_stages else stages:
+        agreement = Agreement(seed=agreed, arrange=partial(_arrange, replicas=replicas, weights=weights))
+        topology = agreement.attach(module)
+        refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
+        if topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
+            agreement.gradients = gradient_messages.install(module, gradients=gradients, reduce=reduce, mesh=nodes)
+            agreement.tells["gradient"] = agreement.gradients.sends
+        if not are_stages and (activations == "fp8" or any(isinstance(each, DTensor) for each in module.parameters())):
+            tensor_parallel.install(module, activations)
+        agreements.append(agreement)
+    if are_stages:
+        pipeline.install(stages, agreements, activations)
     return model
 
 

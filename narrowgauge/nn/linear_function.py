@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
+from narrowgauge.autograd_rules import alias_while_compiling, asked_for, no_double_backward
 from narrowgauge.nn.operands import KINDS, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
 from narrowgauge.ops.mm import Plan
@@ -56,10 +56,12 @@ class LinearFunction(torch.autograd.Function):
     @no_double_backward("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         context, wants, saved = ctx.context, ctx.wants, ctx.saved_tensors
+        asked = asked_for(ctx)
         plan: LinearPlan = context.plan
         recipe, weight = plan.recipe, saved[ctx.x_kept + 1]
         x = plan.x.kind(None, plan.x, context, wants, None).restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]))
         w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape)
+        wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
         grad_input = grad_weight = grad_bias = x_step = w_step = None
 
@@ -75,7 +77,7 @@ class LinearFunction(torch.autograd.Function):
             d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, weight.dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d.to(weight.dtype)
-        if ctx.bias_dtype is not None:
+        if ctx.bias_dtype is not None and asked[2]:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.
         if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
