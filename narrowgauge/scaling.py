@@ -64,7 +64,7 @@ _EXPONENT_BITS = 0x7F800000
 _LARGEST_FINITE = 0x7F7FFFFF
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScaleRule:
     """A named rule. `function(amax, format)` takes float32 amax >= 0 of any shape and returns scales of that shape.
 
@@ -80,6 +80,10 @@ class ScaleRule:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        """Without the address of a function: the same in every process."""
+        return f"ScaleRule({self.name!r})"
 
     def __call__(self, amax: Tensor, format: Format) -> Tensor:
         return self.function(amax.to(torch.float32), format)

@@ -78,7 +78,7 @@ def trained(recorder: Recorder | None, recipe: str = "fp8-delayed", steps: int =
             step.update()
             continue
         loss = sum((backward(**batch).detach() for batch in parts), torch.zeros(()))
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = ng.optim.clip_gradients(model.parameters(), 0.5, wide=True)
         found.append(torch.stack((loss, norm)))
         optimizer.step()
         ng.advance(model)

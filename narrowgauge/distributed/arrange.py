@@ -20,7 +20,7 @@ from narrowgauge.distributed.gradient_state import Numbers, Reduce
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.structure import plain_name, require_module
+from narrowgauge.structure import plain_name
 
 
 def arrange(
@@ -37,8 +37,10 @@ def arrange(
         )
     stages: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     are_stages = bool(stages) and all(pipeline.is_stage(each) for each in stages)
-    if not are_stages:
-        require_module(model, "distribute")
+    if not are_stages and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"distribute: a {type(model).__name__} is no nn.Module and no PipelineStage. Pass the model, a stage, or all of this rank."
+        )
     agreed, agreements = _agreed_seed(seed), []
     for module in [each.submod for each in stages] if are_stages else stages:
         agreement = Agreement(seed=agreed, arrange=partial(_arrange, replicas=replicas, weights=weights))

@@ -198,7 +198,8 @@ def install(model: nn.Module, activations: str) -> list[SequenceMessages]:
     if not found and _checked(activations) == "fp8":
         raise ConfigError(
             "distribute: activations='fp8', but no module was parallelised by GatherInput or RowwiseParallel of "
-            "narrowgauge.distributed.tensor_parallel. Take those in the plan of parallelize_module, or activations='16bit'."
+            "narrowgauge.distributed.tensor_parallel. Take those in the plan of parallelize_module, or give distribute the "
+            "PipelineStage whose module this is, or take activations='16bit'."
         )
     for each in found:
         each.activations = _checked(activations)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ConfigError, ShapeError
@@ -232,7 +233,7 @@ class QLinear(nn.Linear):
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _forward_eagerly(self, x: Tensor) -> Tensor:
         """Between two graphs of a compiled model: a graph would read the weight, which has no numbers."""
         return self.forward(x)

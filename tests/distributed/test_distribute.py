@@ -69,7 +69,7 @@ def test_refusals_are_those_of_every_rank(ranks, per_rank, words):
 
 
 def test_without_ranks():
-    with pytest.raises(ConfigError, match=r"distribute: type list is no nn\.Module"):
+    with pytest.raises(ConfigError, match=r"a list is no nn\.Module and no PipelineStage"):
         ng.distribute([])
     with pytest.raises(ConfigError, match="neither DistributedDataParallel nor has modules of FSDP2"):
         ng.distribute(build("bf16"), gradients="fp8")

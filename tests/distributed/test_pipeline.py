@@ -323,8 +323,8 @@ def _refused(case):
     [
         ("tied", "'embed.weight' of stage 0 and 'head.weight' of stage 1 hold the same numbers"),
         ("mixed", "'16bit' of stage 0, 'fp8' of stage 1. Pass the same for every stage."),
-        ("module", "Pass the PipelineStage"),
-        ("name", "activations is 'fp4'. Pass one of '16bit', 'fp8'."),
+        ("module", "give distribute the PipelineStage"),
+        ("name", "activations is 'fp4'; choose one of 16bit, fp8."),
         ("nothing", "no PipelineStage. Pass the model, a stage, or all of this rank."),
     ],
 )

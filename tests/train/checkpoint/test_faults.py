@@ -152,7 +152,7 @@ def test_a_newer_format_is_refused_with_words_and_not_passed_over(tmp_path):
     saved(tmp_path, 1)
     resign(saved(tmp_path, 2)[0], format=999)
     for read in (lambda: store.load(tmp_path / "step-00000002"), lambda: store.newest_valid(tmp_path)):
-        with pytest.raises(CheckpointError, match=r"format 999, but this narrowgauge reads formats up to 1\. Upgrade"):
+        with pytest.raises(CheckpointError, match=r"format 999, but this narrowgauge reads formats up to 2\. Upgrade"):
             read()
 
 
