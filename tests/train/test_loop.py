@@ -95,7 +95,7 @@ def test_run_json_follows_the_contract(full):
     assert set(run) == {
         "narrowgauge", "torch", "python", "device", "threads", "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
         "switches", "parameters", "model", "data", "tokens_per_step", "steps", "describe", "loss", "memory",
-        "task", "best", "auto", "fused", "weight_casts", "parallel",
+        "task", "best", "auto", "fused", "weight_casts", "parallel", "ranks",
     }  # fmt: skip
     assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == ("fp8-delayed", "amp-bf16", 6, 64)
     assert {"name", "hidden_size", "layers", "heads", "vocab_size"} <= set(run["model"])
