@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowgauge.distributed.gathering import gathered
+from tests.selection import quick
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}
 
@@ -54,7 +55,9 @@ def export(folder: Any, how: str, tied: bool, dtype: torch.dtype | None) -> list
     return names
 
 
-@pytest.mark.parametrize(("how", "world"), [("plain", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp x tp", 4)])
+@pytest.mark.parametrize(
+    ("how", "world"), quick([("plain", 2), ("fsdp", 2)], [("plain", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp x tp", 4)])
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_rank_0_writes_is_an_ordinary_folder(ranks, tmp_path, how, world, tied):
     dtype = torch.bfloat16 if tied else None

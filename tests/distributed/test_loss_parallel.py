@@ -71,6 +71,7 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, words, options, cut)
             assert torch.equal(this, first)
 
 
+@pytest.mark.slow
 def test_compiled(ranks):
     for this, other in zip(ranks(2)(_on_ranks, 40, "plain", None, True)[1], _alone(40, "plain"), strict=True):
         torch.testing.assert_close(this, other, rtol=NEAR, atol=NEAR)

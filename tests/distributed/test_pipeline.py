@@ -23,6 +23,7 @@ from narrowgauge.distributed.stage_messages import Pack, Unpack, message_like
 from narrowgauge.errors import ConfigError
 from tests.distributed.models import TOKENS, WIDTH, build
 from tests.distributed.pipelines import SCHEDULES, places, run_alone, run_pipeline, stages_of
+from tests.selection import quick
 
 STEPS, MICRO_BATCHES, BLOCKS = 3, 4, 4
 # Recipes with memory and with random numbers of each kind, and one with neither.
@@ -82,7 +83,7 @@ def _assert_same(found, name, truth):
         assert [key for key in here if not torch.equal(here[key], there[key])] == [], name
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", quick(["1f1b", "zero-bubble"], SCHEDULES))
 def test_two_ranks_are_one_process_to_the_bit(ranks, schedule):
     names = ng.recipes.names() if schedule == "1f1b" else NEEDY[:3]
     found = ranks(2)(_piped, schedule, names)
@@ -98,7 +99,7 @@ def test_every_recipe_on_every_schedule(ranks, schedule):
         _assert_same(found, name, _alone(name))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", quick(["1f1b"], ["1f1b", "zbv"]))
 def test_activation_checkpointing_inside_stages(ranks, schedule):
     names = ["int4-hq-lss", "mxfp4"]
     found = ranks(2)(_piped, schedule, names, checkpoints=True)
@@ -117,7 +118,7 @@ BOUNDARIES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", quick(["1f1b", "zbv"], SCHEDULES))
 def test_messages_in_8_bits_are_roundings_and_nothing_else(ranks, schedule):
     names = ["fp8-delayed", "mxfp4"]
     found = ranks(2)(_piped, schedule, names, activations="fp8")

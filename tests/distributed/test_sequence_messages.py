@@ -20,6 +20,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.plan import OperandPlan
 from tests.compare import assert_same
 from tests.distributed.llama import TOKENS, WIDTH, Llama, batch, parallelize
+from tests.selection import quick
 
 EIGHT_BITS = ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "int8"]
 BLOCKS = 2
@@ -55,7 +56,7 @@ def _forward_of_both(recipe: str) -> bool:
     return torch.equal(_step(_model(recipe))[0], _step(_model(recipe, gather="fp8"))[0])
 
 
-@pytest.mark.parametrize("recipe", EIGHT_BITS)
+@pytest.mark.parametrize("recipe", quick(["fp8-current", "fp8-delayed", "mxfp8"], EIGHT_BITS))
 def test_gathered_codes_are_those_that_gathering_first_would_give(ranks, recipe):
     """Exact: the forward pass. Backward reads x.T, which is cast from decoded values."""
     assert ranks(2)(_forward_of_both, recipe) == [True, True]
@@ -152,7 +153,7 @@ def _gradients(recipe: str, scatter: str) -> dict[str, Tensor]:
     return _step(_model(recipe, gather=scatter, scatter=scatter))[1]
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", quick(["fp8-current", "int4-hq-bs"], recipes.names()))
 def test_messages_add_less_than_the_recipe_does(ranks, recipe):
     """To the gradient, which narrow products have moved already; of bf16 and int8, which move it less: than fp8-current does."""
     wide, base = ranks(2)(_gradients, "bf16", "16bit")[0], ranks(2)(_gradients, recipe, "16bit")[0]

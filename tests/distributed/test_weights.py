@@ -19,6 +19,7 @@ from narrowgauge.distributed import agreement_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from tests.distributed.models import build, micro_batch, state, train
+from tests.selection import quick
 
 STEPS = 3
 NEED_THE_ORIGINAL = ("bf16", "int4-hq-lss", "int4-lsq-luq", "mxfp4")
@@ -70,7 +71,7 @@ def _each(names):
     return {name: _both(_trained, name) for name in names}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", quick([2], [2, 3]))
 def test_codes_are_to_the_bit_gathers_of_the_original(ranks, world):
     """Three ranks share 64 and 128 rows unevenly. A layer whose codes travel has no weight to read."""
     for found in ranks(world)(_each, ng.recipes.names()):
@@ -115,7 +116,7 @@ def _each_ragged(names):
     return {name: _both(_ragged, name) for name in names}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", quick([2], [2, 3]))
 def test_ragged_and_empty_shards(ranks, world):
     names = [name for name in ng.recipes.names() if name not in NEED_THE_ORIGINAL]
     for found in ranks(world)(_each_ragged, names):
@@ -155,6 +156,7 @@ def _each_checkpointed(names):
     return {(name, way): _both(_checkpointed, name, way) for name in names for way in (False, True)}
 
 
+@pytest.mark.slow
 def test_activation_checkpointing(ranks):
     for found in ranks(2)(_each_checkpointed, KINDS):
         for name, ((losses, tensors, _), (own_losses, own, _)) in found.items():
@@ -188,6 +190,7 @@ def _each_accumulated(names):
     return {(name, kept): _both(_accumulated, name, kept) for name in names for kept in (False, True)}
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_and_weights_that_stay(ranks):
     for found in ranks(2)(_each_accumulated, KINDS):
         for name, ((losses, tensors), (own_losses, own)) in found.items():
@@ -235,6 +238,7 @@ def _each_disturbed(names):
     return {name: _both(_disturbed, name) for name in names}
 
 
+@pytest.mark.slow
 def test_changes_between_passes_are_followed(ranks):
     for found in ranks(2)(_each_disturbed, KINDS):
         for name, ((losses, tensors), (own_losses, own)) in found.items():
@@ -308,6 +312,7 @@ def _each_kept(names, reshards):
     return {name: _kept(name, reshards) for name in names}
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_after_resharding(ranks):
     """Of one kind each; the control keeps its codes until backward: those of four weights."""
     names = ("fp8-current", "mxfp8", "int4-hq-bs")
