@@ -27,7 +27,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train train-2 test test-slow test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train train-2 test test-slow test-ranks test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
@@ -45,7 +45,10 @@ test: $(INSTALLED) ## the test suite in WORKERS processes (2); tests that need a
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(INSTALLED) ## the tests that `make test` leaves out: whole matrices of casts and GPUs, long runs, benchmarks
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow and not ranks" $(ARGS)
+
+test-ranks: $(INSTALLED) ## every recipe on every mesh of 2 and 4 ranks: a quarter of an hour
+	$(PYTEST) -m ranks $(ARGS)
 
 test-benchmarks: $(INSTALLED) ## of those, the tests of benchmarks/
 	$(PYTEST) -m benchmark $(ARGS)
