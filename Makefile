@@ -47,7 +47,7 @@ test: $(INSTALLED) ## the test suite in WORKERS processes (2); tests that need a
 test-slow: $(INSTALLED) ## the tests that `make test` leaves out: whole matrices of casts and GPUs, long runs, benchmarks
 	$(PYTEST) -m "slow and not ranks" $(ARGS)
 
-test-ranks: $(INSTALLED) ## every recipe on every mesh of 2 and 4 ranks: a quarter of an hour
+test-ranks: $(INSTALLED) ## what is slow on several ranks: every recipe on every mesh; half an hour
 	$(PYTEST) -m ranks $(ARGS)
 
 test-benchmarks: $(INSTALLED) ## of those, the tests of benchmarks/

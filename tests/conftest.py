@@ -62,7 +62,15 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # or nothing frees it, and bindings complain of leaks when the process ends
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # what is slow on several ranks is a matter of `make test-ranks`
+        on_ranks = "ranks" in getattr(item, "fixturenames", ()) or item.path.name in (
+            "test_torchrun.py",
+            "test_examples.py",
+        )
+        if on_ranks and item.get_closest_marker("slow"):
+            item.add_marker("ranks")
     items.sort(
         key=lambda item: item.get_closest_marker("long") is None
     )  # begun last, one process would wait for it alone

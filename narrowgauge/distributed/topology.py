@@ -85,8 +85,9 @@ class Topology:
         weight, found = layer._parameters.get("weight"), dict[str, str]()
         if not isinstance(weight, DTensor):
             return found
+        gathers = [dist.get_process_group_ranks(group) for group in self.replicas]
         for dim, placement in enumerate(weight.placements):
-            if weight.device_mesh.get_group(dim) in self.replicas or not placement.is_shard():
+            if not placement.is_shard() or dist.get_process_group_ranks(weight.device_mesh.get_group(dim)) in gathers:
                 continue  # those who gather the weight before they read it
             other = "gy" if placement.is_shard(0) else "x"
             for role in ("w", other):

@@ -115,7 +115,6 @@ def test_four_ranks_with_fsdp2_are_as_near_to_one_process_as_a_perturbed_one(ran
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.parametrize("recipe", recipes.names())
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("converts_first", [True, False])
@@ -125,7 +124,6 @@ def test_ranks_are_as_near_to_one_process_as_a_perturbed_one(ranks, recipe, worl
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.parametrize("recipe", recipes.names())
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
 def test_with_fsdp2_ranks_are_as_near_to_one_process_with_as_many_micro_batches(ranks, recipe, sequence):
@@ -133,7 +131,6 @@ def test_with_fsdp2_ranks_are_as_near_to_one_process_with_as_many_micro_batches(
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.parametrize("recipe", recipes.names())
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 1), (4, 2)], ids=["2 ranks", "4 ranks", "fsdp2 x tp"])
 def test_with_messages_in_fp8_too(ranks, recipe, world, shards):
