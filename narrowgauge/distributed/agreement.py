@@ -8,7 +8,7 @@ One MAX for all layers of a group, in `advance`. NaN never travels: a MAX of NaN
 largest finite amax and a flag apart. Every rank must end the same steps; torch's own optimizers do, also where a GradScaler skips one.
 
 Random numbers (stochastic rounding, random signs, samples of rows) are drawn by name (`ops.random.Stream`): by the seed of the
-micro-batch and the layer's name. `Distributed` seeds torch's generators for the length of a forward pass by (seed, step, global
+micro-batch and the layer's name. `Agreement` seeds torch's generators for the length of a forward pass by (seed, step, global
 number of the micro-batch), so a rank draws what one process would draw for the same micro-batch, in dropout too; checkpointing, which
 brings the generators back, repeats it; and after the forward pass the generators are as they were.
 """
@@ -176,19 +176,19 @@ class Agreement:
 
     def _agree(self, groups: tuple[dist.ProcessGroup, ...], layers: list[QLinear]) -> None:
         parts = [part for layer in layers for part in _largest(layer)]
-        if parts:
-            together = torch.cat(parts)
-            for group in groups:
-                dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-                self.count("windows", together)
-            torch._foreach_copy_(parts, list(together.split([len(part) for part in parts])))
+        self._reduce("windows", parts, dist.ReduceOp.MAX, groups)
         found = [layer.steps.found for layer in layers if layer.steps is not None and layer.steps.is_cold]
-        if found:
-            together = torch.cat(found)
-            for group in groups:
-                dist.all_reduce(together, dist.ReduceOp.SUM, group=group)
-                self.count("learned steps", together)
-            torch._foreach_copy_(found, list(together.split([len(each) for each in found])))
+        self._reduce("learned steps", found, dist.ReduceOp.SUM, groups)
+
+    def _reduce(self, what: str, parts: list[Tensor], by: Any, groups: tuple[dist.ProcessGroup, ...]) -> None:
+        """In place, all parts in one message."""
+        if not parts:
+            return
+        together = torch.cat(parts)
+        for group in groups:
+            dist.all_reduce(together, by, group=group)
+            self.count(what, together)
+        torch._foreach_copy_(parts, list(together.split([len(part) for part in parts])))
 
     def count(self, what: str, sent: Tensor) -> None:
         """Counts a message."""

@@ -65,6 +65,7 @@ def _arrange(
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     recipes = tuple(f"{plain_name(name)}: {_recipe_words(layer)}" for layer, name in layers.items())
     refuse_others({"layers and their recipes": recipes}, topology.replicas, topology.device(model))
+    topology.refuse_steps_that_nobody_sums(layers)
     agreement.replica = topology.replica
     agreement.layers = {
         layer: Peers(agreement, plain_name(name), topology.groups_of(layer), topology.shard_of(layer))

@@ -1,12 +1,12 @@
 """How a model was parallelised: which ranks hold a layer, and which read other data. Read from DDP, fully_shard and DTensors.
 
 torch has no public way to ask for the mesh of `fully_shard`, nor to leave buffers out of what DistributedDataParallel broadcasts once
-it is built. What is private there is used here alone (checked on torch 2.11 and 2.13).
+it is built. What is private of these is used here alone (checked on torch 2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,22 @@ class Topology:
             for role in ("w", other):
                 found[role] = f"{found.get(role, '')}{dim}:{weight.device_mesh.get_local_rank(dim)} "
         return found
+
+    def refuse_steps_that_nobody_sums(self, layers: Mapping[QLinear, str]) -> None:
+        """Learned steps that were made after DDP or fully_shard took the parameters: their gradients would differ from rank to rank."""
+        copied = {id(each) for ddp in self.ddp for each in getattr(ddp, "_module_parameters", ())}
+        for layer, name in layers.items():
+            for step in layer.steps.parameters() if layer.steps is not None else ():
+                if (
+                    step.requires_grad
+                    and (self.fsdp or self.ddp)
+                    and id(step) not in copied
+                    and not isinstance(step, DTensor)
+                ):
+                    raise ConfigError(
+                        f"distribute: the learned steps of {name!r} are newer than the wrapper around the model, which does not sum their "
+                        "gradients. Convert the model before DistributedDataParallel or fully_shard."
+                    )
 
     def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
         """DDP writes the buffers of rank 0 into all ranks at each forward pass, which would undo what a rank saw since."""

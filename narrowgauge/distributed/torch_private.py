@@ -1,4 +1,4 @@
-"""What narrowgauge takes from private modules of torch, all of it here, with the releases that it was checked on.
+"""The class that gradient messages take from a private module of torch, with the release that it was checked on.
 
 ReduceScatter   torch 2.13: base class of what `FSDPModule.set_custom_reduce_scatter`, which is public, takes; it has no public address
 """

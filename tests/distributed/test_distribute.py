@@ -93,3 +93,23 @@ def test_its_state_goes_on(seed=5):
     for wrong in ({}, {"seed": 1}, {"seed": 1, "step": -1}, {"seed": True, "step": 0}):
         with pytest.raises(CheckpointError, match="is no state of it"):
             ng.distributed.agreement_of(other).load_state_dict(wrong)
+
+
+def _converted_late(kind):
+    model = build("bf16")
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model)
+    ng.convert(model, "int4-hq-lss")
+    try:
+        ng.distribute(model)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_learned_steps_that_no_wrapper_sums_are_refused(ranks, kind):
+    for told in ranks(2)(_converted_late, kind):
+        assert "does not sum their gradients. Convert the model before DistributedDataParallel or fully_shard." in told

@@ -119,18 +119,16 @@ class Ranks:
 
     def numbers(self, own: list[int]) -> list[list[int]]:
         """Whole numbers of every rank, in the order of ranks."""
-        if self.world == 1:
-            return [own]
-        mine = torch.tensor(own, dtype=torch.int64)
-        found = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(found, mine)
-        return [each.tolist() for each in found]
+        return self._of_all(own, torch.int64)
 
     def reals(self, own: list[float]) -> list[list[float]]:
         """As `numbers`, of float64."""
+        return self._of_all(own, torch.float64)
+
+    def _of_all(self, own: list[Any], dtype: torch.dtype) -> list[list[Any]]:
         if self.world == 1:
             return [own]
-        mine = torch.tensor(own, dtype=torch.float64)
+        mine = torch.tensor(own, dtype=dtype)
         found = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(found, mine)
         return [each.tolist() for each in found]
