@@ -24,6 +24,7 @@ from importlib import metadata
 
 import torch
 
+from narrowgauge.addresses import rehearsed_on
 from narrowgauge.ops.registry import Device, Refusal, constant_while_compiling
 
 OLDEST = (3, 6)  # what torch 2.11, the oldest that is supported, comes with
@@ -43,7 +44,8 @@ def refuse(device: str, capability: tuple[int, int]) -> Refusal | None:
         return Refusal("capability", "written for NVIDIA GPUs")
     if capability < LEAST_CAPABILITY:
         return Refusal("capability", f"compute capability {_dotted(capability)}, needs {_dotted(LEAST_CAPABILITY)}")
-    return Refusal("toolchain", unavailable()) if unavailable() else None
+    missing = "" if rehearsed_on() is not None else unavailable()  # what that device's machine has is not known here
+    return Refusal("toolchain", missing) if missing else None
 
 
 def refuse_tensors(device: Device, dtypes: Iterable[torch.dtype], is_empty: bool) -> Refusal | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import refuse_wrappers
+from narrowgauge.addresses import refuse_wrappers, rehearsed_on
 
 
 class Matrix(NamedTuple):
@@ -51,7 +51,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int, **constants:
 
     Without contraction of products and sums.
     """
-    if programs == 0:
+    if programs == 0 or rehearsed_on() is not None:
         return
     tensors = list(_tensors(arguments))
     refuse_wrappers(*tensors)

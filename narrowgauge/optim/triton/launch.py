@@ -164,7 +164,8 @@ class Batch:
         self.programs = sum(counts)
         self.table = _sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
         which = torch.arange(len(param_steps), dtype=torch.int32, device="cpu")
-        self.which = _sent(which.repeat_interleave(torch.tensor(counts, device="cpu")), device)
+        repeats = torch.tensor(counts, device="cpu")
+        self.which = _sent(which.repeat_interleave(repeats, output_size=self.programs), device)
 
     def step_args(self) -> list[int]:
         """What this step brings, an even number of whole numbers: the next ones are aligned too."""

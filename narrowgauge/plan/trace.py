@@ -1,0 +1,161 @@
+"""What a step allocates and frees, storage by storage, without computing it: tensors are fake, kernels allocate and run nothing.
+
+A storage is known from the first operation that returns it to the moment when nothing holds it. Seen is what torch's dispatcher sees:
+operations one by one, as eager mode runs them. Not seen: what a kernel takes for itself while it runs (workspaces).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from narrowgauge.addresses import rehearsal
+from narrowgauge.ops.registry import Device
+
+
+@dataclass
+class Allocation:
+    """One storage. module: the dotted name of the one at work; operation: the one that made it; part: what it is known to be, or ''."""
+
+    number: int
+    nbytes: int
+    phase: int
+    module: str
+    operation: str
+    part: str = ""
+
+
+@dataclass
+class Trace:
+    """allocations  by number            events  in order: n for the allocation number n, ~n for the end of it
+    phases       (place in events, name) of each beginning
+    """
+
+    allocations: list[Allocation] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=lambda: [(0, "")])
+
+    def begin(self, phase: str) -> None:
+        self.phases.append((len(self.events), phase))
+
+    def by_phase(self) -> Iterator[tuple[str, list[int]]]:
+        """(name, its events) of each phase."""
+        ends = [place for place, _ in self.phases[1:]] + [len(self.events)]
+        for (start, name), end in zip(self.phases, ends, strict=True):
+            yield name, self.events[start:end]
+
+
+class Recorder:
+    """Fills a trace while it is active (`recording`)."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self.modules: list[str] = [""]
+        self._numbers: dict[int, int] = {}  # a storage's address -> its number
+
+    def saw(self, tensor: Tensor, operation: str) -> None:
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place in self._numbers:
+            return
+        trace = self.trace
+        number = len(trace.allocations)
+        self._numbers[place] = number
+        trace.allocations.append(
+            Allocation(number, storage.nbytes(), len(trace.phases) - 1, self.modules[-1], operation)
+        )
+        trace.events.append(number)
+        weakref.finalize(storage, self._freed, place, number)
+
+    def _freed(self, place: int, number: int) -> None:
+        self.trace.events.append(~number)
+        self._numbers.pop(place, None)
+
+    def name(self, part: str, tensors: Iterable[Tensor | None]) -> None:
+        """Says what the storages of these tensors are."""
+        for tensor in tensors:
+            if tensor is not None and (number := self._numbers.get(tensor.untyped_storage()._cdata)) is not None:
+                self.trace.allocations[number].part = part
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor):
+                self.recorder.saw(each, func._schema.name.removeprefix("aten::"))
+        return found
+
+
+class _FusedAttention(TorchFunctionMode):
+    """On a GPU attention without a mask of its own is one kernel, which keeps its output and a number per row."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
+        found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return found
+    needs = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        if attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask.to(query.dtype)
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
+    )[0]
+    return found
+
+
+@contextmanager
+def recording(device: Device) -> Iterator[Recorder]:
+    """Tensors made in it are fake and count as tensors on `device`; what is allocated is recorded."""
+    recorder = Recorder()
+
+    def enter(module: nn.Module, arguments: Any) -> None:
+        recorder.modules.append(getattr(module, "_narrowgauge_name", "") or recorder.modules[-1])
+
+    def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+        recorder.modules.pop()
+
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(rehearsal(device))
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        if device.type == "cuda":
+            stack.enter_context(_FusedAttention())
+        stack.enter_context(_Dispatch(recorder))
+        yield recorder
