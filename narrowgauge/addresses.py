@@ -134,8 +134,10 @@ def cached(build: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def identity(x: Tensor) -> int:
-    """x's address; of a wrapper the object's own identity."""
-    return x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else id(x)
+    """x's address; of a wrapper the object's own identity, in a rehearsal that of the memory that it stands for."""
+    if type(x).__torch_dispatch__ is _PLAIN:
+        return x.data_ptr()
+    return id(x) if rehearsed_on() is None else x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
 
 
 Key = tuple[Any, ...]

@@ -163,6 +163,10 @@ class QLinear(nn.Linear):
         if self.gathered is not None:
             self.gathered.forget()
 
+    def kept_casts(self) -> list[Casts]:
+        """The casts of its weight that it keeps from call to call."""
+        return [] if self._cache is None else [self._cache.casts]
+
     def end_step(self) -> None:
         """What the end of a step is for every layer, whatever its recipe: nothing made of the weight or of an input is kept."""
         self.empty_cache(keep=True)

@@ -7,6 +7,7 @@ Everything works on plain tensors, so that torch.compile traces through.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,14 @@ class Casts:
     @property
     def is_empty(self) -> bool:
         return self.rows is None and self.cols is None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory that they hold."""
+        for each in (self.rows, self.cols):
+            parts = (each.data, each.scale, each.global_scale) if isinstance(each, QTensor) else (each,)
+            yield from (part for part in parts if part is not None)
+        if self.amax is not None:
+            yield self.amax
 
 
 class Operand:

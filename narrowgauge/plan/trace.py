@@ -62,6 +62,8 @@ class Recorder:
     def __init__(self) -> None:
         self.trace = Trace()
         self.modules: list[str] = [""]
+        self.names: dict[nn.Module, str] = {}
+        self.is_forward = False
         self._numbers: dict[int, int] = {}  # a storage's address -> its number
 
     def saw(self, tensor: Tensor, operation: str) -> None:
@@ -81,6 +83,13 @@ class Recorder:
     def _freed(self, place: int, number: int) -> None:
         self.trace.events.append(~number)
         self._numbers.pop(place, None)
+
+    def begin(self, phase: str, is_forward: bool = False) -> None:
+        self.is_forward = is_forward
+        self.trace.begin(phase)
+
+    def alive(self) -> set[int]:
+        return set(self._numbers.values())
 
     def name(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Says what the storages of these tensors are."""
@@ -145,7 +154,7 @@ def recording(device: Device) -> Iterator[Recorder]:
     recorder = Recorder()
 
     def enter(module: nn.Module, arguments: Any) -> None:
-        recorder.modules.append(getattr(module, "_narrowgauge_name", "") or recorder.modules[-1])
+        recorder.modules.append(recorder.names.get(module) or recorder.modules[-1])
 
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
         recorder.modules.pop()
