@@ -1,18 +1,21 @@
 """What a module or a function computes, found out by trying: one of the kinds of `ops.norm_act`, `ops.rotary`, or in words why not.
 
 It is called on random numbers, in float32 and without gradients, and its result compared with the definition (relative to its size,
-to 1e-5; small inputs among them, so that the constant under the root of a norm shows; a rotary embedding's to the bit). Of an MLP
-the Linears are taken out meanwhile and replaced by tensors that are known, so its width costs nothing. It is tried as it trains, so
-that a dropout of its own shows. Generators and modes stay as they were.
+to 1e-5; small inputs among them, so that the constant under the root of a norm shows; a rotary embedding's to the bit). The weights
+of a norm and the Linears of an MLP are taken out meanwhile and replaced by tensors that are known, so a model on meta and a fake one
+are tried too. It is tried as it trains, so that a dropout of its own shows. Generators and modes stay as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.fuse.rotary import NAME
@@ -22,6 +25,29 @@ from narrowgauge.ops.norm_act import Kind, value
 NEAR = 1e-5
 
 
+def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where tensors are fake, computes with real ones."""
+
+    @wraps(function)
+    def call(*given: Any) -> Any:
+        with _disable_current_modes():
+            return function(*given)
+
+    return call
+
+
+@contextmanager
+def _instead(module: nn.Module, found: dict[str, Any]) -> Iterator[None]:
+    """Attributes of these names, for a while: an instance's own are looked for before its parameters and modules."""
+    module.__dict__.update(found)
+    try:
+        yield
+    finally:
+        for name in found:
+            del module.__dict__[name]
+
+
+@_with_numbers
 def kind_of(module: nn.Module) -> Kind | str:
     """Of a norm or an activation."""
     weight = getattr(module, "weight", None)
@@ -35,8 +61,6 @@ def kind_of(module: nn.Module) -> Kind | str:
 
 
 def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
-    if not holds_numbers(weight):
-        return "its weights have no numbers, on meta or fake"
     bias = getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float):
@@ -44,23 +68,28 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
     kind = Kind("rms-norm" if bias is None else "layer-norm", eps)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0], [1e-2]])
-    x = x.to(weight.device) + (0.1 if bias is not None else 0.0) * x.abs().amax(1, keepdim=True).to(weight.device)
-    parameters = (weight.detach(),) if bias is None else (weight.detach(), bias.detach())
-    return kind if _is(module, kind, (x, *parameters), x) else f"a {type(module).__name__} computes something else"
+    x = x + (0.1 if bias is not None else 0.0) * x.abs().amax(1, keepdim=True)
+    device = weight.device if holds_numbers(weight) else "cpu"
+    names = ("weight",) if bias is None else ("weight", "bias")
+    known = {name: 1 + 0.1 * torch.randn(len(weight), generator=generator) for name in names}
+    x, known = x.to(device), {name: each.to(device, weight.dtype) for name, each in known.items()}
+    with _instead(module, known):
+        same = _is(module, kind, (x, *known.values()), x)
+    return kind if same else f"a {type(module).__name__} computes something else"
 
 
+@_with_numbers
 def gated(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
     """Of an MLP: whether what its third Linear reads is silu of the first one's output times the second one's."""
     generator = torch.Generator().manual_seed(0)
     g, u = (4 * torch.randn(3, 5, generator=generator) for _ in range(2))
     instead = {gate: lambda x: g, up: lambda x: u, down: lambda x: x}
-    mlp.__dict__.update(instead)  # where attributes are looked for before the modules
-    same = _is(mlp, Kind("swiglu"), (g, u), torch.zeros(3, 5))
-    for name in instead:
-        del mlp.__dict__[name]
+    with _instead(mlp, instead):
+        same = _is(mlp, Kind("swiglu"), (g, u), torch.zeros(3, 5))
     return Kind("swiglu") if same else f"a {type(mlp).__name__} does not multiply silu({gate}) by {up}"
 
 
+@_with_numbers
 def refuse_rotary(function: Callable[..., Any]) -> str | None:
     """Why this is another function than `ops.rotary`, or None."""
     generator = torch.Generator().manual_seed(0)

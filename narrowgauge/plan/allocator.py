@@ -93,7 +93,13 @@ class CachingAllocator:
         return found
 
     def _segment(self, size: int, small: bool) -> _Block:
-        length = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE else -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
+        length = (
+            SMALL_SEGMENT
+            if small
+            else LARGE_SEGMENT
+            if size < LARGE
+            else -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
+        )
         self._reserve(length)
         self._segments += 1
         block = _Block(-self._segments if small else self._segments, 0, length)

@@ -168,5 +168,3 @@ def _mark_blocks(model: nn.Module, recorder: Recorder) -> int:
     for number, block in enumerate(blocks):
         mark(number, block)
     return len(blocks)
-
-
