@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import get_args
 
 import torch.nn.functional as F
 from torch import nn
@@ -32,7 +33,7 @@ from narrowgauge.fuse import unfuse
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import SharedInputs
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import Recipe
@@ -58,6 +59,7 @@ def convert(
     compiled: bool = False,
     choices: Mapping[str, str] | None = None,
     fuse: bool = False,
+    weight_codes: WeightCodes = "auto",
 ) -> nn.Module:
     """Gives the Linears of `model` their recipes, in place, and returns the model.
 
@@ -68,11 +70,17 @@ def convert(
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
     choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
     fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fuse); stays until None
+    weight_codes  what is kept of the casts of weights, the same bits either way: "recast" nothing, backward casts them again; "step" all,
+            for one optimizer step: 2 bytes per weight, and each further micro-batch casts none. "auto": "recast" on a GPU, "step" on a CPU
 
     Converting again replaces the recipes of the layers that the patterns name and leaves the others. Raises ConfigError if a
     pattern matches nothing, with the closest names, and if nothing at all could be converted.
     """
     require_module(model, "convert")
+    if weight_codes not in get_args(WeightCodes):
+        raise ConfigError(
+            f"convert: weight_codes = {weight_codes!r}; it is one of {', '.join(map(repr, get_args(WeightCodes)))}."
+        )
     if recipe is None:
         for _, quantized in _quantized(model):
             _restore(quantized)
@@ -115,7 +123,7 @@ def convert(
         if isinstance(layer, QLinear) or own is not None or made is not None:
             quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
             quantized.recipe = own  # which resets the other two
-            quantized.reason, quantized.decision = reason, made
+            quantized.reason, quantized.decision, quantized.weight_codes = reason, made, weight_codes
     shared = SharedInputs()
     for _, quantized in _quantized(model):
         quantized.shared_inputs = shared
@@ -308,7 +316,7 @@ def _restore(layer: QLinear) -> None:
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
     own = "observer is_suspended reason decision _cache precast shared_inputs peers warned_of_ranks _written step_ended _recipe _plans"
-    for name in (*own.split(), "gathered"):
+    for name in (*own.split(), "gathered", "weight_codes"):
         layer.__dict__.pop(name)
     step_end.forget(layer)
     for name in ("scaling", "steps", "sampling"):

@@ -68,7 +68,7 @@ class Held(NamedTuple):
 class GatheredWeight:
     """The weight of one layer, [N, K] by rows on the ranks of `group`. See the module."""
 
-    is_gathered = True
+    is_gathered, recasts = True, False
 
     def __init__(self, layer: QLinear, name: str, parameter: DTensor, group: dist.ProcessGroup, rows: Rows) -> None:
         self.layer, self.name, self.parameter, self.group, self.rows = layer, name, parameter, group, rows

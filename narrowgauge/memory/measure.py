@@ -2,12 +2,13 @@
 
 Counted are the storages that are alive when forward has ended, each once however many operations saved it or a view of it;
 parameters and buffers, which exist anyway, are not counted. A view keeps its whole storage, so the whole is counted. What the
-techniques of this package keep in their own way (codes, selectively kept outputs) reports itself through `note`.
+techniques of this package keep in their own way (codes, selectively kept outputs) reports itself through `note`; casts of weights that
+layers keep for the step are counted at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.linear import QLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,10 @@ class Meter:
         if storage._cdata not in self.known and storage._cdata not in self.seen:
             self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), self.modules[-1])
 
+    def note_all(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.note(tensor)
+
     def result(self) -> SavedBytes:
         by_module: dict[str, int] = {}
         for reference, count, module in self.seen.values():
@@ -69,8 +75,7 @@ def note(*tensors: Tensor) -> None:
     """Counts tensors that are kept for backward without autograd's knowledge, if a measurement is active."""
     meter = _ACTIVE.get()
     if meter is not None:
-        for tensor in tensors:
-            meter.note(tensor)
+        meter.note_all(tensors)
 
 
 def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> SavedBytes:
@@ -123,6 +128,10 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
             )
         if loss is not None:
             del output
+        for name, module in model.named_modules():
+            meter.modules = [name]
+            for casts in module.kept_casts() if isinstance(module, QLinear) else ():
+                meter.note_all(casts.tensors())
         return meter.result()
 
 

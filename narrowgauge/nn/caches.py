@@ -36,12 +36,14 @@ class WeightCache:
     is_given  they were made by others, once per step, as a CUDA graph does: valid whatever the weight's version says, and none is added
     key       of the weight, and of what its casts depend on besides
     held      keeps the memory of the weight: freed, its address could come back as another weight's
+    recasts   casts that can be made again to the bit are not kept: backward makes them anew
     """
 
     casts: Casts = field(default_factory=Casts)
     is_given: bool = False
     key: Key | None = None
     held: Tensor | None = None
+    recasts: bool = False
     is_gathered: ClassVar[bool] = False  # from other ranks: then the tensor has no numbers
 
     def lookup(self, operand: Operand) -> Casts | None:
@@ -53,7 +55,7 @@ class WeightCache:
         key = (valid, context.plan, context.out_dtype, context.steps_version)
         if key != self.key:
             self.key, self.held, self.casts = key, operand.tensor.detach(), Casts()
-        return self.casts
+        return Casts() if self.recasts and all(operand.plan.serves_a_step) else self.casts
 
 
 @dataclass(eq=False)

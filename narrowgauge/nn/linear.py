@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from narrowgauge.nn.caches import PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from narrowgauge.nn.sharded import Locals
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
-__all__ = ["Observer", "QLinear", "WeightCache", "linear"]
+__all__ = ["Observer", "QLinear", "WeightCache", "WeightCodes", "linear"]
 
 # Submodules that recipes add -> what they hold, in words.
 _ADDED = {"scaling": "amax windows", "steps": "learned steps", "sampling": "readings of the sampler"}
+WeightCodes = Literal["auto", "recast", "step"]
 PATIENCE = 16  # optimizer steps without `advance` before a warning
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -97,6 +99,7 @@ class QLinear(nn.Linear):
         self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
         self.gathered: Any = None  # the weight as the codes that ranks sent (distributed.weights.GatheredWeight)
         self.warned_of_ranks = False
+        self.weight_codes: WeightCodes = "auto"  # see `recasts`
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
         self._written = (0, 0)
@@ -157,11 +160,19 @@ class QLinear(nn.Linear):
 
         What the optimizer's step left of the cast stays with keep=True: it is of the weight as it is now, if that is unchanged.
         """
-        self._cache = WeightCache() if keep or self._cache is not None else None
+        kept = keep or self._cache is not None
+        self._cache = WeightCache(recasts=self.recasts) if kept else None
         if not keep and self.precast is not None:
             self.precast.forget()
         if self.gathered is not None:
             self.gathered.forget()
+
+    @property
+    def recasts(self) -> bool:
+        """Whether backward casts the weight again instead of keeping codes of it from forward on."""
+        if self.weight_codes != "auto":
+            return self.weight_codes == "recast"
+        return device_facts(self.weight.device.type, self.weight.device.index).type != "cpu"
 
     def kept_casts(self) -> list[Casts]:
         """The casts of its weight that it keeps from call to call."""

@@ -144,7 +144,8 @@ class Operand:
         if self.plan.role == "gy":
             return needs[0] and needs[1]
         if self.plan.role == "w":  # a cache keeps it; what draws random numbers must draw them at every forward pass
-            return needs[0] and context.cache is not None and not stochastic and not self.tensor.is_inference()
+            keeps = context.cache is not None and not context.cache.recasts
+            return needs[0] and keeps and not stochastic and not self.tensor.is_inference()
         # Noise is drawn alike with a backward pass and without: checkpointing repeats a forward pass that had none.
         return self.keeps_codes and (context.grads or stochastic)
 

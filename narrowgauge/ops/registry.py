@@ -80,7 +80,7 @@ def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]
 def device_facts(device_type: str, index: int | None) -> Device:
     """The Device behind a torch.device."""
     if (rehearsed := rehearsed_on()) is not None:
-        return rehearsed  # type: ignore[no-any-return]
+        return rehearsed
     if device_type == "cuda" and torch.version.hip is None:
         return cuda_facts(index)
     if device_type == "cpu":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from narrowgauge.plan.trace import Trace
 

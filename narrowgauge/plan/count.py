@@ -117,7 +117,7 @@ def _one_step(step: Step, recorder: Recorder) -> None:
         recorder.name("codes", _codes(step.model))
         _name_saved(trace, before, recorder)
         recorder.begin("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         del loss
         recorder.name("gradients", (parameter.grad for parameter in step.model.parameters()))
     recorder.begin("step")
