@@ -114,18 +114,21 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """On a GPU attention without a mask of its own is one kernel, which keeps its output and a number per row."""
+    """Attention is one kernel, which keeps its output and a number per row; of fake tensors torch would compose it of products."""
+
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
+        self.attention = attention
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
+            return self.attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _attention(
+def _on_gpu(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -148,6 +151,22 @@ def _attention(
     return found
 
 
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if dropout_p or (attn_mask is not None and attn_mask.requires_grad):  # then it is composed there too
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return found
+
+
 @contextmanager
 def recording(device: Device) -> Iterator[Recorder]:
     """Tensors made in it are fake and count as tensors on `device`; what is allocated is recorded."""
@@ -164,7 +183,6 @@ def recording(device: Device) -> Iterator[Recorder]:
         stack.enter_context(rehearsal(device))
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        if device.type == "cuda":
-            stack.enter_context(_FusedAttention())
+        stack.enter_context(_FusedAttention(_on_gpu if device.type == "cuda" else _on_cpu))
         stack.enter_context(_Dispatch(recorder))
         yield recorder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from narrowgauge.addresses import number
 from narrowgauge.formats import Format
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.hadamard import definition
@@ -21,7 +22,7 @@ def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -
     if y.numel() == 0:  # its scale may be empty too
         return definition.encode(y, scale, format, packed, bits)
     two = packed and format.codes_per_byte == 2
-    codes, pairs, inside = int4.encode(y, float(scale), format.max, two, bits)
+    codes, pairs, inside = int4.encode(y, number(scale), format.max, two, bits)
     return codes, format.pack(codes) if packed and not two else pairs, inside
 
 
