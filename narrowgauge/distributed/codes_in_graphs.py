@@ -7,20 +7,17 @@ A graph keeps inputs for backward and FSDP fills them anew before it, so the sam
 where a weight travels as two sets. Only an operator knows at run time which they are, and gathers those that are not at hand, as eager
 mode does. It is handed a number of the weight, which is a tensor, so that layers alike share one graph; and the gradient, without which
 torch's partitioner would move what backward makes of the bytes into forward, and keep it, or compute it from the other set.
-The operator copies the bytes: it may not return its input.
+The operator copies the bytes: it may not return its input. A `weight` of this file is a weights.GatheredWeight.
 """
 
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from narrowgauge.distributed.weights import GatheredWeight
 
 # torch 2.11 and 2.12 were not run: there a layer computes between two graphs.
 OLDEST = (2, 13)
@@ -32,14 +29,14 @@ _weights: WeakValueDictionary[int, Any] = (
 )  # an operator is handed nothing but tensors and plain values
 
 
-def numbered(weight: GatheredWeight) -> Tensor:
+def numbered(weight: Any) -> Tensor:
     """By which the operator finds the weight, 0-d int64 on the CPU."""
     number = next(_numbers)
     _weights[number] = weight
     return torch.tensor(number, dtype=torch.int64)
 
 
-def read(weight: GatheredWeight, which: str, records: bool, after: Tensor | None) -> Tensor:
+def read(weight: Any, which: str, records: bool, after: Tensor | None) -> Tensor:
     """The bytes of all rows, [N, width], while torch.compile traces. after: the gradient, in backward."""
     held, rows = weight.held, weight.rows.whole
     assert held is not None
