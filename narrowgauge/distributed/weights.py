@@ -319,7 +319,8 @@ def install(model: nn.Module, topology: Topology, agreement: Agreement) -> Weigh
 
 def _by_owner(topology: Topology, layers: Iterable[QLinear]) -> dict[nn.Module, list[QLinear]]:
     """The module of `fully_shard` that gathers a layer's weight -> such layers."""
-    nearest = {each: module for module in topology.fsdp for each in module.modules()}  # inner modules come later
+    sharded: Any = topology.fsdp
+    nearest = {each: module for module in sharded for each in module.modules()}  # inner modules come later
     found: dict[nn.Module, list[QLinear]] = {}
     for layer in layers:
         found.setdefault(nearest[layer], []).append(layer)
