@@ -114,6 +114,11 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             f"weights = {config.weights!r}: a rank with a copy of the model gathers none. Take parallel = 'fsdp', or leave it out."
         )
+    if config.compile and config.weights != "16bit":
+        raise ConfigError(
+            f"compile = true: was not tried with weights = {config.weights!r}, which this command would compile as one model. "
+            "Take weights = '16bit', or leave compile out."
+        )
     if sizes.fsdp > 1 and config.precision == "amp-fp16":
         raise ConfigError(
             "precision = 'amp-fp16': an overflow in one shard must be known to all, and torch's GradScaler does not see to that. "
