@@ -14,7 +14,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
@@ -42,6 +42,8 @@ def main() -> None:
     elif ranks > 1:
         model = DistributedDataParallel(model)
     ng.distribute(model)  # the one line
+    if rank == 0:
+        print(f"{ranks} ranks, {'shards' if isinstance(model, FSDPModule) else 'copies'} of the model")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     count = options.micro_batches * ranks  # micro-batches of a step

@@ -24,6 +24,7 @@ from narrowgauge.distributed.torch_private import (
 )
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.structure import plain_name
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,11 @@ class Topology:
                     and id(step) not in copied
                     and not isinstance(step, DTensor)
                 ):
+                    wrapper = "fully_shard" if self.fsdp else "DistributedDataParallel"
                     raise ConfigError(
-                        f"distribute: the learned steps of {name!r} are newer than the wrapper around the model, which does not sum their "
-                        "gradients. Convert the model before DistributedDataParallel or fully_shard."
+                        f"distribute: {wrapper} does not sum the gradients of the learned steps of {plain_name(name)!r}: they are newer than it, or were "
+                        f"kept from it (ignored_params). Convert the model, then pass all of it to {wrapper}; beside 16-bit weights, which "
+                        "fully_shard does not take together with float32 steps, use DistributedDataParallel."
                     )
 
     def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
