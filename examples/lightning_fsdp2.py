@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from typing import Any
 
 import lightning
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 import narrowgauge as ng
+from narrowgauge.distributed import agreement_of
 
 
 class Regression(lightning.LightningModule):
@@ -53,6 +55,12 @@ class Regression(lightning.LightningModule):
             self.losses.clear()
             self.print(f"step {self.global_step}: loss {loss.item()!r}")
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["distribute"] = agreement_of(self.model).state_dict()  # the step, by which random numbers are drawn
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        agreement_of(self.model).load_state_dict(checkpoint["distribute"])
+
     def on_train_start(self) -> None:
         how = "shards" if isinstance(self.model, FSDPModule) else "copies"
         self.print(f"{self.trainer.world_size} ranks, {how} of the model")
@@ -69,7 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    batches = torch.randn(64, 64, 128, generator=torch.Generator().manual_seed(1))
+    batches = torch.randn(40, 64, 128, generator=torch.Generator().manual_seed(1))
     own = batches[
         int(os.environ.get("RANK", "0")) :: ranks
     ]  # Lightning would shuffle before it deals them out to the ranks

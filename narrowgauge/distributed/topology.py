@@ -113,9 +113,10 @@ class Topology:
                 ):
                     wrapper = "fully_shard" if self.fsdp else "DistributedDataParallel"
                     raise ConfigError(
-                        f"distribute: {wrapper} does not sum the gradients of the learned steps of {plain_name(name)!r}: they are newer than it, or were "
-                        f"kept from it (ignored_params). Convert the model, then pass all of it to {wrapper}; beside 16-bit weights, which "
-                        "fully_shard does not take together with float32 steps, use DistributedDataParallel."
+                        f"distribute: {wrapper} does not sum the gradients of the learned steps of {plain_name(name)!r}: they are newer "
+                        "than it, or were kept from it (ignored_params). Convert the model, then pass all of it to "
+                        f"{wrapper}; beside 16-bit weights, which fully_shard does not take together with float32 steps, use "
+                        "DistributedDataParallel."
                     )
 
     def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
