@@ -79,6 +79,17 @@ def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, l
     same_run(Path(config.output), Path(reference.output))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_shards_compile(ranks, make):  # noqa: F811
+    """Bounded: Inductor fuses what is around the products and keeps it in float32 where eager mode rounds to bfloat16."""
+    common = {"recipe": "fp8-current", "parallel": "fsdp", "steps": 3, "eval_every": 2}
+    reference, config = make("reference", **common), make("compiled", compile=True, **common)
+    assert ranks(2)(each, [reference, config]) == [[0, 0], [0, 0]]
+    assert tiny.losses(Path(config.output)) == pytest.approx(tiny.losses(Path(reference.output)), rel=1e-3)
+    assert all(event["compiled_graphs"] > 0 for event in tiny.events(Path(config.output), "step"))
+
+
 OPTIMIZERS = [
     {"optimizer": "adamw", "states": "8bit"},
     {"optimizer": "lion", "states": "4bit", "precision": "bf16-o2", "master": "bf16-remainder"},
@@ -124,6 +135,28 @@ def test_hsdp_and_four_ranks_start_from_the_same_loss(ranks, make):  # noqa: F81
     assert ranks(4)(trained, config) == [0, 0, 0, 0]
     ours, theirs = tiny.losses(Path(config.output)), tiny.losses(Path(reference.output))
     assert ours[1] == theirs[1] and ours[2] == pytest.approx(theirs[2], rel=1e-4)
+
+
+def counted(config):
+    """The exit code of this rank, and how many batches it evaluated."""
+    real, calls = Trainer._score, []
+    Trainer._score = lambda trainer, batch: calls.append(0) or real(trainer, batch)
+    try:
+        return trained(config), len(calls)
+    finally:
+        Trainer._score = real
+
+
+@pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
+def test_ranks_share_the_validation_data(ranks, make, layout):  # noqa: F811
+    """Five batches, of which each rank computes three: the sixth is one of them once more, and counts once."""
+    common = {"steps": 1, "eval_tokens": 5 * 64 - 7}
+    reference = make("reference", micro_batches=2, **common)
+    assert loop.run(reference) == 0
+    config = make("ranks", parallel=layout, **common)
+    assert ranks(2)(counted, config) == [(0, 3), (0, 3)]
+    ours, theirs = (tiny.events(Path(each.output), "eval")[-1] for each in (config, reference))
+    assert (ours["loss"], ours["tokens"]) == (theirs["loss"], theirs["tokens"]) and ours["tokens"] == 5 * 64 - 7
 
 
 # --- differences between ranks
