@@ -118,11 +118,6 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             "compile = true: does not work with shards of the model. Take parallel = 'dp', or leave it out."
         )
-    if sizes.fsdp > 1 and config.precision == "amp-fp16":
-        raise ConfigError(
-            "precision = 'amp-fp16': an overflow in one shard must be known to all, and torch's GradScaler does not see to that. "
-            "Take parallel = 'dp', or precision amp-bf16."
-        )
 
 
 def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
