@@ -2,10 +2,10 @@
 
     python -m benchmarks.train_kills --kills 100
 
-A tiny Llama trains on two ranks (--parallel fsdp=2) or in one process (two micro-batches), which compute the same to the bit, and saves
-after each step. Once it has resumed, or at any moment of its start, a rank or both are killed. Then each checkpoint must be whole, and
-the newest not older than the last that metrics.jsonl names. The next start resumes from it. At the end one process trains as many steps
-without a kill: the loss of every step, and every tensor of the last checkpoint, must be the same.
+A tiny Llama trains on two ranks (--parallel fsdp) or in one process (two micro-batches), which compute the same to the bit, and saves
+after each step. A rank or both are killed when it has told of a few checkpoints, or at any moment of its start. Then each checkpoint
+must be whole, and the newest not older than the last that metrics.jsonl names. The next start resumes from it. At the end one process
+trains as many steps without a kill: the loss of every step, and every tensor of the last checkpoint, must be the same.
 
 Ranks have what torchrun gives them (its variables, a store outside of them), but are forked with their imports made: torchrun's own
 starts cost seconds of CPU each.
@@ -39,9 +39,11 @@ from narrowgauge.errors import CheckpointError
 from narrowgauge.train.checkpoint import store
 
 WORLDS = (2, 2, 2, 1)
-AT_ANY_MOMENT = 0.3  # of the kills; the others come after the first checkpoint that a start tells
-LATEST_S = 1.0
-START_S = 120.0
+AT_ANY_MOMENT = 0.25  # of the kills; the others come when a start has told of some checkpoints
+START_S = 5.0  # in which the former come, and
+LATEST_S = 0.2  # the latter
+MOST_SAVES = 5
+BEGIN_S = 300.0
 PATIENCE_S = 60.0
 SIZES = (
     "--hidden-size=32 --layers=2 --heads=2 --intermediate-size=48 --sequence-length=16 --vocab-size=300 --batch-size=4"
@@ -66,7 +68,7 @@ class Start:
             [*PRELOADED, "narrowgauge.train.loop", "transformers.models.llama.modeling_llama"]
         )
         arguments = ["train", *SETTINGS, f"--data={place / 'text'}", f"--cache={place / 'cache'}", *more]
-        arguments += ["--parallel=fsdp=2"] if world > 1 else ["--micro-batches=2"]
+        arguments += ["--parallel=fsdp", f"--micro-batches={2 // world}"]
         self.said = place / "said.txt"
         self.said.write_text("", encoding="utf-8")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -111,14 +113,14 @@ def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
         world = rng.choice(WORLDS)
         before, size = told(output), _bytes(output)
         start = Start(place, world, (f"--output={output}", "--resume", "--checkpoint-every=1", "--keep=2"))
-        until_s = time.monotonic() + START_S
-        wants, any_moment = ("resume" if before else "step"), rng.random() < AT_ANY_MOMENT
-        while not any_moment and time.monotonic() < until_s and not _has(output, size, wants):
+        until_s = time.monotonic() + BEGIN_S
+        saves, any_moment = rng.randrange(1, MOST_SAVES + 1), rng.random() < AT_ANY_MOMENT
+        while not any_moment and time.monotonic() < until_s and _saves(output, size) < saves:
             if not any(process.is_alive() for process in start.processes):
                 break
-            time.sleep(0.02)
-        ready = any_moment or _has(output, size, wants)
-        time.sleep(rng.uniform(0, LATEST_S))
+            time.sleep(0.005)
+        ready = any_moment or _saves(output, size) >= saves
+        time.sleep(rng.uniform(0, START_S if any_moment else LATEST_S))
         victims = list(range(world)) if rng.random() < 0.2 else [rng.randrange(world)]
         start.kill(victims)
         codes, ended_s = start.ended()
@@ -145,10 +147,10 @@ def _bytes(output: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _has(output: Path, size: int, event: str) -> bool:
-    """Whether the log has such an event after its first `size` bytes."""
+def _saves(output: Path, size: int) -> int:
+    """Checkpoints that the log tells of after its first `size` bytes."""
     path = output / "metrics.jsonl"
-    return path.exists() and f'"event": "{event}"'.encode() in path.read_bytes()[size:]
+    return path.read_bytes()[size:].count(b'"event": "checkpoint"') if path.exists() else 0
 
 
 def _wrong(start: Start, codes: list[int | None], victims: list[int], ready: bool) -> list[str]:
