@@ -124,7 +124,7 @@ def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
 def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(ranks, make, before_step, layout):  # noqa: F811
-    """Ctrl-C reaches rank 1 alone: both finish the step, and one checkpoint of ordinary tensors is saved."""
+    """Ctrl-C reaches rank 1 alone: both finish the step, and save one checkpoint."""
     common = {"recipe": "fp8-delayed", "steps": 6, "batch_size": 4}
     reference = make("reference", micro_batches=2, **common)
     assert loop.run(reference) == 0
