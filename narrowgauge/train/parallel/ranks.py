@@ -142,6 +142,15 @@ class Ranks:
         dist.all_gather_object(told, own)
         return next((f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing), nothing)
 
+    def joined(self, own: Mapping[int, T]) -> list[T]:
+        """What all ranks have, in the order of its numbers; of several with one number that of the first rank."""
+        told: list[Any] = [own]
+        if self.world > 1:
+            told = [None] * self.world
+            dist.all_gather_object(told, own)
+        found = {number: value for each in reversed(told) for number, value in each.items()}
+        return [found[number] for number in sorted(found)]
+
     def refuse_differences(
         self, own: Mapping[str, Any], what: str, error: type[NarrowgaugeError] = ConfigError
     ) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -55,6 +55,8 @@ class Parallel:
         self.ranks, self.layout = ranks, layout(config.parallel, ranks.world)
         refuse(config, self.layout, ranks)
         self.whole: nn.Module = Spread(model)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            _sum_within_blocks(model)
         self.agreement: Agreement | None = None
         if self.layout.fsdp > 1:
             _shard(self.whole, model, self.layout)
@@ -118,6 +120,28 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             "compile = true: does not work with shards of the model. Take parallel = 'dp', or leave it out."
         )
+
+
+def _sum_within_blocks(model: nn.Module) -> None:
+    """Each block sums the gradients of what it reads before they leave it, as fully_shard has it, in one process and in copies too.
+
+    All blocks of a decoder read the encoder's output, in two products each. fully_shard puts an autograd function of its own around
+    the inputs of a block (RegisterPostBackwardFunction), so the sum there is (k1 + v1) + (k0 + v0), and without it
+    ((k1 + v1) + k0) + v0: other last bits.
+    """
+    for block in find_blocks(model, verb="parallel").values():
+        block.register_forward_pre_hook(_own_inputs, with_kwargs=True)
+
+
+def _own_inputs(
+    block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(_own, given)), {key: _own(value) for key, value in named.items()}
+
+
+def _own(value: Any) -> Any:
+    """A tensor that gradients flow to, as a node of its own in the graph."""
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
