@@ -19,6 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import identity
+
 # torch 2.11 and 2.12 were not run: there a layer computes between two graphs.
 OLDEST = (2, 13)
 WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= OLDEST
@@ -49,7 +51,7 @@ def read(weight: Any, which: str, records: bool, after: Tensor | None) -> Tensor
 def _gathered_codes(data: Tensor, number: Tensor, after: Tensor | None, which: str, records: bool) -> Tensor:
     weight = _weights[int(number)]
     found: Tensor = weight.bytes_of(which, records)
-    return found.clone() if found.data_ptr() == data.data_ptr() else found
+    return found.clone() if identity(found) == identity(data) else found
 
 
 torch.library.define(

@@ -7,7 +7,7 @@ configuration another file of weights, an adapter a pickle of its own, or attent
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.utils import cached_file, logging
 
 from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.train.checkpoint import state
 from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"
@@ -79,15 +80,14 @@ def _refusal(where: str, name: str, words: str) -> ConfigError:
     return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}")
 
 
-def export(model: Any, own: Mapping[str, Tensor], tokenizer: Any, best: Best, folder: Path) -> None:
+def export(model: Any, weights: dict[str, Tensor], tokenizer: Any, best: Best, folder: Path) -> None:
     """Writes model and tokenizer to `folder`, which is whole or not there, also after a power cut; replaces an older one.
 
-    Weights: the best by the run's metric, else `own`, those of the model.
+    weights: ordinary tensors, the best by the run's metric or the last. The model tells their names and shapes alone.
     """
     draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
-    chosen = best.weights()
-    weights = own if chosen is None else chosen
-    if {name: weight.shape for name, weight in weights.items()} != {name: weight.shape for name, weight in own.items()}:
+    own = {name: weight.shape for name, weight in model.state_dict().items() if state.is_weight(name)}
+    if {name: weight.shape for name, weight in weights.items()} != own:
         raise CheckpointError(
             f"{best.path(best.step)}: its {len(weights)} weights are not the {len(own)} of this model. "
             "Restore it; or remove it and resume, to export the last weights."

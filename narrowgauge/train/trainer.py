@@ -13,7 +13,6 @@ its micro-batches of a step; what decides anything, and what is logged, is of al
 import math
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
-from narrowgauge.train.parallel import digest, whole_state
+from narrowgauge.train.parallel import checkpoints, digest
 from narrowgauge.train.parallel.evaluation import readings
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
@@ -88,7 +87,7 @@ class Trainer:
         self.parallel = Parallel(config, self.model, ranks)
         self.optimizer: Any = build_optimizer(config, self.model, self.precision)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
-        self.best = whole_state.Best(folder.best, task.best, ranks, self.model)
+        self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self.stages = stages(config, self.model)
         self._resume()
         self.generators = state.generators()
@@ -108,7 +107,9 @@ class Trainer:
         return model or build(config, task.model, self.device, task.tokens_at_once(), chosen_first)
 
     def _resume(self) -> None:
-        found, skipped = whole_state.newest_valid(self.folder.checkpoints, self.ranks)
+        found, skipped = checkpoints.newest_valid(
+            self.folder.checkpoints, self._become, self.model, self.optimizer, self.ranks
+        )
         for path, why in skipped:
             tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
         if found is None:
@@ -117,12 +118,7 @@ class Trainer:
             ):  # it ended before its first checkpoint: what it logged does not count
                 self.log.write("resume", 0, path="", skipped=[])
             return
-        self._refuse_other_run(found)
-        for stage in self.stages:
-            if stage.step <= found.step:
-                stage.apply(self.model)
-        tensors = whole_state.placed(found.tensors, self.model, self.optimizer)
-        state.restore(self.model, self.optimizer, self.scaler, tensors, found.facts["state"], str(found.path))
+        state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
         if self.parallel.agreement is not None:  # checkpoints of before have none
             self.parallel.agreement.load_state_dict(
                 found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step}
@@ -141,6 +137,13 @@ class Trainer:
         logged = (event["path"] for event in read_metrics(self.log.path) if event["event"] == "checkpoint")
         if place not in logged:  # a kill came between saving it and logging it
             self.log.write("checkpoint", self.step, path=place)
+
+    def _become(self, found: store.Checkpoint) -> None:
+        """Gives layers the recipes that they had at the step of a checkpoint of this run."""
+        self._refuse_other_run(found)
+        for stage in self.stages:
+            if stage.step <= found.step:
+                stage.apply(self.model)
 
     def _refuse_other_run(self, found: store.Checkpoint) -> None:
         """Raises if a checkpoint cannot be one of this run."""
@@ -360,14 +363,9 @@ class Trainer:
         with self.precision.context(self.device.type):
             return self.parallel(self.objective.scored, batch, self.device)
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Of the model, without what recipes add; on other ranks than 0 nothing."""
-        weights, _ = state.split_scaling(self.model.state_dict())
-        return whole_state.gathered(weights, self.ranks, self.model)
-
     def _save(self) -> None:
         started_at_s = time.monotonic()
-        tensors, rest = whole_state.collect(self.model, self.optimizer, self.scaler, self.ranks)
+        tensors, rest = state.collect(self.model, self.optimizer, self.scaler)
         facts = {
             "state": rest,
             "trained_s": self.trained_s,
@@ -380,19 +378,12 @@ class Trainer:
         }
         if self.parallel.agreement is not None:
             facts["agreement"] = self.parallel.agreement.state_dict()
-
-        def write() -> Path:
-            self.log.sync()  # a run that goes on from here has the lines of the steps before
-            path = store.save(self.folder.checkpoints, self.step, tensors, facts)
-            manifest.prune(self.folder.checkpoints, self.config.keep)
-            return path
-
-        path = self.ranks.first(write)
+        self.log.sync()  # a run that goes on from here has the lines of the steps before
+        path = checkpoints.save(self.folder.checkpoints, self.step, tensors, facts, self.config.keep, self.ranks)
         self.saved_step = self.step
         self.best.clear()
-        if path is not None:
-            save_s = time.monotonic() - started_at_s
-            self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
+        save_s = time.monotonic() - started_at_s
+        self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 
 
 def read(readings: Tensor) -> tuple[list[float], float]:

@@ -121,11 +121,6 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
             f"compile = true: was not tried with weights = {config.weights!r}, which this command would compile as one model. "
             "Take weights = '16bit', or leave compile out."
         )
-    if sizes.fsdp > 1 and config.precision == "amp-fp16":
-        raise ConfigError(
-            "precision = 'amp-fp16': an overflow in one shard must be known to all, and torch's GradScaler does not see to that. "
-            "Take parallel = 'dp', or precision amp-bf16."
-        )
 
 
 def _sum_within_blocks(model: nn.Module) -> None:
