@@ -107,9 +107,15 @@ class CachingAllocator:
 
     def _grown(self, size: int, small: bool) -> _Block:
         """The range with as many more pages as the request needs behind what is free at its end."""
-        last, page = self._ends[small], SMALL_SEGMENT if small else LARGE_SEGMENT
-        there = last.size if last is not None and last.free else 0
-        length = -(-(size - there) // page) * page
+        page = SMALL_SEGMENT if small else LARGE_SEGMENT
+
+        def missing() -> int:
+            end = self._ends[small]
+            there = end.size if end is not None and end.free else 0
+            return -(-(size - there) // page) * page
+
+        self._make_room(missing())
+        length, last = missing(), self._ends[small]  # the end of the range may have been given back
         self._reserve(length)
         if last is None:
             block = _Block(-1 if small else 1, 0, length)
@@ -124,11 +130,14 @@ class CachingAllocator:
         self._keep(block, small)
         return block
 
-    def _reserve(self, length: int) -> None:
+    def _make_room(self, length: int) -> None:
         if self.capacity is not None and self.reserved + length > self.capacity:
             self._give_back()
-            if self.reserved + length > self.capacity:
-                raise OutOfMemory
+
+    def _reserve(self, length: int) -> None:
+        self._make_room(length)
+        if self.capacity is not None and self.reserved + length > self.capacity:
+            raise OutOfMemory
         self.reserved += length
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 

@@ -49,7 +49,10 @@ class Step:
 
 @dataclass
 class Count:
-    """trace   of the building and of two steps          blocks  how many the model has
+    """What was counted.
+
+    trace   of the building and of two steps
+    blocks  how many the model has
     second  where the second step begins in trace.events
     """
 

@@ -38,7 +38,10 @@ class Allocation:
 
 @dataclass
 class Trace:
-    """allocations  by number            events  in order: n for the allocation number n, ~n for the end of it
+    """What was allocated and freed, in order.
+
+    allocations  by number
+    events       n for the beginning of the allocation number n, ~n for its end
     phases       (place in events, name) of each beginning
     """
 
