@@ -58,7 +58,7 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     device = ranks.device(config.device)  # before anything is read or written
     ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
     ranks.refuse_differences(asdict(config), "settings")
-    layout(config.parallel, ranks.world)
+    ranks.layout = layout(config.parallel, ranks.world)
     if config.compile:
         refuse_without_compiler(device)
     if config.compile or device.type == "cuda":

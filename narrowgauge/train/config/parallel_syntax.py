@@ -5,7 +5,8 @@
     tp    ranks that share each matrix product
     pp    stages of a pipeline
 
-The product is the number of ranks. One key may stand without a number: it takes the ranks that the others leave. Nothing at all is "dp".
+Ranks are numbered stage after stage, in each of them copy after copy. The product is the number of ranks. One key may stand without a
+number: it takes the ranks that the others leave. Nothing at all is "dp".
 """
 
 import math
@@ -18,7 +19,6 @@ KEYS = {"dp": "dp", "ddp": "dp", "fsdp": "fsdp", "tp": "tp", "pp": "pp"}
 REST = 0  # the size of a key without a number
 NOT_YET = {
     "tp": "narrowgauge train does not cut matrix products among ranks. Use fsdp; or narrowgauge.distribute in a loop of your own.",
-    "pp": "narrowgauge train does not cut a model into stages. Use fsdp; or narrowgauge.distribute in a loop of your own.",
 }
 
 
@@ -28,13 +28,34 @@ class Layout:
 
     dp: int = 1
     fsdp: int = 1
+    pp: int = 1
 
     @property
     def world(self) -> int:
+        return self.data * self.pp
+
+    @property
+    def data(self) -> int:
+        """Groups of ranks that read other data than each other."""
         return self.dp * self.fsdp
 
+    def share(self, rank: int) -> tuple[int, int]:
+        """(number, count) of a rank's group among those that read other data."""
+        return rank % self.data, self.data
+
+    @property
+    def one_of_each(self) -> range:
+        """A rank of each of these groups, in their order."""
+        return range(self.data)
+
+    @property
+    def first_ranks(self) -> range:
+        """The first rank of each stage."""
+        return range(0, self.world, self.data)
+
     def __str__(self) -> str:
-        return ",".join(f"{key}={size}" for key, size in (("dp", self.dp), ("fsdp", self.fsdp)) if size > 1) or "dp=1"
+        sizes = {"dp": self.dp, "fsdp": self.fsdp, "pp": self.pp}
+        return ",".join(f"{key}={size}" for key, size in sizes.items() if size > 1) or "dp=1"
 
 
 def layout(text: str, world: int) -> Layout:
@@ -53,7 +74,7 @@ def layout(text: str, world: int) -> Layout:
             f"parallel = {text!r}: {shown} is {known}, and this run has {ranks}. Start it with torchrun --nproc-per-node {known}, "
             f"or take parallel = {fitting!r}, which takes all the ranks there are."
         )
-    return Layout(**{key: size for key, size in sizes.items() if key in ("dp", "fsdp")})
+    return Layout(**{key: size for key, size in sizes.items() if key in ("dp", "fsdp", "pp")})
 
 
 def problems(text: str) -> list[str]:

@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError, NarrowgaugeError, PeerError
+from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.device import chosen_device
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class Ranks:
         """local: among the ranks of this machine; store: where they leave each other words."""
         self.rank, self.world, self.local, self.timeout_s = rank, world, local, timeout_s
         self._store, self._done = store, 0
+        self.layout = Layout(dp=world)  # how they share the run
         self.place = "before the first step"  # of the run, for messages
 
     @classmethod

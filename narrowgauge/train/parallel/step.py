@@ -32,15 +32,19 @@ def targets_of_ranks(
         return targets_of_step(batch.batches, number), facts
     assert isinstance(stop, AgreedStop)
     own = [sum(map(valid_targets, batch.batches)), facts.get("positions", 0), stop.own]
-    targets, positions, asked = zip(*ranks.numbers(own), strict=True)
-    stop.agree(asked)
+    told = ranks.numbers(own)
+    stop.agree([asked for *_, asked in told])
+    targets, positions, _ = zip(*(told[rank] for rank in ranks.layout.one_of_each), strict=True)
     if "positions" in facts:
         facts["positions"] = sum(positions)
     return sum(targets) or targets_of_step([], number), facts
 
 
 def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float]:
-    """losses: of a rank's micro-batches. -> the loss of the step, and the norm. DriftError, on all ranks, if they have different norms."""
+    """-> the loss of the step, and the norm. DriftError, on all ranks, if they have different norms.
+
+    losses: of a rank's micro-batches; zeros where another stage has them
+    """
     of_ranks = ranks.reals([*losses, norm])
     for rank, (*_, other) in enumerate(of_ranks):
         first = of_ranks[0][-1]

@@ -18,12 +18,16 @@ from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.checkpoint.store import Tensors
+from narrowgauge.train.parallel import stage_state
 from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.parallel.stage_state import WholeNumbers
 
 
-def collect(model: nn.Module, optimizer: Any, scaler: Any, ranks: Ranks) -> tuple[Tensors, dict[str, Any]]:
-    """`state.collect`, with whole tensors."""
-    tensors, rest = state.collect(model, optimizer, scaler)
+def collect(
+    model: nn.Module, optimizer: Any, scaler: Any, ranks: Ranks, numbers: WholeNumbers | None
+) -> tuple[Tensors, dict[str, Any]]:
+    """`state.collect`, with whole tensors. numbers: of a model in stages."""
+    tensors, rest = (state if numbers is None else numbers).collect(model, optimizer, scaler)
     return {group: gathered(members, ranks, model) for group, members in tensors.items()}, rest
 
 
@@ -32,16 +36,17 @@ def gathered(tensors: Mapping[str, Tensor], ranks: Ranks, model: nn.Module) -> d
     same = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
     found: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}
+    keeps = ranks.rank in ranks.layout.first_ranks
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             key = same.get(name, id(tensor))
             tensor = known.get(key)  # type: ignore[assignment]
             if tensor is None:
                 whole = shards.gathered(tensors[name].detach())
-                tensor = known[key] = whole.cpu() if ranks.is_first else whole.new_empty(0)
-        if ranks.is_first:
+                tensor = known[key] = whole.cpu() if keeps else whole.new_empty(0)
+        if keeps:
             found[name] = tensor
-    return found
+    return found if ranks.layout.pp == 1 else stage_state.whole(found, ranks.layout.first_ranks)
 
 
 def newest_valid(folder: Path, ranks: Ranks) -> tuple[store.Checkpoint | None, list[tuple[Path, str]]]:
