@@ -323,18 +323,19 @@ class Trainer:
         self.optimizer.zero_grad()
         whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run
 
-        for agreement in self.parallel.agreements:
-            agreement.micro_batch = 0  # the same random numbers once more
+        pipeline = self.parallel.pipeline
         self.parallel.follows(False)
 
         def repeat() -> None:
-            if self.parallel.pipeline is not None:
-                self.parallel.pipeline.step(micro_batches, targets)
-                return
-            for batch in micro_batches:
+            for agreement in self.parallel.agreements:
+                agreement.micro_batch = 0  # the same random numbers once more
+            if pipeline is not None:
+                pipeline.step(micro_batches, targets)
+            for batch in micro_batches if pipeline is None else ():
                 self._backward(whole, batch, targets)
 
-        where = where_nonfinite(self.model, repeat, loss, self.ranks)
+        forward = None if pipeline is None else partial(pipeline.forward, micro_batches)
+        where = where_nonfinite(self.model, repeat, loss, self.ranks, forward)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)

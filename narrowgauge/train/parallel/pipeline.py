@@ -207,6 +207,11 @@ class Pipeline:
         found = self._through(batch)
         return torch.zeros((), device=self.device) if found is None else found, None
 
+    def forward(self, batches: list[Batch]) -> None:
+        """The forward pass of these micro-batches alone, for those who watch it."""
+        for batch in batches:
+            self._through(batch)
+
     def __call__(self, input_ids: Tensor, use_cache: bool) -> Any:
         """As a model is called by those who write samples, on all ranks alike: logits of the last token."""
         self._end = self._last_logits

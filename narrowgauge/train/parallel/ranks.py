@@ -135,13 +135,14 @@ class Ranks:
         dist.all_gather(found, mine)
         return [each.tolist() for each in found]
 
-    def first_of(self, own: str, nothing: str) -> str:
-        """What the first rank says that does not say `nothing`, with its number."""
+    def first_of(self, own: str, nothing: str, last: bool = False) -> str:
+        """What the first rank says that does not say `nothing`, with its number; or the last."""
         if self.world == 1:
             return own
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, own)
-        return next((f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing), nothing)
+        found = [f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing]
+        return found[-last] if found else nothing
 
     def refuse_differences(
         self, own: Mapping[str, Any], what: str, error: type[NarrowgaugeError] = ConfigError

@@ -156,7 +156,14 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
             f"activations = {config.activations!r}: no activations travel with parallel = {str(sizes)!r}. Take pp=2, or leave it out."
         )
     if sizes.pp > 1 and sizes.data > 1:
-        raise ConfigError(f"parallel = {str(sizes)!r}: a pipeline (pp) takes all the ranks. Leave out dp and fsdp.")
+        raise ConfigError(
+            f"parallel = {str(sizes)!r}: narrowgauge train has no copies or shards of a pipeline. Take pp alone; or "
+            "narrowgauge.distribute in a loop of your own."
+        )
+    if config.gradients != "16bit" and sizes.data == 1:
+        raise ConfigError(
+            f"gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to parallel."
+        )
     if sizes.fsdp * sizes.pp > 1 and config.compile:
         raise ConfigError(
             "compile = true: does not work with shards or stages of the model. Take parallel = 'dp', or leave it out."

@@ -61,13 +61,19 @@ def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float
     return float(total), norm
 
 
-def where_nonfinite(model: nn.Module, repeat: Callable[[], None], loss: float, ranks: Ranks) -> str:
+def where_nonfinite(
+    model: nn.Module, repeat: Callable[[], None], loss: float, ranks: Ranks, forward: Callable[[], None] | None = None
+) -> str:
     """`first_nonfinite`, with the rank that saw it.
 
     Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them.
+    forward: of a model in stages, that of the step alone. What appears there, the first stage knows that saw it; else the last one.
     """
     if ranks.world == 1:
         return first_nonfinite(model, repeat, loss)
     if words := ranks.first_of(nonfinite_parameter(model), ""):
         return words
-    return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING)
+    if forward is None:
+        return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING)
+    words = ranks.first_of(first_nonfinite(model, forward, math.nan), NOTHING)
+    return words if words != NOTHING else ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING, last=True)
