@@ -24,6 +24,7 @@ from narrowgauge.train.device import (
 )
 from narrowgauge.train.model_files import export
 from narrowgauge.train.parallel import followers
+from narrowgauge.train.parallel.checkpoints import trained_weights
 from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
 from narrowgauge.train.parallel.spread import shared
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
@@ -171,8 +172,10 @@ def _train_and_log(
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
             if reason == "finished":
-                weights = trainer.whole_weights()
-                ranks.first(lambda: export(trainer.model, weights, task.tokenizer, trainer.best, folder.final))
+                weights = trained_weights(trainer.model, trainer.best)
+                ranks.first(
+                    lambda: export(trainer.model, trainer.shapes, weights, task.tokenizer, trainer.best, folder.final)
+                )
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")

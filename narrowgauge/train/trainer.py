@@ -13,7 +13,6 @@ its micro-batches of a step; what decides anything, and what is logged, is of al
 import math
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
-from narrowgauge.train.parallel import digest, whole_state
+from narrowgauge.train.parallel import checkpoints, digest
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.parallel.stage_state import WholeNumbers
@@ -86,6 +85,7 @@ class Trainer:
         )
         self.objective = task.objective(self.model, self.precision.computes_in)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if state.is_weight(name)}
         self.auto = chosen(self.model)
         self.stages = stages(config, self.model)
         # Of a model that is cut into stages: how an optimizer of all of it would number its parameters.
@@ -93,7 +93,7 @@ class Trainer:
         self.parallel = Parallel(config, self.model, ranks, self.objective)
         self.optimizer = self._new_optimizer()
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
-        self.best = whole_state.Best(folder.best, task.best, ranks, self.model)
+        self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self._resume()
         self.generators = state.generators()
         backward = partial(self._backward, self.objective, checked=True)
@@ -115,7 +115,9 @@ class Trainer:
         return build_optimizer(self.config, self.model, self.precision)
 
     def _resume(self) -> None:
-        found, skipped = whole_state.newest_valid(self.folder.checkpoints, self.ranks)
+        found, skipped = checkpoints.newest_valid(
+            self.folder.checkpoints, self._become, self.model, self.optimizer, self.ranks, self.numbers
+        )
         for path, why in skipped:
             tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
         if found is None:
@@ -124,15 +126,10 @@ class Trainer:
             ):  # it ended before its first checkpoint: what it logged does not count
                 self.log.write("resume", 0, path="", skipped=[])
             return
-        self._refuse_other_run(found)
-        for stage in self.stages:
-            if stage.step <= found.step:
-                stage.apply(self.model)
         tensors, rest = found.tensors, found.facts["state"]
         if self.numbers is not None:
             with state.unusable(str(found.path)):
                 tensors, rest = self.numbers.own_part(tensors, rest, self.model, self.optimizer)
-        tensors = whole_state.placed(tensors, self.model, self.optimizer)
         state.restore(self.model, self.optimizer, self.scaler, tensors, rest, str(found.path))
         for agreement in self.parallel.agreements:  # checkpoints of before have none
             agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
@@ -150,6 +147,13 @@ class Trainer:
         logged = (event["path"] for event in read_metrics(self.log.path) if event["event"] == "checkpoint")
         if place not in logged:  # a kill came between saving it and logging it
             self.log.write("checkpoint", self.step, path=place)
+
+    def _become(self, found: store.Checkpoint) -> None:
+        """Gives layers the recipes that they had at the step of a checkpoint of this run."""
+        self._refuse_other_run(found)
+        for stage in self.stages:
+            if stage.step <= found.step:
+                stage.apply(self.model)
 
     def _refuse_other_run(self, found: store.Checkpoint) -> None:
         """Raises if a checkpoint cannot be one of this run."""
@@ -383,14 +387,9 @@ class Trainer:
         with self.precision.context(self.device.type):
             return self.parallel(self.objective.scored, batch, self.device)
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Of the model, without what recipes add; on other ranks than 0 nothing."""
-        weights, _ = state.split_scaling(self.model.state_dict())
-        return whole_state.gathered(weights, self.ranks, self.model)
-
     def _save(self) -> None:
         started_at_s = time.monotonic()
-        tensors, rest = whole_state.collect(self.model, self.optimizer, self.scaler, self.ranks, self.numbers)
+        tensors, rest = (self.numbers or state).collect(self.model, self.optimizer, self.scaler)
         facts = {
             "state": rest,
             "trained_s": self.trained_s,
@@ -403,19 +402,12 @@ class Trainer:
         }
         for agreement in self.parallel.agreements[:1]:  # those of other stages say the same
             facts["agreement"] = agreement.state_dict()
-
-        def write() -> Path:
-            self.log.sync()  # a run that goes on from here has the lines of the steps before
-            path = store.save(self.folder.checkpoints, self.step, tensors, facts)
-            manifest.prune(self.folder.checkpoints, self.config.keep)
-            return path
-
-        path = self.ranks.first(write)
+        self.log.sync()  # a run that goes on from here has the lines of the steps before
+        path = checkpoints.save(self.folder.checkpoints, self.step, tensors, facts, self.config.keep, self.ranks)
         self.saved_step = self.step
         self.best.clear()
-        if path is not None:
-            save_s = time.monotonic() - started_at_s
-            self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
+        save_s = time.monotonic() - started_at_s
+        self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 
 
 def read(readings: Tensor) -> tuple[list[float], float]:

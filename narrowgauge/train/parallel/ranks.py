@@ -39,6 +39,7 @@ from narrowgauge.train.device import chosen_device
 
 T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
+NAMED = re.compile(r"rank \d+: ")  # as errors that all ranks raise alike begin
 REPORT_S = 5.0  # in which ranks that live say so
 POLL_S = 0.05
 # What gloo says in a plain RuntimeError when another rank is gone; of NCCL and the store it is a DistError.
@@ -178,7 +179,9 @@ class Ranks:
                 raise EndedElsewhere(told.get("code", 1)) from error
             if isinstance(error, NarrowgaugeError):
                 error.told = True
-                error.args = (f"rank {self.rank}: {error}",) if self.rank else error.args
+                error.args = (
+                    (f"rank {self.rank}: {error}",) if self.rank and not NAMED.match(str(error)) else error.args
+                )
             raise
 
     def _fails(self, code: int, words: str) -> bool:

@@ -168,10 +168,10 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             "compile = true: does not work with shards or stages of the model. Take parallel = 'dp', or leave it out."
         )
-    if sizes.fsdp * sizes.pp > 1 and config.precision == "amp-fp16":
+    if sizes.pp > 1 and config.precision == "amp-fp16":
         raise ConfigError(
-            "precision = 'amp-fp16': an overflow in one shard or stage must be known to all, and torch's GradScaler does not see to that. "
-            "Take parallel = 'dp', or precision amp-bf16."
+            "precision = 'amp-fp16': an overflow in one stage must be known to all, and torch's GradScaler does not see to that. "
+            "Take precision amp-bf16, or fsdp."
         )
 
 

@@ -1,12 +1,12 @@
 """The state of a run in stages under the names of one process: of each rank its part, of all together the whole.
 
-Weights and what recipes remember have the names of the whole model anyway. An optimizer numbers its parameters, so a rank's state gets
-the numbers that the whole model's optimizer would give: `state.17.exp_avg`, with the groups of the whole.
+Weights and what recipes remember have the names of the whole model anyway. An optimizer numbers its parameters, so in a checkpoint a
+rank's state has the numbers that the optimizer of the whole model would give: `state.17.exp_avg`, with the groups of the whole. Each
+rank writes its part, and reads its part of what any number of ranks wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ class WholeNumbers:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.names = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        self.numbers = {name: number for number, name in enumerate(self.names)}
+        found = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        self.numbers = {name: number for number, name in enumerate(found)}
         self.groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+        self.weights = {name for name in model.state_dict() if state.is_weight(name)}
 
-    def own(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    def of_rank(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
         """Number of a parameter in this rank's optimizer -> its number in the whole."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         return [self.numbers[names[parameter]] for group in optimizer.param_groups for parameter in group["params"]]
@@ -34,69 +35,68 @@ class WholeNumbers:
     def collect(self, model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
         """As `checkpoint.state.collect`: of tensors this rank's part, of the rest the whole, on all ranks, which call together."""
         tensors, rest = state.collect(model, optimizer, scaler)
-        numbers = self.own(model, optimizer)
-        tensors["optimizer"] = {_renumbered(name, numbers): each for name, each in tensors["optimizer"].items()}
+        tensors = self.in_whole(tensors, model, optimizer)
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, list(tensors["optimizer"]))
-        lr = optimizer.param_groups[0]["lr"]
-        groups = [{**group, "lr": lr} for group in self.groups]
-        names = sorted((name for each in told for name in each), key=lambda name: int(name.split(".")[1]))
-        rest["optimizer"] = _tree(dict.fromkeys(names, torch.empty(0)), groups)[1]
+        names = sorted((name for each in told for name in each), key=_number)
+        groups = [{**group, "lr": optimizer.param_groups[0]["lr"]} for group in self.groups]
+        rest["optimizer"] = _flat(dict.fromkeys(names, torch.empty(0)), groups)[1]
         return tensors, rest
 
-    def own_part(
-        self, saved: Tensors, rest: dict[str, Any], model: nn.Module, optimizer: Any
-    ) -> tuple[Tensors, dict[str, Any]]:
-        """What this rank's model and optimizer take up of a whole state. Raises ValueError for one that is another optimizer's."""
-        names, numbers = model.state_dict().keys(), self.own(model, optimizer)
-        places = {number: place for place, number in enumerate(numbers)}
-        groups = state.unflatten(rest["optimizer"], saved["optimizer"])["param_groups"]
+    def in_whole(self, tensors: Tensors, model: nn.Module, optimizer: Any) -> Tensors:
+        """With the numbers of the whole."""
+        numbers = dict(enumerate(self.of_rank(model, optimizer)))
+        return {**tensors, "optimizer": _renumbered(tensors["optimizer"], numbers)}
+
+    def own_tensors(self, saved: Tensors, model: nn.Module, optimizer: Any, is_whole: bool = False) -> Tensors:
+        """Of a checkpoint's tensors what this rank has, with its optimizer's own numbers.
+
+        is_whole: these are those of all stages. Raises ValueError if they are another model's.
+        """
+        others = saved.get("weights", {}).keys() ^ self.weights if is_whole else set()
+        if others:
+            raise ValueError(f"it holds other weights than this model, {min(others)!r} for example")
+        own = model.state_dict().keys()
+        found = {group: {name: each for name, each in members.items() if group == "rng" or name in own}
+                 for group, members in saved.items()}  # fmt: skip
+        numbers = {number: place for place, number in enumerate(self.of_rank(model, optimizer))}
+        moments = saved.get("optimizer", {})
+        mine = {name: each for name, each in moments.items() if _number(name) in numbers}
+        return {**found, "optimizer": _renumbered(mine, numbers)}
+
+    def own_part(self, saved: Tensors, rest: dict[str, Any], model: nn.Module, optimizer: Any) -> tuple[Tensors, Any]:
+        """As `own_tensors`, and the rest of the state, as `checkpoint.state.restore` wants them.
+
+        Raises ValueError for a state of another optimizer.
+        """
+        tensors = self.own_tensors(saved, model, optimizer)
+        groups = state.unflatten(dict(rest["optimizer"]["items"])["param_groups"], {})
         if [group["params"] for group in groups] != [group["params"] for group in self.groups]:
             raise ValueError("its optimizer has other groups of parameters")
         of_number = {number: group for group in groups for number in group["params"]}
-        own_groups, first = [], 0
+        numbers, own_groups = self.of_rank(model, optimizer), list[dict[str, Any]]()
         for group in optimizer.state_dict()["param_groups"]:
-            theirs = of_number[numbers[first]]
+            theirs = of_number[numbers[group["params"][0]]]
             own_groups.append({**theirs, **{key: group[key] for key in ("params", "param_names") if key in group}})
-            first += len(group["params"])
-        own = {name: each for name, each in saved["optimizer"].items() if int(name.split(".")[1]) in places}
-        moments = {_renumbered(name, places): each for name, each in own.items()}
-        moments, tree = _tree(moments, own_groups)
-        found = {group: {name: each for name, each in saved.get(group, {}).items() if name in names or group == "rng"}
-                 for group in saved if group != "optimizer"}  # fmt: skip
-        return {**found, "optimizer": moments}, {**rest, "optimizer": tree}
+        moments, tree = _flat(tensors["optimizer"], own_groups)
+        return {**tensors, "optimizer": moments}, {**rest, "optimizer": tree}
 
 
-def _renumbered(name: str, numbers: Any) -> str:
-    kind, number, rest = name.split(".", 2)
-    return f"{kind}.{numbers[int(number)]}.{rest}"
+def _number(name: str) -> int:
+    return int(name.split(".")[1])
 
 
-def _tree(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Any]:
-    """`flatten` of an optimizer's state with these tensors, by their names."""
+def _renumbered(tensors: dict[str, Tensor], numbers: dict[int, int]) -> dict[str, Tensor]:
+    found = {}
+    for name, each in tensors.items():
+        kind, number, rest = name.split(".", 2)
+        found[f"{kind}.{numbers[int(number)]}.{rest}"] = each
+    return found
+
+
+def _flat(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Any]:
+    """`flatten` of the state dict of an optimizer with these tensors, by their names."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        _, number, key = name.split(".", 2)
-        found.setdefault(int(number), {})[key] = tensor
+        found.setdefault(_number(name), {})[name.split(".", 2)[2]] = tensor
     return state.flatten({"state": found, "param_groups": groups})
-
-
-def whole(tensors: dict[str, Tensor], senders: Collection[int]) -> dict[str, Tensor]:
-    """On rank 0 what these ranks have, by name, one tensor after the other; {} on the others. Every rank calls, with ordinary tensors."""
-    own, rank = dict(tensors), dist.get_rank()
-    forms: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
-    told = {name: (each.dtype, each.shape) for name, each in own.items()}
-    dist.gather_object(told, forms if rank == 0 else None)
-    if rank == 0:
-        for sender in senders:
-            for name, (dtype, shape) in forms[sender].items() if sender else ():
-                own[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(_bytes(own[name]), sender)
-        return own
-    for each in own.values() if rank in senders else ():
-        dist.send(_bytes(each.detach().cpu().contiguous()), 0)
-    return {}
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
