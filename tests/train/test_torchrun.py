@@ -189,7 +189,6 @@ WRONG = {
     "fsdp=two": "no number of ranks",
     "fsdp=0": "no number of ranks",
     "tp=2": "does not cut matrix products",
-    "fsdp=1,pp=2": "does not cut a model into stages",
 }
 
 
@@ -204,6 +203,13 @@ def test_a_key_without_a_number_takes_the_rest():
     assert str(parallel_syntax.layout("dp=2, fsdp", 8)) == "dp=2,fsdp=4"
     assert str(parallel_syntax.layout("fsdp", 1)) == "dp=1"
     assert str(parallel_syntax.layout("fsdp=2,tp=1,pp=1", 2)) == "fsdp=2"
+    assert str(parallel_syntax.layout("fsdp=1,pp", 2)) == "pp=2"
+
+
+def test_ranks_are_numbered_stage_after_stage():
+    four = parallel_syntax.layout("fsdp=2,pp=2", 4)
+    assert [four.share(rank) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [list(four.readers(rank)) for rank in range(4)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def test_one_process_refuses_two(make):

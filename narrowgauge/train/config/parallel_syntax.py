@@ -43,15 +43,9 @@ class Layout:
         """(number, count) of a rank's group among those that read other data."""
         return rank % self.data, self.data
 
-    @property
-    def one_of_each(self) -> range:
-        """A rank of each of these groups, in their order."""
-        return range(self.data)
-
-    @property
-    def first_ranks(self) -> range:
-        """The first rank of each stage."""
-        return range(0, self.world, self.data)
+    def readers(self, rank: int) -> range:
+        """The ranks that read the same data as this one."""
+        return range(rank % self.data, self.world, self.data)
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp, "fsdp": self.fsdp, "pp": self.pp}

@@ -142,7 +142,7 @@ class Pipeline:
     def step(self, batches: list[Batch], targets: int) -> Tensor:
         """The gradient of these micro-batches, added to what is there.
 
-        -> their losses, divided by the targets; zeros on ranks without the last stage
+        -> their losses, divided by the targets, on all ranks of the group
         """
         # Of a table's step with fewer micro-batches than others: one once more, with nothing to learn.
         spare = batches[-1] | {"labels": torch.full_like(batches[-1]["labels"], IGNORED)}
@@ -156,9 +156,11 @@ class Pipeline:
             )  # fmt: skip
         except RuntimeError as error:  # torch says of each error in a stage that there was one
             raise error.__cause__ or error from None
-        return (
-            torch.stack([each.detach() for each in losses]) if losses else torch.zeros(self.turns, device=self.device)
-        )
+        found = torch.zeros(self.turns, device=self.device)
+        if losses:
+            found = torch.stack([each.detach() for each in losses])
+        dist.all_reduce(found, group=self.group)  # of one rank and zeros
+        return found
 
     def _schedule_of(self, positions: int) -> Any:
         """torch's, whose messages have so many positions. It is kept until they change."""

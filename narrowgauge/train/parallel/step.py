@@ -34,7 +34,7 @@ def targets_of_ranks(
     own = [sum(map(valid_targets, batch.batches)), facts.get("positions", 0), stop.own]
     told = ranks.numbers(own)
     stop.agree([asked for *_, asked in told])
-    targets, positions, _ = zip(*(told[rank] for rank in ranks.layout.one_of_each), strict=True)
+    targets, positions, _ = zip(*_once(told, ranks), strict=True)
     if "positions" in facts:
         facts["positions"] = sum(positions)
     return sum(targets) or targets_of_step([], number), facts
@@ -43,7 +43,7 @@ def targets_of_ranks(
 def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float]:
     """-> the loss of the step, and the norm. DriftError, on all ranks, if they have different norms.
 
-    losses: of a rank's micro-batches; zeros where another stage has them
+    losses: of a rank's micro-batches, which are those of other stages too
     """
     of_ranks = ranks.reals([*losses, norm])
     for rank, (*_, other) in enumerate(of_ranks):
@@ -55,10 +55,15 @@ def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float
             )
     total = np.float32(0)
     with np.errstate(all="ignore"):
-        for turn in zip(*(each[:-1] for each in of_ranks), strict=True):
+        for turn in zip(*(each[:-1] for each in _once(of_ranks, ranks)), strict=True):
             for loss in turn:
                 total += np.float32(loss)
     return float(total), norm
+
+
+def _once(of_ranks: list[list[Any]], ranks: Ranks) -> list[list[Any]]:
+    """What ranks have of their data, once for each part of it."""
+    return [each for rank, each in enumerate(of_ranks) if rank == ranks.layout.readers(rank)[0]]
 
 
 def where_nonfinite(
