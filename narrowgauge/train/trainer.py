@@ -338,8 +338,8 @@ class Trainer:
             for batch in micro_batches if pipeline is None else ():
                 self._backward(whole, batch, targets)
 
-        forward = None if pipeline is None else partial(pipeline.forward, micro_batches)
-        where = where_nonfinite(self.model, repeat, loss, self.ranks, forward)
+        stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
+        where = where_nonfinite(self.model, repeat, loss, self.ranks, *stages)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)

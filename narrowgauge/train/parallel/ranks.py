@@ -136,14 +136,14 @@ class Ranks:
         dist.all_gather(found, mine)
         return [each.tolist() for each in found]
 
-    def first_of(self, own: str, nothing: str, last: bool = False) -> str:
-        """What the first rank says that does not say `nothing`, with its number; or the last."""
+    def first_of(self, own: str, nothing: str, place: Callable[[str], int] = lambda words: 0) -> str:
+        """What the first rank says that does not say `nothing`, with its number; place: of what is said, before that of the rank."""
         if self.world == 1:
             return own
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, own)
-        found = [f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing]
-        return found[-last] if found else nothing
+        found = [(place(words), rank, words) for rank, words in enumerate(told) if words != nothing]
+        return "{2}, on rank {1}".format(*min(found)) if found else nothing
 
     def refuse_differences(
         self, own: Mapping[str, Any], what: str, error: type[NarrowgaugeError] = ConfigError

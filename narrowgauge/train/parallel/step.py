@@ -8,7 +8,8 @@ norm                                            of the summed gradient, so one n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -67,18 +68,31 @@ def _once(of_ranks: list[list[Any]], ranks: Ranks) -> list[list[Any]]:
 
 
 def where_nonfinite(
-    model: nn.Module, repeat: Callable[[], None], loss: float, ranks: Ranks, forward: Callable[[], None] | None = None
+    model: nn.Module,
+    repeat: Callable[[], None],
+    loss: float,
+    ranks: Ranks,
+    forward: Callable[[], None] | None = None,
+    order: Mapping[str, int] | None = None,
 ) -> str:
     """`first_nonfinite`, with the rank that saw it.
 
     Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them.
-    forward: of a model in stages, that of the step alone. What appears there, the first stage knows that saw it; else the last one.
+    forward, order: of a model in stages, that of the step alone, and the places of modules. What appears there is named where it comes
+    first; else, in a gradient, where it comes last.
     """
     if ranks.world == 1:
         return first_nonfinite(model, repeat, loss)
     if words := ranks.first_of(nonfinite_parameter(model), ""):
         return words
-    if forward is None:
+    if forward is None or order is None:
         return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING)
-    words = ranks.first_of(first_nonfinite(model, forward, math.nan), NOTHING)
-    return words if words != NOTHING else ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING, last=True)
+
+    def place(words: str) -> int:
+        named = re.search(r"'([^']+)'", words)
+        return order[named[1]] if named else 0
+
+    words = ranks.first_of(first_nonfinite(model, forward, math.nan), NOTHING, place)
+    if words != NOTHING:
+        return words
+    return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING, lambda words: -place(words))
