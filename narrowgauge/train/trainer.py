@@ -31,6 +31,7 @@ from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train import launches
 from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.checkpoint import state, store
+from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.device import peak_bytes
@@ -76,15 +77,13 @@ class Trainer:
         choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
-        self.feed.share = ranks.rank, ranks.world
+        self.feed.share = layout(config.parallel, ranks.world).share(ranks.rank)
         if device.type == "cuda":
             use_attention_of_whole_rows(self.model, self.feed.probe())
         # before the optimizer: it holds what trains, no more
-        self.memory_notes = apply_memory_options(
-            config, self.model, self.precision, lambda: inputs_of(self.feed.probe(), device, task.options)
-        )
+        self.memory_notes = apply_memory_options(config, self.model, self.precision, self._probe)
         self.objective = task.objective(self.model, self.precision.computes_in)
-        self.parallel = Parallel(config, self.model, ranks)
+        self.parallel = Parallel(config, self.model, ranks, self._probe)
         self.optimizer: Any = build_optimizer(config, self.model, self.precision)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = whole_state.Best(folder.best, task.best, ranks, self.model)
@@ -105,6 +104,10 @@ class Trainer:
             model = build(config, task.model, self.device, task.tokens_at_once(), choices)
         chosen_first = ranks.told_by_first(lambda: chosen(model))
         return model or build(config, task.model, self.device, task.tokens_at_once(), chosen_first)
+
+    def _probe(self) -> dict[str, Any]:
+        """Inputs of the first step's largest micro-batch."""
+        return inputs_of(self.feed.probe(), self.device, self.task.options)
 
     def _resume(self) -> None:
         found, skipped = whole_state.newest_valid(self.folder.checkpoints, self.ranks)
@@ -216,7 +219,8 @@ class Trainer:
         """Raises DriftError if ranks differ in what they hold alike."""
         self.ranks.place = place = f"step {self.step}"
         if self.ranks.world > 1:
-            digest.refuse_drift(digest.replicated(self.model, self.optimizer), place, self.device)
+            held = digest.replicated(self.model, self.optimizer)
+            digest.refuse_drift(held, place, self.device, self.parallel.mesh)
 
     def _is_due(self, every: int) -> bool:
         """Whether what is done every so many steps is done after this one; 0: only after the last."""
@@ -256,10 +260,10 @@ class Trainer:
         self.ranks.place = f"step {number}"
         step_batch = self.feed.draw(self.step)
         micro_batches = step_batch.batches
-        targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
+        targets, facts = targets_of_ranks(step_batch, number, self._stop, self.parallel)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
-        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
+        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.parallel)
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from narrowgauge.errors import CheckpointError
 from narrowgauge.optim import shards
@@ -71,11 +71,11 @@ def _parameter_of(name: str, parameters: list[Tensor]) -> Tensor | None:
 
 
 def _cut(x: Tensor, like: Tensor | None) -> Tensor:
-    """The rows of x that this rank holds of `like`, if that is sharded and of the same shape: else something is told later."""
+    """What this rank holds of `like`, of x, if that is sharded and of the same shape: else something is told later."""
     if not isinstance(like, DTensor) or x.shape != like.shape:
         return x
-    device = like.device_mesh.device_type
-    return distribute_tensor(x.to(device), like.device_mesh, like.placements, src_data_rank=None)
+    part = shards.local_part(x, like).to(like.device_mesh.device_type)
+    return shards.wrapped(part.contiguous(), like, x.shape)
 
 
 class Best(store.Best):
