@@ -58,7 +58,7 @@ _DISTILBERT = _plan(
 # By model_type: those that narrowgauge train learns and that transformers has no plan for.
 OWN: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
-    **dict.fromkeys(("marian", "bart", "mbart", "pegasus", "opt"), _BART),
+    **dict.fromkeys(("marian", "bart", "mbart", "pegasus"), _BART),
     **dict.fromkeys(("t5", "mt5"), _T5),
     "distilbert": _DISTILBERT,
 }
