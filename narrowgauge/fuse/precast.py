@@ -160,7 +160,8 @@ class _Function(torch.autograd.Function):
     @no_double_backward("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         fused: FusedModule = ctx.fused
-        tensors, statistics = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # read once: torch's checkpointing hands it out once
+        tensors, statistics = saved[: ctx.count], saved[ctx.count :]
         requests = fused.gradient_requests(tensors)
         kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
         made, of_parameters = kernel.run(fused.kind, tensors, statistics, in_memory(gy).contiguous(), requests)

@@ -55,14 +55,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.casting: WeightCasts | None = None
         self.steps_in_backward = False
         self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
-        super().__init__(self._not_empty(params), defaults | {"form": moments.FORM})
+        super().__init__(self._not_empty(params, defaults["embeddings"]), defaults | {"form": moments.FORM})
         self._refuse_master_without_effect()
 
-    def _not_empty(self, params: Any) -> Any:
+    def _not_empty(self, params: Any, embeddings: str) -> Any:
         """What torch takes as parameters or groups. Raises ConfigError if there are none, and says why."""
         kind = type(self).__name__
         if isinstance(params, nn.Module):
-            found = param_groups.groups(params)
+            found = param_groups.groups(params, embeddings=embeddings)
             if not found:
                 frozen = sum(parameter.numel() for parameter in params.parameters())
                 raise ConfigError(

@@ -35,6 +35,7 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
                   "same": they stay with the others
     """
     require_module(model, "groups")
+    _check_embeddings("groups", embeddings)
     found = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     sorted_out: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -81,8 +82,7 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None
             given = [str(each) for each in names if each is not None]
             near = closest(str(group[option]), given) or ", ".join(map(repr, given))
             raise ConfigError(f"{kind}: no {option} {group[option]!r}. Closest: {near}.")
-    if group["embeddings"] not in ("fp32", "same"):
-        raise ConfigError(f"{kind}: embeddings = {group['embeddings']!r}; it is 'fp32' or 'same'.")
+    _check_embeddings(kind, group["embeddings"])
     for name in group:
         if name in known or name in _ADDED_BY_TORCH:
             continue
@@ -92,6 +92,11 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None
             )
         if found := difflib.get_close_matches(str(name), known, 1, 0.8):
             raise ConfigError(f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.")
+
+
+def _check_embeddings(kind: str, embeddings: object) -> None:
+    if embeddings not in ("fp32", "same"):
+        raise ConfigError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.")
 
 
 def _is_number(value: object) -> bool:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "narrowgauge"]
-PATIENCE_S = 5.0  # for the other ranks, once one has failed
+PATIENCE_S = 2.0  # for the other ranks, once one has failed
 GROUP_TIMEOUT_S = 600.0  # of a collective: longer than any test may take
 
 

@@ -86,6 +86,7 @@ def gather_stages() -> dict[str, torch.Tensor]:
     return {name: tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for name, tensor in found.items()}
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_come_together(ranks):
     found, *others = ranks(4)(gather_stages)
     assert others == [{}, {}, {}]

@@ -1,4 +1,4 @@
-"""The Triton GEMM for tiles without a GPU: compiled for each architecture and looked at, run by Triton's interpreter.
+"""The Triton GEMM for tiles without a GPU: compiled for each architecture and looked at; run by triton/interpreted_products.py.
 
 The interpreter computes on decoded float32 operands, since its FP8 is not the hardware's; the sums are bounded by 2**-20 of the
 sum of magnitudes: float32 sums of at most 656 products, each with one rounding, in any order (656 * 2**-24 < 2**-14.6 in the worst
@@ -7,7 +7,6 @@ case, its square root in practice), and a few scalings.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from dataclasses import replace
@@ -27,7 +26,6 @@ from narrowgauge.ops.quantize import triton as casting
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.recipe import Cast
-from tests.processes import PYTHON, run_ok
 from tests.selection import quick
 
 triton = pytest.importorskip("triton")
@@ -103,47 +101,6 @@ def test_ampere_has_no_such_instruction():
     """Control, and why `refuse` asks for 8.9."""
     with pytest.raises(Exception, match="fp8e4nv not supported"):
         compiled(80)
-
-
-PARITY = """
-import json, sys, torch
-from narrowgauge.ops.mm.triton import launch
-out = {}
-for name, (m, n, k, tiles, biased) in json.loads(sys.argv[1]).items():
-    generator = torch.Generator().manual_seed(0)
-    lhs, rhs = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
-    shapes = [(-(-size // rows), -(-k // columns)) for size, (rows, columns) in zip((m, n), (tiles[:2], tiles[2:]))]
-    scales = [torch.ldexp(torch.ones(shape), torch.randint(-5, 6, shape, generator=generator)) for shape in shapes]
-    bias = torch.randn(n, generator=generator) if biased else None
-    got = launch(lhs, scales[0], rhs, scales[1], bias, tiles, torch.float32).double()
-    full = [x.double() * s.double().repeat_interleave(a, 0)[:x.shape[0]].repeat_interleave(b, 1)[:, :k]
-            for x, s, (a, b) in zip((lhs, rhs), scales, (tiles[:2], tiles[2:]))]
-    truth, size = full[0] @ full[1].T, full[0].abs() @ full[1].abs().T
-    if biased:
-        truth, size = truth + bias.double(), size + bias.double().abs()
-    out[name] = float(((got - truth).abs() / size).max())
-print(json.dumps(out))
-"""
-
-
-def test_the_interpreter_agrees_with_the_definition():
-    """Several kinds of tile on both sides, ragged in all three axes, few rows, bias, more groups of rows than one."""
-    cases = {
-        "1x128 by 128x128": (150, 140, 300, [1, 128, 128, 128], True),
-        "128x128 by 1x128": (150, 140, 300, [128, 128, 1, 128], False),
-        "1x128 by 1x128": (33, 130, 128, [1, 128, 1, 128], True),
-        "128x128 by 128x128": (140, 257, 257, [128, 128, 128, 128], False),
-        "1x64 by 64x64": (150, 140, 300, [1, 64, 64, 64], True),
-        "64x64 by 1x64": (150, 140, 300, [64, 64, 1, 64], False),
-        "1x256 by 16x64, one longer than a step": (70, 90, 700, [1, 256, 16, 64], False),
-        "256x128 by 1x512": (300, 90, 700, [256, 128, 1, 512], False),
-        "one element": (1, 1, 1, [1, 128, 128, 128], False),
-        "nine tiles of rows": (1100, 129, 130, [1, 128, 128, 128], False),
-    }
-    done = run_ok(["env", "TRITON_INTERPRET=1", PYTHON, "-c", PARITY, json.dumps(cases)])
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == cases.keys()
-    assert all(error < 2.0**-20 for error in found.values()), found
 
 
 # --- who refuses what, and shapes --------------------------------------------------------------------------------------------

@@ -269,6 +269,7 @@ def test_rules_say_which_states_stay_wide():
     assert (
         narrow.total == predicted.total - 6400 * 8 + 6400 * 2 + 100 * 2 * 2
     )  # one scale of 2 bytes per moment and row
+    assert state_bytes(AdamW(model, states="8bit", embeddings="same")).total == narrow.total
     named = AdamW(nn.ModuleDict({"wte": nn.Embedding(100, 64)}).named_parameters(), states="8bit")
     assert [row.rule for row in state_bytes(named).rows] == ["embedding"]
 
@@ -340,6 +341,7 @@ def test_an_empty_parameter_and_a_scalar():
         (lambda: AdamW([matrix()], betas=0.9), "betas or momentum = 0.9: must be numbers"),
         (lambda: Lion([matrix()], betas=(0.9, 1.0)), "below 1"),
         (lambda: SGD([matrix()], embeddings="8bit"), "embeddings = '8bit'"),
+        (lambda: SGD(nn.Linear(2, 2), embeddings="8bit"), "embeddings = '8bit'"),
         (lambda: AdamW(None), "AdamW: None has no parameters. Pass the model"),
         (lambda: state_bytes(3), "state_bytes: 3 is no optimizer"),
     ],

@@ -21,46 +21,33 @@ from tests.train import tiny
 
 NAMES = ("synced", "now")
 LOSABLE = {"lock"}  # of no use to the next process
+ENTRIES = {"final", "checkpoints", "best", "metrics.jsonl", "report.html", "run.json"}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("names", NAMES)
-def test_a_finished_run_is_on_the_disk(make, names):
+def test_a_finished_run_is_on_the_disk_and_its_model_loads(make, tmp_path):
     """Exit code 0 is an acknowledgement: every file of the run is as it was, but for its lock."""
     config = make("runs/new/run", steps=3, checkpoint_every=2, eval_every=1, best="loss", sample_tokens=4)
     folder = Path(config.output)
     with PowerCuts() as disk:
         assert loop.run(config) == 0
-        left = disk.left(folder, names)
+        left = [disk.left(folder, names) for names in NAMES]
+        finals = [disk.restore(folder, tmp_path / names, names) / "final" for names in NAMES]
         above = disk.left(folder.parents[1], "synced")
     written = contents(folder)
-    assert {name for name in written if left.get(name) != written[name]} <= LOSABLE
+    for files in left:
+        assert {name for name in written if files.get(name) != written[name]} <= LOSABLE
+        assert {name.split("/")[0] for name in files} >= ENTRIES
+    for final in finals:
+        LlamaForCausalLM.from_pretrained(final)
+        assert len(AutoTokenizer.from_pretrained(final)) == 300
     assert {"new/run/report.html", "new/run/final/config.json", "new/run/metrics.jsonl"} <= above.keys()
-    assert {name.split("/")[0] for name in left} >= {
-        "final",
-        "checkpoints",
-        "best",
-        "metrics.jsonl",
-        "report.html",
-        "run.json",
-    }
 
 
-@pytest.mark.parametrize("names", NAMES)
-def test_the_final_model_of_a_cut_disk_loads(make, tmp_path, names):
-    config = make(steps=2)
-    with PowerCuts() as disk:
-        loop.run(config)
-        final = disk.restore(Path(config.output), tmp_path / "left", names) / "final"
-    LlamaForCausalLM.from_pretrained(final)
-    assert len(AutoTokenizer.from_pretrained(final)) == 300
-
-
-@pytest.mark.parametrize("names", NAMES)
-def test_at_every_moment_the_run_can_go_on_and_nothing_is_half_there(make, tmp_path, names):
+def test_at_every_moment_the_run_can_go_on_and_nothing_is_half_there(make, tmp_path):
     """A cut after each sync and each rename. The oracle: what the log says of checkpoints is what a user was told."""
     config = make(steps=4, checkpoint_every=1, keep=1, eval_every=2, best="loss")
     folder, left = Path(config.output), tmp_path / "left"
@@ -68,9 +55,12 @@ def test_at_every_moment_the_run_can_go_on_and_nothing_is_half_there(make, tmp_p
     save = store.save
 
     def look(what: str) -> None:
-        if not folder.is_dir():
-            return
-        moments[0] += 1
+        if folder.is_dir():
+            moments[0] += 1
+            for names in NAMES:
+                look_at(names)
+
+    def look_at(names: str) -> None:
         shutil.rmtree(left, ignore_errors=True)
         left.mkdir()
         disk.restore(folder, left, names)

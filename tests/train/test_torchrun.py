@@ -68,7 +68,7 @@ def same_run(folder, reference):
 NEEDY = ["fp8-delayed", "int4-hq-lss", "int4-hq-bs"]  # recipes with memory and with random numbers
 
 
-@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+@pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
 @pytest.mark.parametrize("recipe", quick(NEEDY[:1], recipes.names()))
 def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, layout):  # noqa: F811
     common = {"recipe": recipe, "steps": 3, "eval_every": 2}

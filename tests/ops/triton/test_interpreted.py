@@ -11,12 +11,14 @@ from tests.processes import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are neither compiled nor run here")
 
+PROCESSES = [("interpreted", "interpreted_produced"), ("stepped", "casting", "interpreted_products")]
+
 
 @pytest.mark.long
 @pytest.mark.timeout(960)  # half a minute on a quiet machine
 @pytest.mark.parametrize("part", ["quick", pytest.param("rest", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("names", [("interpreted", "interpreted_produced"), ("stepped", "casting")], ids=" and ".join)
+@pytest.mark.parametrize("names", PROCESSES, ids=" and ".join)
 def test_kernels_have_the_bits_of_their_definition(names, part):
-    """Two modules in each process: importing torch and tracing a first kernel takes as long as ten cases."""
+    """Several modules in each process: importing torch and tracing a first kernel takes as long as ten cases."""
     modules = [import_module(f"tests.ops.triton.{name}") for name in names]
     cases.check(interpreted(names, part), modules, part)

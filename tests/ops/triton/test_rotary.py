@@ -1,4 +1,4 @@
-"""The kernel of rotary embedding: its self-check in Triton's interpreter (exact), and compiled without spilled registers."""
+"""The kernel of rotary embedding, compiled without spilled registers; interpreted.py and interpreted_products.py run it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,9 @@ import torch
 
 from narrowgauge.ops import rotary
 from tests.ops.triton.compiling import TARGETS, compiled
-from tests.processes import PYTHON, run_ok
 from tests.selection import quick
 
 from narrowgauge.ops.triton import launch as launching  # isort: skip
-
-FEW_AT_A_TIME = """
-import torch
-from narrowgauge.ops import rotary
-from narrowgauge.ops.selfcheck import examine
-rotary.ELEMENTS = 32  # two heads at a time, of five and two
-half = torch.float16
-result = examine("rotary", rotary.in_triton, rotary.CHECK, ((half,) * 4, 8), torch.device("cpu"))
-assert result.reason is None, result
-print("passed")
-"""
-
-
-def test_more_heads_than_a_program_takes_at_a_time(monkeypatch):
-    """Whole heads are examined with all other kernels (interpreted.py); not bfloat16, to which the interpreter rounds wrongly."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "passed" in run_ok([PYTHON, "-W", "ignore", "-c", FEW_AT_A_TIME]).stdout
 
 
 @pytest.mark.parametrize(

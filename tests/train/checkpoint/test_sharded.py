@@ -141,6 +141,7 @@ def _assert_kills_lose_nothing(folder: Path, kills: int) -> None:
     assert [found[name] for name in ("kills", "corrupt", "lost_steps", "wrong", "hung")] == [kills, 0, 0, 0, 0], done
 
 
+@pytest.mark.slow
 def test_three_kills_of_random_ranks_lose_nothing(tmp_path):
     """The short version of `python -m benchmarks.checkpoint_kills`."""
     _assert_kills_lose_nothing(tmp_path, 3)
