@@ -37,3 +37,14 @@ def test_a_task_on_two_ranks_is_that_of_one_process(ranks, make, job, layout):  
         return
     assert tiny.digests(first) == tiny.digests(second)
     assert (first / "final" / "model.safetensors").read_bytes() == (second / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
+def test_a_task_on_two_ranks_that_share_products_learns_as_one_process_does(ranks, make, job):  # noqa: F811
+    """Bounded: the loss of evaluations, which drop nothing; in training each rank drops its own heads."""
+    reference, config = make(job, "reference"), make(job, "ranks", parallel="tp=2")
+    assert loop.run(reference) == 0 and ranks(2)(trained, config) == [0, 0]
+    ours, theirs = ([event["loss"] for event in tiny.events(Path(each.output), "eval")] for each in (config, reference))
+    assert ours == pytest.approx(theirs, rel=2e-2)
+    assert (Path(config.output) / "final" / "model.safetensors").exists()
