@@ -80,7 +80,7 @@ def _train(folder: Path, rank: int, world: int, meeting: str, say: Connection) -
         group = {"init_method": f"file://{meeting}", "rank": rank, "world_size": world}
         dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S), **group)
         mesh = init_device_mesh("cpu", (world,))
-        found, skipped = sharded.newest_valid(folder, _spread(whole_state(0), mesh))
+        found, skipped = sharded.newest_valid(folder, lambda found: _spread(whole_state(0), mesh))
         step = found.step if found else 0
         wanted = _spread(whole_state(step), mesh)
         is_same = found is None or all(

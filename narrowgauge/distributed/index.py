@@ -84,6 +84,9 @@ class Index:
         tensors = {name: stored for name, stored in self.tensors.items() if name in paths}
         return Index(tensors, {name: value for name, value in self.values.items() if name in paths}, paths)
 
+    def tensors_alone(self) -> Index:
+        return Index(self.tensors, {}, {name: self.paths[name] for name in self.tensors})
+
     def tree(self, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
         """The nested state, with its values decoded."""
         try:

@@ -165,6 +165,16 @@ def local_part(x: Tensor, parameter: Tensor) -> Tensor:
     return x
 
 
+def room(x: Tensor, parameter: Tensor) -> Tensor:
+    """A new tensor for a state of the type and shape of x: of a DTensor what belongs to this rank, as a DTensor of its placements."""
+    sizes = (
+        [_own_piece(parameter, axis, size)[1] for axis, size in enumerate(x.shape)]
+        if is_sharded(parameter)
+        else x.shape
+    )
+    return wrapped(torch.empty(sizes, dtype=x.dtype, device=local(parameter).device), parameter, x.shape)
+
+
 def gathered(x: Tensor) -> Tensor:
     """The whole of a DTensor, on every rank of its mesh; it travels as bytes, for collectives take neither float8 nor int16."""
     if not is_sharded(x):
@@ -176,7 +186,8 @@ def gathered(x: Tensor) -> Tensor:
         placements = list(whole.placements)
         placements[axis] = _replicate()
         whole = whole.redistribute(placements=placements)
-    return whole.to_local().view(x.dtype).squeeze(-1)  # type: ignore[no-any-return]
+    found: Tensor = whole.to_local().view(x.dtype).squeeze(-1)
+    return found
 
 
 def _innermost_first(x: Tensor) -> list[int]:

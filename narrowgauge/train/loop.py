@@ -24,6 +24,7 @@ from narrowgauge.train.device import (
 )
 from narrowgauge.train.model_files import export
 from narrowgauge.train.parallel import followers
+from narrowgauge.train.parallel.checkpoints import trained_weights
 from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
 from narrowgauge.train.parallel.spread import shared
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
@@ -58,7 +59,7 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     device = ranks.device(config.device)  # before anything is read or written
     ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
     ranks.refuse_differences(asdict(config), "settings")
-    layout(config.parallel, ranks.world)
+    ranks.layout = layout(config.parallel, ranks.world)
     if config.compile:
         refuse_without_compiler(device)
     if config.compile or device.type == "cuda":
@@ -171,8 +172,10 @@ def _train_and_log(
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
             if reason == "finished":
-                weights = trainer.whole_weights()
-                ranks.first(lambda: export(trainer.model, weights, task.tokenizer, trainer.best, folder.final))
+                weights = trained_weights(trainer.model, trainer.best)
+                ranks.first(
+                    lambda: export(trainer.model, trainer.shapes, weights, task.tokenizer, trainer.best, folder.final)
+                )
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from transformers.utils import cached_file, logging
 
 from narrowgauge import storage
@@ -79,17 +79,18 @@ def _refusal(where: str, name: str, words: str) -> ConfigError:
     return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}")
 
 
-def export(model: Any, own: Mapping[str, Tensor], tokenizer: Any, best: Best, folder: Path) -> None:
+def export(
+    model: Any, shapes: Mapping[str, Size], weights: dict[str, Tensor], tokenizer: Any, best: Best, folder: Path
+) -> None:
     """Writes model and tokenizer to `folder`, which is whole or not there, also after a power cut; replaces an older one.
 
-    Weights: the best by the run's metric, else `own`, those of the model.
+    model, shapes  tells what is written beside the weights; of all of its weights, though this rank may hold a stage alone
+    weights        ordinary tensors, the best by the run's metric or the last
     """
     draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
-    chosen = best.weights()
-    weights = own if chosen is None else chosen
-    if {name: weight.shape for name, weight in weights.items()} != {name: weight.shape for name, weight in own.items()}:
+    if {name: weight.shape for name, weight in weights.items()} != shapes:
         raise CheckpointError(
-            f"{best.path(best.step)}: its {len(weights)} weights are not the {len(own)} of this model. "
+            f"{best.path(best.step)}: its {len(weights)} weights are not the {len(shapes)} of this model. "
             "Restore it; or remove it and resume, to export the last weights."
         )
     with storage.refusals("write the trained model to", folder), storage.new_folder(folder, draft):

@@ -13,7 +13,6 @@ its micro-batches of a step; what decides anything, and what is logged, is of al
 import math
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train import launches
 from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.checkpoint import state, store
-from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
 from narrowgauge.train.device import peak_bytes
@@ -39,9 +37,10 @@ from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
-from narrowgauge.train.parallel import digest, whole_state
+from narrowgauge.train.parallel import checkpoints, digest
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
+from narrowgauge.train.parallel.stage_state import WholeNumbers
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks, where_nonfinite
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
@@ -77,17 +76,22 @@ class Trainer:
         choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
-        self.feed.share = layout(config.parallel, ranks.world).share(ranks.rank)
+        self.feed.share = ranks.layout.share(ranks.rank)
         if device.type == "cuda":
             use_attention_of_whole_rows(self.model, self.feed.probe())
         # before the optimizer: it holds what trains, no more
         self.memory_notes = apply_memory_options(config, self.model, self.precision, self._probe)
         self.objective = task.objective(self.model, self.precision.computes_in)
-        self.parallel = Parallel(config, self.model, ranks, self._probe)
-        self.optimizer: Any = build_optimizer(config, self.model, self.precision)
-        self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
-        self.best = whole_state.Best(folder.best, task.best, ranks, self.model)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if state.is_weight(name)}
+        self.auto = chosen(self.model)
         self.stages = stages(config, self.model)
+        # Of a model that is cut into stages: how an optimizer of all of it would number its parameters.
+        self.numbers = WholeNumbers(self.model, self._new_optimizer()) if ranks.layout.pp > 1 else None
+        self.parallel = Parallel(config, self.model, ranks, self.objective, self._probe)
+        self.optimizer = self._new_optimizer()
+        self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
+        self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self._resume()
         self.generators = state.generators()
         backward = partial(self._backward, self.objective, checked=True)
@@ -109,8 +113,13 @@ class Trainer:
         """Inputs of the first step's largest micro-batch."""
         return inputs_of(self.feed.probe(), self.device, self.task.options)
 
+    def _new_optimizer(self) -> Any:
+        return build_optimizer(self.config, self.model, self.precision)
+
     def _resume(self) -> None:
-        found, skipped = whole_state.newest_valid(self.folder.checkpoints, self.ranks)
+        found, skipped = checkpoints.newest_valid(
+            self.folder.checkpoints, self._become, self.model, self.optimizer, self.ranks, self.numbers
+        )
         for path, why in skipped:
             tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
         if found is None:
@@ -119,16 +128,13 @@ class Trainer:
             ):  # it ended before its first checkpoint: what it logged does not count
                 self.log.write("resume", 0, path="", skipped=[])
             return
-        self._refuse_other_run(found)
-        for stage in self.stages:
-            if stage.step <= found.step:
-                stage.apply(self.model)
-        tensors = whole_state.placed(found.tensors, self.model, self.optimizer)
-        state.restore(self.model, self.optimizer, self.scaler, tensors, found.facts["state"], str(found.path))
-        if self.parallel.agreement is not None:  # checkpoints of before have none
-            self.parallel.agreement.load_state_dict(
-                found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step}
-            )
+        tensors, rest = found.tensors, found.facts["state"]
+        if self.numbers is not None:
+            with state.unusable(str(found.path)):
+                tensors, rest = self.numbers.own_part(tensors, rest, self.model, self.optimizer)
+        state.restore(self.model, self.optimizer, self.scaler, tensors, rest, str(found.path))
+        for agreement in self.parallel.agreements:  # checkpoints of before have none
+            agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
         with state.unusable(f"{found.path / manifest.FACTS}: position"):
             self.feed.restore(found.facts.get("position", {}))
         if lost := self.best.restore(found.facts.get("best")):
@@ -143,6 +149,13 @@ class Trainer:
         logged = (event["path"] for event in read_metrics(self.log.path) if event["event"] == "checkpoint")
         if place not in logged:  # a kill came between saving it and logging it
             self.log.write("checkpoint", self.step, path=place)
+
+    def _become(self, found: store.Checkpoint) -> None:
+        """Gives layers the recipes that they had at the step of a checkpoint of this run."""
+        self._refuse_other_run(found)
+        for stage in self.stages:
+            if stage.step <= found.step:
+                stage.apply(self.model)
 
     def _refuse_other_run(self, found: store.Checkpoint) -> None:
         """Raises if a checkpoint cannot be one of this run."""
@@ -182,7 +195,7 @@ class Trainer:
     def _numeric_settings(self) -> dict[str, Any]:
         """Settings that change the arithmetic but not the tensors' names and shapes."""
         own = {key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master")}
-        return own | {"recipes": dict(self.config.layers_recipe), "auto": chosen(self.model)}
+        return own | {"recipes": dict(self.config.layers_recipe), "auto": self.auto}
 
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
@@ -218,7 +231,7 @@ class Trainer:
     def _compare_ranks(self) -> None:
         """Raises DriftError if ranks differ in what they hold alike."""
         self.ranks.place = place = f"step {self.step}"
-        if self.ranks.world > 1:
+        if self.ranks.layout.data * self.ranks.layout.tp > 1:
             held = digest.replicated(self.model, self.optimizer)
             digest.refuse_drift(held, place, self.device, self.parallel.mesh)
 
@@ -243,7 +256,7 @@ class Trainer:
         if watches and number % config.tensor_every == 0:
             with watched(self.model) as events:
                 taken = self._optimizer_step()
-            for event in events.values():
+            for event in self.parallel.of_all(events).values():
                 self.log.write("tensor", self.step, **event)
             return taken
         follows = watches and self.step % config.tensor_every == 0
@@ -260,10 +273,10 @@ class Trainer:
         self.ranks.place = f"step {number}"
         step_batch = self.feed.draw(self.step)
         micro_batches = step_batch.batches
-        targets, facts = targets_of_ranks(step_batch, number, self._stop, self.parallel)
+        targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
-        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.parallel)
+        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
         self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()
@@ -285,13 +298,18 @@ class Trainer:
             for batch in micro_batches:
                 launches.accumulate(self.graphs, batch, targets, self.objective.head)
             return self.graphs.readings()
-        losses = []
+        losses: Any = []
+        if self.parallel.pipeline is not None:
+            losses = self.parallel.pipeline.step(micro_batches, targets)
+            micro_batches = []
         for turn, batch in enumerate(micro_batches, 1):
             self.parallel.follows(turn == len(micro_batches))
             losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(self.model.parameters(), self.config.clip or None, wide=True)
+        norm = clip_gradients(
+            self.model.parameters(), self.config.clip or None, wide=True, stages=self.parallel.stages_group
+        )
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
@@ -312,15 +330,19 @@ class Trainer:
         self.optimizer.zero_grad()
         whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run
 
-        if self.parallel.agreement is not None:
-            self.parallel.agreement.micro_batch = 0  # the same random numbers once more
+        pipeline = self.parallel.pipeline
         self.parallel.follows(False)
 
         def repeat() -> None:
-            for batch in micro_batches:
+            for agreement in self.parallel.agreements:
+                agreement.micro_batch = 0  # the same random numbers once more
+            if pipeline is not None:
+                pipeline.step(micro_batches, targets)
+            for batch in micro_batches if pipeline is None else ():
                 self._backward(whole, batch, targets)
 
-        where = where_nonfinite(self.model, repeat, loss, self.ranks)
+        forward = None if pipeline is None else partial(pipeline.forward, micro_batches)
+        where = where_nonfinite(self.model, repeat, loss, self.ranks, forward)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
@@ -332,7 +354,7 @@ class Trainer:
 
     def _report_nonfinite_amax(self, show: Console) -> None:
         """Logs amax readings that were not finite; synchronises."""
-        counts = nonfinite_amax(self.model)
+        counts = self.parallel.of_all(nonfinite_amax(self.model))
         for (module, role), count in counts.items():
             if count > self.nonfinite_counts.get((module, role), 0):
                 self.log.write("nonfinite_amax", self.step, module=module, role=role, count=count)
@@ -344,8 +366,8 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self, show: Console) -> None:
         """The task's metrics, the best weights by one of them, and a sample of text."""
-        self.model.eval()
-        found = self.task.evaluate(self.model, self._score)
+        self._set_training(False)
+        found = self.parallel.of_last(self.task.evaluate(self.model, self._score))
         self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
         weights, _ = state.split_scaling(self.model.state_dict())
         is_best = self.best.take(self.step, found, weights)
@@ -353,23 +375,24 @@ class Trainer:
         show.say(f"step {self.step}: validation {', '.join(metrics)}{', the best so far' if is_best else ''}")
         if self.config.sample_tokens:
             with self.precision.context(self.device.type):
-                written = self.parallel(self.task.sample, self.model)
+                written = self.parallel(self.task.sample, self.parallel.pipeline or self.model)
             if written:
                 self.log.write("sample", self.step, **written)
-        self.model.train()
+        self._set_training(True)
+
+    def _set_training(self, mode: bool) -> None:
+        self.model.train(mode)
+        self.parallel.whole.train(mode)
 
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        if self.parallel.pipeline is not None:
+            return self.parallel.pipeline.scored(batch)
         with self.precision.context(self.device.type):
             return self.parallel(self.objective.scored, batch, self.device)
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Of the model, without what recipes add; on other ranks than 0 nothing."""
-        weights, _ = state.split_scaling(self.model.state_dict())
-        return whole_state.gathered(weights, self.ranks, self.model)
-
     def _save(self) -> None:
         started_at_s = time.monotonic()
-        tensors, rest = whole_state.collect(self.model, self.optimizer, self.scaler, self.ranks)
+        tensors, rest = (self.numbers or state).collect(self.model, self.optimizer, self.scaler)
         facts = {
             "state": rest,
             "trained_s": self.trained_s,
@@ -380,21 +403,14 @@ class Trainer:
             "position": self.feed.state(),
             "best": self.best.facts(),
         }
-        if self.parallel.agreement is not None:
-            facts["agreement"] = self.parallel.agreement.state_dict()
-
-        def write() -> Path:
-            self.log.sync()  # a run that goes on from here has the lines of the steps before
-            path = store.save(self.folder.checkpoints, self.step, tensors, facts)
-            manifest.prune(self.folder.checkpoints, self.config.keep)
-            return path
-
-        path = self.ranks.first(write)
+        for agreement in self.parallel.agreements[:1]:  # those of other stages say the same
+            facts["agreement"] = agreement.state_dict()
+        self.log.sync()  # a run that goes on from here has the lines of the steps before
+        path = checkpoints.save(self.folder.checkpoints, self.step, tensors, facts, self.config.keep, self.ranks)
         self.saved_step = self.step
         self.best.clear()
-        if path is not None:
-            save_s = time.monotonic() - started_at_s
-            self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
+        save_s = time.monotonic() - started_at_s
+        self.log.write("checkpoint", self.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
 
 
 def read(readings: Tensor) -> tuple[list[float], float]:

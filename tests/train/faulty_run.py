@@ -3,9 +3,12 @@
 kill     SIGKILL, as of the out-of-memory killer
 hang     SIGSTOP
 data     its micro-batches cannot be read
-disk     the file system is full
+disk     the log's file system is full
+full     no file may grow beyond a few bytes, as of a full disk or a quota
 weight   a weight changes by its last bit
 nan      a weight becomes NaN
+spoil    all weights of a layer change their sign
+overflow one gradient of float16 is infinite
 stop     SIGINT to this process
 fail     as `data`, in the first start of torchrun alone
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import sys
 from typing import Any
@@ -38,6 +42,21 @@ def apply(fault: str, trainer: Any) -> None:
     elif fault == "disk":
         with storage.refusals("append to", trainer.log.path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif fault == "spoil":
+        weight = trainer.model.model.layers[1].mlp.down_proj.weight.data
+        weight.mul_(-30)
+    elif fault == "overflow":
+        unscale = trainer.scaler.unscale_
+
+        def overflowed(optimizer: Any) -> None:
+            trainer.scaler.unscale_ = unscale
+            gradient = trainer.model.model.layers[1].mlp.down_proj.weight.grad
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[3] = float("inf")
+            unscale(optimizer)
+
+        trainer.scaler.unscale_ = overflowed
+    elif fault == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     elif fault in ("weight", "nan"):
         weight = trainer.model.model.layers[1].mlp.down_proj.weight.data
         weight = weight.to_local() if hasattr(weight, "to_local") else weight

@@ -51,7 +51,7 @@ def perturbed(monkeypatch):
                 with torch.no_grad():
                     for each in trainer.model.parameters():
                         each.mul_(1 + 1e-6 * torch.randn(each.shape, generator=generator))
-                trainer.parallel.agreement.seed += seed
+                trainer.parallel.agreements[0].seed += seed
             return real(trainer)
 
         with monkeypatch.context() as patch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -39,6 +40,7 @@ def trained(config, faults=()):
     """The exit code of this rank, or what it raised. faults: (fault, rank, step)."""
     place = dist.PrefixStore(f"run-{next(NUMBERS)}", dist.distributed_c10d._get_default_store())
     real = Trainer._optimizer_step
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for fault in faults:
         faulty_run.install(*fault)
     try:
@@ -49,6 +51,7 @@ def trained(config, faults=()):
         return f"{type(error).__name__}: {error}"
     finally:
         Trainer._optimizer_step = real
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def each(configs):
@@ -96,6 +99,24 @@ def test_so_are_the_states_of_every_optimizer(ranks, make, settings, layout):  #
     config = make("ranks", parallel=layout, **common)
     assert ranks(2)(trained, config) == [0, 0]
     same_run(Path(config.output), Path(reference.output))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "dp=2,fsdp=2"])
+def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before_step, layout):  # noqa: F811
+    """All leave that step out and lower the scale. Four ranks add up in another order, so of them the scale and the steps are compared."""
+    common = {"recipe": "fp8-delayed", "precision": "amp-fp16", "steps": 4, "batch_size": 4}
+    several = 4 if "dp" in layout else 2
+    reference = make("reference", micro_batches=several, **common)
+    before_step(2, lambda trainer: faulty_run.apply("overflow", trainer))
+    assert loop.run(reference) == 0
+    config = make("ranks", parallel=layout, **common)
+    assert ranks(several)(trained, config, [("overflow", 1, 2)]) == [0] * several
+    ours, theirs = tiny.digests(Path(config.output)), tiny.digests(Path(reference.output))
+    assert ours["scaler"] == theirs["scaler"] and "32768.0" in ours["scaler"]
+    assert ours["optimizer: state.0.step"] == theirs["optimizer: state.0.step"]
+    if several == 2:
+        same_run(Path(config.output), Path(reference.output))
 
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
@@ -194,7 +215,7 @@ def test_a_layout_that_does_not_fit_is_told_one_that_does():
 def test_ranks_that_share_products_read_the_same_data():
     sizes = parallel_syntax.layout("dp=2,fsdp=2,tp=2", 8)
     assert [sizes.share(rank) for rank in range(8)] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (2, 4), (3, 4), (3, 4)]
-    assert list(sizes.readers(5)) == [4, 5]
+    assert list(sizes.sharers(5)) == [4, 5]
 
 
 def test_one_process_refuses_two(make):
@@ -245,10 +266,11 @@ def test_a_rank_that_hangs_is_named_within_the_time_out(make, text):
     [
         ("data 1 3", "narrowgauge: rank 1: shard-7.jsonl:12: is not JSON. Correct the line.", 3),
         ("disk 0 3", "narrowgauge: cannot append to", 8),
+        ("full 1 3", "narrowgauge: rank 1: cannot save a checkpoint in", 8),
     ],
 )
 def test_an_error_on_one_rank_ends_all_with_one_message(make, text, fault, line, code):
-    said, _ = torchrun(make(steps=100), text, fault)
+    said, _ = torchrun(make(steps=100, checkpoint_every=4), text, fault)
     assert [each.startswith(line) for each in told(said)] == [True]
     assert re.findall(r"exitcode +: (\S+)", said) == [str(code)] * 2 or "exitcode  : -15" in said
 

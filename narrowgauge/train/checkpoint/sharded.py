@@ -7,11 +7,12 @@ any number of ranks; `store.load` reads it in one process, and `newest_valid` re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -49,16 +50,19 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
     state = together(prepare, process_group)
     if rank == 0:
         state[FACTS] = facts
-    return ranks.save(state, folder / f"step-{step:08d}", process_group)
+    path = folder / f"step-{step:08d}"
+    ranks.save(state, path, process_group)
+    return path
 
 
 def newest_valid(
-    folder: Path, like: Tensors, process_group: Group = None
+    folder: Path, room: Callable[[Checkpoint], Tensors], process_group: Group = None, in_part: bool = False
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """The intact checkpoint with the largest step, read into the tensors of `like`, and the newer ones passed over, with reasons.
+    """The intact checkpoint with the largest step, read into the tensors of `room`, and the newer ones passed over, with reasons.
 
-    like: what `state.collect` gives of a model and an optimizer whose state exists, sharded as it is now.
-    (None, []) if there is none; errors as of `store.newest_valid`. A checkpoint that does not fit `like` is an error.
+    room: called with a checkpoint whose files are whole; its tensors are on "meta". Returns tensors of the same groups, names, types and
+    shapes, sharded as they are to be now. Generators are read apart. in_part: it is a part of them, as a stage of a pipeline has.
+    (None, []) if there is none; errors as of `store.newest_valid`. A checkpoint that does not fit its room is an error.
     """
     rank, world = rank_and_world(process_group)
     found: list[Any] = [together(lambda: manifest.newest_first(folder) if rank == 0 else [], process_group)]
@@ -67,23 +71,26 @@ def newest_valid(
     skipped: list[tuple[Path, str]] = []
     for path in found[0]:
         try:
-            checkpoint = ranks.opened(path, process_group)
+            _, listing, index = ranks.opened(path, process_group)
+            facts = index.part(lambda key: key == FACTS).tree({}, path).get(FACTS, {})
+            part = index.part(lambda key: key not in {FACTS, *OF_FIRST_RANK}).tensors_alone()
+            forms = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in part.tensors.items()}
+            stored = Checkpoint(listing.step, part.tree(forms, path), facts, path)
         except manifest.NewerFormatError:
             raise
         except CheckpointError as error:
             skipped.append((path, str(error)))
             continue
-        state = {group: dict(members) for group, members in like.items() if group not in OF_FIRST_RANK}
-        _, listing, index = checkpoint
-        part = index.part(lambda key: key not in {FACTS, *OF_FIRST_RANK})
-        ranks.load_opened(state, path.absolute(), listing, part, process_group, partial=False)
+        given = room(stored)
+        state = {group: dict(members) for group, members in given.items() if members}
+        ranks.load_opened(state, path.absolute(), listing, part, process_group, partial=in_part)
         if reason := _refuse_nonfinite(state, path, process_group):
             skipped.append((path, reason))
             continue
-        for group in OF_FIRST_RANK:
-            state |= together(partial(ranks.read, path, only=group), process_group)
-        facts = index.part(lambda key: key == FACTS).tree({}, path)
-        return Checkpoint(listing.step, state, facts.get(FACTS, {}), path), skipped
+        found[0] = together(partial(_of_first_rank, path) if rank == 0 else dict, process_group)
+        if world > 1:  # which reads them alone: they lie in a file with much else
+            dist.broadcast_object_list(found, group=process_group, group_src=0)
+        return Checkpoint(listing.step, {**given, **state, **found[0]}, facts, path), skipped
     if skipped:
         reasons = "\n".join(f"  {reason}" for _, reason in skipped)
         raise CheckpointError(
@@ -123,6 +130,10 @@ class Best(store.Best):
             lambda: ranks.read(self.path(self.step), only="weights")["weights"] if self.is_first else {},
             self.process_group,
         )
+
+
+def _of_first_rank(path: Path) -> Tensors:
+    return {group: members for each in OF_FIRST_RANK for group, members in ranks.read(path, only=each).items()}
 
 
 def _refuse_nonfinite(state: Tensors, path: Path, group: Group) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.forms import Form, number, one_of, record, shown, text
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
+from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 
@@ -69,6 +70,27 @@ def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, res
         set_generators((tensors["rng"], rest["rng"]))
 
 
+def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensors:
+    """Tensors to read a checkpoint into: the model's own, and for the optimizer's state new ones, sharded as its parameters are.
+
+    saved: types and shapes. CheckpointError if they belong to another model.
+    """
+    own = model.state_dict()
+    _refuse_other_model(own, saved.get("weights", {}) | saved.get("scaling", {}), where)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def of_optimizer(name: str, form: Tensor) -> Tensor:
+        kind, number, *_ = name.split(".")
+        if kind != "state" or form.ndim == 0:  # step counts stay on the CPU until the optimizer takes them up
+            return torch.empty(form.shape, dtype=form.dtype)
+        return shards.room(form, parameters[int(number)])
+
+    weights, scaling = split_scaling(own)
+    with unusable(where):
+        moments = {name: of_optimizer(name, form) for name, form in saved.get("optimizer", {}).items()}
+    return {"weights": weights, "scaling": scaling, "optimizer": moments}
+
+
 @contextmanager
 def unusable(where: str) -> Iterator[None]:
     """Turns what reading a damaged state raises into a CheckpointError that names it."""
@@ -86,8 +108,13 @@ def unusable(where: str) -> Iterator[None]:
 
 def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A state dict as (what an unconverted model has, what its recipes have added)."""
-    scaling = {name: tensor for name, tensor in state.items() if SCALING.search(name)}
+    scaling = {name: tensor for name, tensor in state.items() if not is_weight(name)}
     return {name: tensor for name, tensor in state.items() if name not in scaling}, scaling
+
+
+def is_weight(name: str) -> bool:
+    """Of a tensor of a state dict: whether an unconverted model has it too."""
+    return not SCALING.search(name)
 
 
 def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
@@ -204,6 +231,7 @@ WORDS = 624  # of a Mersenne twister
 def _impossible_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Of the group scaling or optimizer: amax windows, moments, scales and counters are finite and not negative, learned steps bounded."""
     for name, tensor in tensors.items():
+        tensor = shards.local(tensor)  # of a shard: the part that is here
         if (count := nonfinite(tensor)) and not NOT_FINITE.search(name):
             yield f"{name} holds {count} values that are not finite, of {tensor.numel()}"
         elif tensor.numel() and NOT_NEGATIVE.search(name) and (least := _least(tensor)) < 0:

@@ -5,8 +5,8 @@
     tp    ranks that share each matrix product, and read the same data (tensor parallelism)
     pp    stages of a pipeline
 
-The ranks of a group of tp are neighbours. The product is the number of ranks.
-One key may stand without a number: it takes the ranks that the others leave. Nothing at all is "dp".
+Ranks are numbered stage after stage, in each of them copy after copy; those of a group of tp are neighbours. The product is the number of
+ranks. One key may stand without a number: it takes the ranks that the others leave. Nothing at all is "dp".
 """
 
 import math
@@ -17,9 +17,6 @@ from narrowgauge.errors import ConfigError, closest
 
 KEYS = {"dp": "dp", "ddp": "dp", "fsdp": "fsdp", "tp": "tp", "pp": "pp"}
 REST = 0  # the size of a key without a number
-NOT_YET = {
-    "pp": "narrowgauge train does not cut a model into stages. Use fsdp; or narrowgauge.distribute in a loop of your own.",
-}
 
 
 @dataclass(frozen=True)
@@ -29,10 +26,11 @@ class Layout:
     dp: int = 1
     fsdp: int = 1
     tp: int = 1
+    pp: int = 1
 
     @property
     def world(self) -> int:
-        return self.data * self.tp
+        return self.data * self.tp * self.pp
 
     @property
     def data(self) -> int:
@@ -41,15 +39,25 @@ class Layout:
 
     def share(self, rank: int) -> tuple[int, int]:
         """(number, count) of a rank's group among those that read other data."""
-        return rank // self.tp, self.data
+        return rank // self.tp % self.data, self.data
 
-    def readers(self, rank: int) -> range:
-        """The ranks that read the same data as this one."""
+    @property
+    def one_of_each(self) -> range:
+        """A rank of each of these groups, in their order."""
+        return range(0, self.data * self.tp, self.tp)
+
+    @property
+    def first_ranks(self) -> range:
+        """The first rank of each stage."""
+        return range(0, self.world, self.data * self.tp)
+
+    def sharers(self, rank: int) -> range:
+        """The ranks that share matrix products with this one, itself among them."""
         first = rank - rank % self.tp
         return range(first, first + self.tp)
 
     def __str__(self) -> str:
-        sizes = {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp}
+        sizes = {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}
         return ",".join(f"{key}={size}" for key, size in sizes.items() if size > 1) or "dp=1"
 
 
@@ -72,7 +80,7 @@ def layout(text: str, world: int) -> Layout:
             f"parallel = {text!r}: {shown} is {known}, and this run has {ranks}. Start it with torchrun --nproc-per-node {known}, "
             f"or take parallel = {fitting!r}, which takes all the ranks there are."
         )
-    return Layout(**{key: size for key, size in sizes.items() if key in ("dp", "fsdp", "tp")})
+    return Layout(**sizes)
 
 
 def problems(text: str) -> list[str]:
@@ -100,5 +108,4 @@ def _read(text: str) -> tuple[dict[str, int], list[str]]:
             sizes[key] = int(size) if equals else REST
     if sum(size == REST for size in sizes.values()) > 1:
         wrong.append("two keys have no number, so what each takes is not known. Give one of them a number.")
-    wrong += [f"{key}: {words}" for key, words in NOT_YET.items() if sizes.get(key, 1) != 1]
     return sizes or {"dp": REST}, wrong

@@ -34,10 +34,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError, NarrowgaugeError, PeerError
+from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.device import chosen_device
 
 T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
+NAMED = re.compile(r"rank \d+: ")  # as errors that all ranks raise alike begin
 REPORT_S = 5.0  # in which ranks that live say so
 POLL_S = 0.05
 # What gloo says in a plain RuntimeError when another rank is gone; of NCCL and the store it is a DistError.
@@ -61,6 +63,7 @@ class Ranks:
         """local: among the ranks of this machine; store: where they leave each other words."""
         self.rank, self.world, self.local, self.timeout_s = rank, world, local, timeout_s
         self._store, self._done = store, 0
+        self.layout = Layout(dp=world)  # how they share the run
         self.place = "before the first step"  # of the run, for messages
 
     @classmethod
@@ -133,13 +136,14 @@ class Ranks:
         dist.all_gather(found, mine)
         return [each.tolist() for each in found]
 
-    def first_of(self, own: str, nothing: str) -> str:
-        """What the first rank says that does not say `nothing`, with its number."""
+    def first_of(self, own: str, nothing: str, last: bool = False) -> str:
+        """What the first rank says that does not say `nothing`, with its number; or the last."""
         if self.world == 1:
             return own
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, own)
-        return next((f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing), nothing)
+        found = [f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing]
+        return found[-last] if found else nothing
 
     def refuse_differences(
         self, own: Mapping[str, Any], what: str, error: type[NarrowgaugeError] = ConfigError
@@ -175,7 +179,9 @@ class Ranks:
                 raise EndedElsewhere(told.get("code", 1)) from error
             if isinstance(error, NarrowgaugeError):
                 error.told = True
-                error.args = (f"rank {self.rank}: {error}",) if self.rank else error.args
+                error.args = (
+                    (f"rank {self.rank}: {error}",) if self.rank and not NAMED.match(str(error)) else error.args
+                )
             raise
 
     def _fails(self, code: int, words: str) -> bool:

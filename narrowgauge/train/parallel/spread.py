@@ -16,7 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,10 +28,14 @@ from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train.config.parallel_syntax import Layout, layout
+from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import Objective
 from narrowgauge.train.parallel import tensor
+from narrowgauge.train.parallel.pipeline import Key, Pipeline
 from narrowgauge.train.parallel.ranks import Ranks
+
+T = TypeVar("T")
 
 
 class Spread(nn.Module):
@@ -48,23 +52,34 @@ class Spread(nn.Module):
 class Parallel:
     """A model over the ranks of a run.
 
-    whole      to be called with what computes with the model
-    layout     ranks along each axis
-    mesh       of the axes that cut weights; None where each rank has all
-    agreement  what the ranks agree on at the end of a step; None with CUDA graphs, whose noise is torch's
+    whole       to be called with what computes with the model; in stages, those of this rank
+    layout      ranks along each axis
+    mesh        of the axes that cut weights; None where each rank has all of the model, or of its stages
+    agreements  what the ranks agree on at the end of a step, of each stage; none with CUDA graphs, whose noise is torch's
+    pipeline    of a model in stages, else None
     """
 
-    def __init__(self, config: TrainConfig, model: Any, ranks: Ranks, probe: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Any,
+        ranks: Ranks,
+        objective: Objective,
+        probe: Callable[[], Mapping[str, Any]],
+    ) -> None:
         """probe: inputs of a micro-batch, the same on all ranks."""
-        self.ranks, self.layout = ranks, layout(config.parallel, ranks.world)
+        self.ranks, self.layout = ranks, ranks.layout
         refuse(config, self.layout, ranks)
         self.mesh = _mesh(self.layout, next(model.parameters()).device.type)
         plan: Mapping[str, str] = {}
         if self.mesh is not None and self.layout.tp > 1:
             plan = tensor.cut(model, self.mesh["tp"], probe())
         self.whole: nn.Module = Spread(model)
-        self.agreement: Agreement | None = None
-        if self.mesh is not None and self.layout.data > 1:
+        self.agreements: list[Agreement] = []
+        self.pipeline: Pipeline | None = None
+        if self.layout.pp > 1:
+            self.whole = self._cut(config, model, objective)
+        elif self.mesh is not None and self.layout.data > 1:
             _shard(self.whole, model, self.mesh)
         elif self.layout.dp > 1:
             self.whole = _copies(self.whole, has_spare=bool(config.model))
@@ -72,14 +87,40 @@ class Parallel:
             messages: dict[str, Any] = {}
             if self.layout.data > 1:
                 messages = {"gradients": config.gradients, "weights": config.weights, "reduce": "sum"}
-            distribute(self.whole, seed=config.seed, **messages)
-            self.agreement = agreement_of(self.whole)
+            if self.pipeline is not None:
+                distribute(self.pipeline.stages(), seed=config.seed, activations=config.activations, **messages)
+            else:
+                distribute(self.whole, seed=config.seed, **messages)
+            modules = [self.whole] if self.pipeline is None else self.pipeline.wrapped.values()
+            self.agreements = [agreement_of(module) for module in modules]
         if self.mesh is not None and plan:
-            tensor.split_dropout(model, plan, self.mesh["tp"], self.agreement)
+            tensor.split_dropout(model, plan, self.mesh["tp"], self.agreements[0])
+
+    def _cut(self, config: TrainConfig, model: Any, objective: Objective) -> nn.Module:
+        sizes = {key: size for key in ("pp", "dp", "fsdp") if (size := getattr(self.layout, key)) > 1}
+        mesh = init_device_mesh(next(model.parameters()).device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+        turns = config.micro_batches // self.layout.data
+        self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), turns)
+        return nn.ModuleList(self.pipeline.wrapped.values())
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """`compute(*given, **named)` inside a forward pass of the model."""
+        if self.pipeline is not None:
+            return compute(*given, **named)  # which calls the stages
         return self.whole(compute, *given, **named)
+
+    @property
+    def stages_group(self) -> Any:
+        """The ranks that hold other parameters of one copy of the model; None: each holds, or shares, all."""
+        return None if self.pipeline is None else self.pipeline.group
+
+    def of_last(self, own: Any) -> Any:
+        """What the rank with the last stage has, on all; without stages what each has."""
+        return own if self.pipeline is None else self.pipeline.of_last(own)
+
+    def of_all(self, own: Mapping[Key, T]) -> dict[Key, T]:
+        """By names of layers, what all stages have, in the order of the model."""
+        return dict(own) if self.pipeline is None else self.pipeline.of_all(own)
 
     def follows(self, is_last: bool) -> None:
         """Before the forward pass of a micro-batch: gradients travel with the last one of a step."""
@@ -92,14 +133,14 @@ class Parallel:
         """For the console, or ''."""
         if self.ranks.world == 1:
             return ""
+        if self.pipeline is not None:
+            return f"{self.ranks.world} ranks, {self.pipeline.words()}."
         sizes = self.layout
-        part = "a copy of the model each (dp)"
-        if sizes.fsdp > 1:
-            part = "a shard of the model each (fsdp)"
-            if sizes.dp > 1:
-                part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
+        part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
+        if sizes.fsdp > 1 and sizes.dp > 1:
+            part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
         if sizes.tp > 1:
-            others = f"; {part.replace('each', 'for each such group')}" if sizes.data > 1 else ""
+            others = f"; of {sizes.data} such groups {part}" if sizes.data > 1 else ""
             part = f"each matrix product shared by {sizes.tp} (tp){others}"
         return f"{self.ranks.world} ranks, {part}."
 
@@ -109,11 +150,11 @@ def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
     Raises ConfigError if they do not divide the batch.
     """
-    readers = layout(config.parallel, ranks.world).data
-    parts = config.micro_batches * readers
-    if readers > 1 and not config.token_budget and config.batch_size % parts:
+    copies = ranks.layout.data
+    parts = config.micro_batches * copies
+    if copies > 1 and not config.token_budget and config.batch_size % parts:
         raise ConfigError(
-            f"batch_size = {config.batch_size}: must be a multiple of {parts}, the micro-batches of {readers} ranks with "
+            f"batch_size = {config.batch_size}: must be a multiple of {parts}, the micro-batches of {copies} ranks with "
             f"micro_batches = {config.micro_batches} each. Change one of them."
         )
     return replace(config, micro_batches=parts)
@@ -131,18 +172,27 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             f"weights = {config.weights!r}: a rank with a copy of the model gathers none. Take parallel = 'fsdp', or leave it out."
         )
+    if sizes.pp == 1 and config.activations != "16bit":
+        raise ConfigError(
+            f"activations = {config.activations!r}: no activations travel with parallel = {str(sizes)!r}. Take pp=2, or leave it out."
+        )
+    if sizes.pp > 1 and sizes.data * sizes.tp > 1:
+        raise ConfigError(
+            f"parallel = {str(sizes)!r}: narrowgauge train has no copies or shards of a pipeline, and cuts no products in it. "
+            "Take pp alone; or narrowgauge.distribute in a loop of your own."
+        )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(
             f"gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to parallel."
         )
-    if sizes.fsdp * sizes.tp > 1 and config.compile:
+    if sizes.fsdp * sizes.tp * sizes.pp > 1 and config.compile:
         raise ConfigError(
-            "compile = true: does not work with shards of the model. Take parallel = 'dp', or leave it out."
+            "compile = true: does not work with shards or stages of the model. Take parallel = 'dp', or leave it out."
         )
-    if sizes.fsdp * sizes.tp > 1 and config.precision == "amp-fp16":
+    if sizes.tp * sizes.pp > 1 and config.precision == "amp-fp16":
         raise ConfigError(
-            "precision = 'amp-fp16': an overflow in one shard must be known to all, and torch's GradScaler does not see to that. "
-            "Take parallel = 'dp', or precision amp-bf16."
+            "precision = 'amp-fp16': an overflow in one stage, or part of a layer, must be known to all, and torch's GradScaler does not "
+            "see to that. Take precision amp-bf16, or fsdp."
         )
     if sizes.tp > 1 and config.fuse:
         raise ConfigError(

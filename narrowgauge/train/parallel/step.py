@@ -19,44 +19,42 @@ from narrowgauge.diagnose.blame import NOTHING, first_nonfinite, nonfinite_param
 from narrowgauge.errors import DataError, DriftError
 from narrowgauge.train.loss import targets_of_step
 from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks.task import StepBatch
 
 
 def targets_of_ranks(
-    batch: StepBatch, number: int, stop: StopRequest | AgreedStop, parallel: Parallel
+    batch: StepBatch, number: int, stop: StopRequest | AgreedStop, ranks: Ranks
 ) -> tuple[int, dict[str, Any]]:
     """The targets of a step, and what its event says of its batch. What each rank was asked for travels with them."""
     facts = dict(batch.facts)
-    if parallel.ranks.world == 1:
+    if ranks.world == 1:
         return targets_of_step(batch.batches, number), facts
     assert isinstance(stop, AgreedStop)
     own = [sum(map(valid_targets, batch.batches)), facts.get("positions", 0), stop.own]
-    found = parallel.ranks.numbers(own)
-    stop.agree([asked for *_, asked in found])
-    for rank, (*counts, _) in enumerate(found):
-        first = parallel.layout.readers(rank)[0]
-        if counts != found[first][:2]:
+    told = ranks.numbers(own)
+    stop.agree([asked for *_, asked in told])
+    for rank, (*counts, _) in enumerate(told):
+        first = ranks.layout.sharers(rank)[0]
+        if counts != told[first][:2]:
             raise DataError(
                 f"step {number}: ranks {first} and {rank} share matrix products, and must read the same data, but have "
-                f"{found[first][0]} and {counts[0]} targets. Give all machines the same data."
+                f"{told[first][0]} and {counts[0]} targets. Give all machines the same data."
             )
-    targets, positions, _ = zip(*_once(found, parallel), strict=True)
+    targets, positions, _ = zip(*(told[rank] for rank in ranks.layout.one_of_each), strict=True)
     if "positions" in facts:
         facts["positions"] = sum(positions)
     return sum(targets) or targets_of_step([], number), facts
 
 
-def agreed(losses: list[float], norm: float, parallel: Parallel) -> tuple[float, float]:
-    """losses: of a rank's micro-batches. -> the loss of the step, and the norm.
+def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float]:
+    """-> the loss of the step, and the norm. DriftError, on all ranks, if they have different norms, or for the same data different losses.
 
-    DriftError, on all ranks, if they have different norms, or ranks with the same data different losses.
+    losses: of a rank's micro-batches; zeros where another stage has them
     """
-    ranks = parallel.ranks
     of_ranks = ranks.reals([*losses, norm])
     for rank, (*own, other) in enumerate(of_ranks):
-        first = parallel.layout.readers(rank)[0]
+        first = ranks.layout.sharers(rank)[0]
         for what, here, there, place in (
             ("the norm of the summed gradient", of_ranks[0][-1], other, 0),
             ("the losses of the same micro-batches", of_ranks[first][:-1], own, first),
@@ -66,26 +64,28 @@ def agreed(losses: list[float], norm: float, parallel: Parallel) -> tuple[float,
                     f"{ranks.place}: {what} is {here!r} on rank {place} and {there!r} on rank {rank}, and must be one "
                     "number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
                 )
+    counted = of_ranks[:: ranks.layout.tp]  # one of those that share products
     total = np.float32(0)
     with np.errstate(all="ignore"):
-        for turn in zip(*(each[:-1] for each in _once(of_ranks, parallel)), strict=True):
+        for turn in zip(*(each[:-1] for each in counted), strict=True):
             for loss in turn:
                 total += np.float32(loss)
     return float(total), norm
 
 
-def _once(of_ranks: list[list[Any]], parallel: Parallel) -> list[list[Any]]:
-    """What ranks have of their data, once for each part of it."""
-    return [each for rank, each in enumerate(of_ranks) if rank == parallel.layout.readers(rank)[0]]
-
-
-def where_nonfinite(model: nn.Module, repeat: Callable[[], None], loss: float, ranks: Ranks) -> str:
+def where_nonfinite(
+    model: nn.Module, repeat: Callable[[], None], loss: float, ranks: Ranks, forward: Callable[[], None] | None = None
+) -> str:
     """`first_nonfinite`, with the rank that saw it.
 
     Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them.
+    forward: of a model in stages, that of the step alone. What appears there, the first stage knows that saw it; else the last one.
     """
     if ranks.world == 1:
         return first_nonfinite(model, repeat, loss)
     if words := ranks.first_of(nonfinite_parameter(model), ""):
         return words
-    return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING)
+    if forward is None:
+        return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING)
+    words = ranks.first_of(first_nonfinite(model, forward, math.nan), NOTHING)
+    return words if words != NOTHING else ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING, last=True)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -39,6 +38,14 @@ def spread(step: int) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+def without_generators(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    return {group: members for group, members in tensors.items() if group != "rng"}
+
+
+def room(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    return without_generators(spread(step))
+
+
 def save(folder: Path, steps: list[int]) -> None:
     for step in steps:
         sharded.save(
@@ -50,7 +57,7 @@ def save(folder: Path, steps: list[int]) -> None:
 def resume(folder: Path, like: int = 0) -> Any:
     """Step, facts, own part of the weight, the rest, and names of what was passed over; or the error."""
     try:
-        found, skipped = sharded.newest_valid(folder, spread(like))
+        found, skipped = sharded.newest_valid(folder, lambda found: room(like))
     except NarrowgaugeError as error:
         return type(error).__name__, str(error)
     if found is None:
@@ -87,7 +94,9 @@ def test_one_process_reads_what_ranks_wrote_and_ranks_what_one_wrote(ranks, tmp_
     assert all(torch.equal(found.tensors[group][name], x) for group in wanted for name, x in wanted[group].items())
     store.save(tmp_path / "one", 5, state(5), {"step": 5, "trained_s": 1.5, "list": [1, 2.0, None]})
     assert ranks(2)(resume, tmp_path / "one") == [answer(5, [])] * 2
-    chosen, _ = sharded.newest_valid(tmp_path / "ranks", state(0))  # one process without a group
+    chosen, _ = sharded.newest_valid(
+        tmp_path / "ranks", lambda found: without_generators(state(0))
+    )  # one process without a group
     assert chosen is not None and torch.equal(chosen.tensors["weights"]["a"], wanted["weights"]["a"])
 
 
@@ -128,11 +137,12 @@ def test_the_best_weights_are_kept_and_given_to_rank_0(ranks, tmp_path):
 
 def test_another_model_is_refused_not_passed_over(ranks, tmp_path):
     ranks(2)(save, tmp_path, [1, 2])
+    other = {"weights": {"a": torch.zeros(5, 2), "b": torch.zeros(4), "c": torch.zeros(1)}}
     with pytest.raises(
         CheckpointError,
         match=r"has no weights.c; scaling.h is not part of this state; weights.b is float32 \[3\], here",
     ):
-        sharded.newest_valid(tmp_path, {"weights": {"a": torch.zeros(5, 2), "b": torch.zeros(4), "c": torch.zeros(1)}})
+        sharded.newest_valid(tmp_path, lambda found: other)
 
 
 def _assert_kills_lose_nothing(folder: Path, kills: int) -> None:
@@ -164,9 +174,7 @@ def train(folder: Path, until: int, save_at: int | None) -> list[float]:
     fully_shard(model, mesh=mesh)
     ng.distribute(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    get_optimizer_state_dict(model, optimizer)  # makes its state
-    tensors, _ = states.collect(model, optimizer, None)
-    found, _ = sharded.newest_valid(folder, tensors)
+    found, _ = sharded.newest_valid(folder, lambda found: states.room(model, optimizer, found.tensors, ""))
     if found is not None:
         states.restore(model, optimizer, None, found.tensors, found.facts["state"], str(found.path))
     losses = []

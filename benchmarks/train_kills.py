@@ -1,0 +1,243 @@
+"""Does kill -9 of random ranks, at random moments of `narrowgauge train`, lose a step that it told, or change a bit of what comes after?
+
+    python -m benchmarks.train_kills --kills 100
+
+A tiny Llama trains on two ranks (--parallel fsdp=2) or in one process (two micro-batches), which compute the same to the bit, and saves
+after each step. Once it has resumed, or at any moment of its start, a rank or both are killed. Then each checkpoint must be whole, and
+the newest not older than the last that metrics.jsonl names. The next start resumes from it. At the end one process trains as many steps
+without a kill: the loss of every step, and every tensor of the last checkpoint, must be the same.
+
+Ranks have what torchrun gives them (its variables, a store outside of them), but are forked with their imports made: torchrun's own
+starts cost seconds of CPU each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.checkpoint_kills import PRELOADED
+from benchmarks.harness import RESULTS, record
+from narrowgauge import cli, manifest, storage
+from narrowgauge.diagnose.runs import read_metrics
+from narrowgauge.distributed import storage as ranks
+from narrowgauge.errors import CheckpointError
+from narrowgauge.train.checkpoint import store
+
+WORLDS = (2, 2, 2, 1)
+AT_ANY_MOMENT = 0.3  # of the kills; the others come after the first checkpoint that a start tells
+LATEST_S = 1.0
+START_S = 120.0
+PATIENCE_S = 60.0
+SIZES = (
+    "--hidden-size=32 --layers=2 --heads=2 --intermediate-size=48 --sequence-length=16 --vocab-size=300 --batch-size=4"
+)
+RUN = "--steps=1000000 --warmup-steps=2 --eval-every=0 --eval-tokens=256 --checkpoint-every=1 --keep=2 --tensor-every=0 --sample-tokens=0"
+SETTINGS = f"{SIZES} {RUN} --threads=1 --device=cpu --recipe=fp8-delayed".split()
+
+
+def _rank(arguments: list[str], variables: dict[str, str], said: str) -> None:
+    os.environ.update(variables)
+    with open(said, "a", encoding="utf-8") as file, contextlib.redirect_stderr(file), contextlib.redirect_stdout(file):
+        code = cli.main(arguments)
+    os._exit(code)
+
+
+class Start:
+    """One start of the run on `world` ranks."""
+
+    def __init__(self, place: Path, world: int, more: tuple[str, ...] = ()) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            [*PRELOADED, "narrowgauge.train.loop", "transformers.models.llama.modeling_llama"]
+        )
+        arguments = ["train", *SETTINGS, f"--data={place / 'text'}", f"--cache={place / 'cache'}", *more]
+        arguments += ["--parallel=fsdp=2"] if world > 1 else ["--micro-batches=2"]
+        self.said = place / "said.txt"
+        self.said.write_text("", encoding="utf-8")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(world)}
+        shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+        self.processes = []
+        for rank in range(world):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+            process = context.Process(target=_rank, args=(arguments, own, str(self.said)), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def kill(self, victims: list[int], by: int = signal.SIGKILL) -> None:
+        for rank in victims:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, by)  # type: ignore[arg-type]
+
+    def ended(self) -> tuple[list[int | None], float]:
+        """Exit codes, of None one that did not end, and the seconds that it took."""
+        started_at_s = time.monotonic()
+        for process in self.processes:
+            process.join(max(0.0, started_at_s + PATIENCE_S - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return codes, time.monotonic() - started_at_s
+
+
+def told(output: Path) -> list[int]:
+    """The steps whose checkpoints the run has told of, in the order of its log."""
+    with contextlib.suppress(FileNotFoundError):
+        return [event["step"] for event in read_metrics(output / "metrics.jsonl") if event["event"] == "checkpoint"]
+    return []
+
+
+def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
+    """What each kill did."""
+    rng, output = random.Random(seed), place / "run"
+    write_text(place / "text")
+    for _ in range(kills):
+        world = rng.choice(WORLDS)
+        before, size = told(output), _bytes(output)
+        start = Start(place, world, (f"--output={output}", "--resume"))
+        until_s = time.monotonic() + START_S
+        wants, any_moment = ("resume" if before else "step"), rng.random() < AT_ANY_MOMENT
+        while not any_moment and time.monotonic() < until_s and not _has(output, size, wants):
+            if not any(process.is_alive() for process in start.processes):
+                break
+            time.sleep(0.02)
+        ready = any_moment or _has(output, size, wants)
+        time.sleep(rng.uniform(0, LATEST_S))
+        victims = list(range(world)) if rng.random() < 0.2 else [rng.randrange(world)]
+        start.kill(victims)
+        codes, ended_s = start.ended()
+        drafts = list((output / "checkpoints").glob(".tmp-step-*")) if output.exists() else []
+        storage.recover(output / "checkpoints", manifest.STEP.pattern)  # as the next start does
+        after = told(output)
+        newest = manifest.newest_first(output / "checkpoints")
+        yield {
+            "world": world,
+            "victims": victims,
+            "told": max(after, default=0),
+            "saves": max(after, default=0) - max(before, default=0),
+            "in_a_save": bool(drafts),
+            "corrupt": _corrupt(output / "checkpoints"),
+            "lost": max(0, max(after, default=0) - (int(newest[0].name[5:]) if newest else 0)),
+            "wrong": _wrong(start, codes, victims, ready),
+            "hung": codes.count(None),
+            "ended_s": ended_s,
+        }
+
+
+def _bytes(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    return path.stat().st_size if path.exists() else 0
+
+
+def _has(output: Path, size: int, event: str) -> bool:
+    """Whether the log has such an event after its first `size` bytes."""
+    path = output / "metrics.jsonl"
+    return path.exists() and f'"event": "{event}"'.encode() in path.read_bytes()[size:]
+
+
+def _wrong(start: Start, codes: list[int | None], victims: list[int], ready: bool) -> list[str]:
+    """Survivors end with 6, which names the dead; warnings and other errors are wrong."""
+    said = start.said.read_text("utf-8")
+    survivors = {code for rank, code in enumerate(codes) if rank not in victims and code is not None}
+    found = [f"exit codes {codes}"] if survivors - {6, -signal.SIGKILL} else []
+    found += [] if ready else ["it did not begin"]
+    return found + ([said[-800:]] if found or "passed over" in said or "Traceback" in said else [])
+
+
+def _corrupt(folder: Path) -> list[str]:
+    found = []
+    for path in manifest.newest_first(folder):
+        try:
+            ranks.verify(path)
+            store.load(path)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def write_text(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    words = ["scale", "tile", "amax", "codes", "the", "of", "and", "a", "rounds", "stores", "narrow", "wide", "exact"]
+    for seed in range(40):
+        draw = random.Random(seed)
+        lines = [" ".join(draw.choices(words, k=8)).capitalize() + ".\n" for _ in range(20 + seed)]
+        (folder / f"{seed:02}.txt").write_text("".join(lines), encoding="utf-8")
+
+
+def differences(place: Path) -> list[str]:
+    """Of the run that was killed from one that was not, in one process."""
+    killed, calm = place / "run", place / "calm"
+    last = store.newest_valid(killed / "checkpoints")[0]
+    assert last is not None
+    start = Start(place, 1, (f"--output={calm}", "--checkpoint-every=0"))
+    losses = _losses(calm)
+    while max(losses, default=0) < last.step:
+        time.sleep(0.5)
+        if not start.processes[0].is_alive():
+            return [f"the run without kills ended: {start.said.read_text('utf-8')[-800:]}"]
+        losses = _losses(calm)
+    start.kill([0])
+    start.ended()
+    ours = _losses(killed)
+    return [f"step {step}: {ours[step]} and {losses[step]}" for step in ours if ours[step] != losses[step]]
+
+
+def _losses(output: Path) -> dict[int, float]:
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        return {
+            event["step"]: event["loss"] for event in read_metrics(output / "metrics.jsonl") if event["event"] == "step"
+        }
+    return {}
+
+
+def summary(done: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "case": "kill -9 of random ranks of narrowgauge train",
+        "kills": len(done),
+        "ranks_killed": sum(len(row["victims"]) for row in done),
+        "worlds": dict(sorted(Counter(str(row["world"]) for row in done).items())),
+        "in_a_save": sum(row["in_a_save"] for row in done),
+        "saves": sum(row["saves"] for row in done),
+        "corrupt": sum(len(row["corrupt"]) for row in done),
+        "lost_steps": sum(row["lost"] for row in done),
+        "wrong": sum(len(row["wrong"]) for row in done),
+        "hung": sum(row["hung"] for row in done),
+        "longest_end_s": max(row["ended_s"] for row in done),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    done = []
+    with tempfile.TemporaryDirectory() as place:
+        for row in rounds(Path(place), given.kills, given.seed):
+            done.append(row)
+            print(len(done), row, flush=True)
+        differing = differences(Path(place))
+    found = {**summary(done), "steps": done[-1]["told"], "steps_with_another_loss": len(differing)}
+    print(found, *differing[:3], sep="\n")
+    record("checkpoint-kills", [found], RESULTS / "checkpoint_kills.jsonl")
+    sys.exit(any(found[key] for key in ("corrupt", "lost_steps", "wrong", "hung", "steps_with_another_loss")))
+
+
+if __name__ == "__main__":
+    main()
