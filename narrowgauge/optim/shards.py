@@ -181,32 +181,14 @@ def gathered(x: Tensor) -> Tensor:
         return x
     own = local(x).contiguous().to(x.device_mesh.device_type)  # type: ignore[attr-defined]
     bytes_of, shape = own.unsqueeze(-1).view(torch.uint8), torch.Size((*x.shape, own.element_size()))
-    whole: Any = wrapped(bytes_of, x, shape)
-    for axis in _innermost_first(x):
-        placements = list(whole.placements)
-        placements[axis] = _replicate()
-        whole = whole.redistribute(placements=placements)
-    found: Tensor = whole.to_local().view(x.dtype).squeeze(-1)
-    return found
-
-
-def _innermost_first(x: Tensor) -> list[int]:
-    """The axes of a DTensor's mesh that cut it, the last cut first: undone all at once, torch warns of each that is out of its order."""
-    placements = x.placements  # type: ignore[attr-defined]
-    cut = [axis for axis, each in enumerate(placements) if _cuts_axis(each)]
-    strided = [axis for axis in cut if hasattr(placements[axis], "split_factor")]
-    return strided + [axis for axis in reversed(cut) if axis not in strided]
-
-
-def _replicate() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
+    return wrapped(bytes_of, x, shape).full_tensor().view(x.dtype).squeeze(-1)  # type: ignore[attr-defined]
 
 
 def without_partial_sums(x: Tensor) -> Tensor:
     """A DTensor whose partial sums, if it has any, are added up on every rank."""
-    placements = [_replicate() if each.is_partial() else each for each in x.placements]  # type: ignore[attr-defined]
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if each.is_partial() else each for each in x.placements]  # type: ignore[attr-defined]
     return x if placements == list(x.placements) else x.redistribute(x.device_mesh, placements)  # type: ignore[attr-defined]
 
 
