@@ -15,12 +15,19 @@ from tests.train.test_torchrun import trained
 JOBS = ["classification", "chat", "t5", "pairs of a decoder", "completion", "packed", "marian"]
 
 
-@pytest.mark.parametrize("layout", quick(["dp"], ["dp", "fsdp"]))
-@pytest.mark.parametrize("job", quick(JOBS[1:2], JOBS))
+LAYOUTS = [
+    *((job, layout) for job in JOBS for layout in ("dp", "fsdp")),
+    ("chat", "pp"),
+    ("completion", "pp"),
+    ("packed", "pp"),
+]
+
+
+@pytest.mark.parametrize(("job", "layout"), quick([("chat", "dp")], LAYOUTS))
 def test_a_task_on_two_ranks_is_that_of_one_process(ranks, make, job, layout):  # noqa: F811
     reference = make(job, "reference", micro_batches=2)
     assert loop.run(reference) == 0
-    config = make(job, "ranks", parallel=layout)
+    config = make(job, "ranks", parallel=layout, micro_batches=2 if layout == "pp" else 1)
     assert ranks(2)(trained, config) == [0, 0]
     first, second = Path(config.output), Path(reference.output)
     for kind in ("step", "eval"):
@@ -37,6 +44,15 @@ def test_a_task_on_two_ranks_is_that_of_one_process(ranks, make, job, layout):  
         return
     assert tiny.digests(first) == tiny.digests(second)
     assert (first / "final" / "model.safetensors").read_bytes() == (second / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_classes_have_no_stages(ranks, make):  # noqa: F811
+    said = sorted(ranks(2)(trained, make("classification", parallel="pp=2", micro_batches=2)))
+    assert (
+        "pp cuts causal language models (tasks text and causal-lm), and this run's task is 'classification'" in said[0]
+    )
+    assert said[1].startswith("EndedElsewhere")
 
 
 @pytest.mark.slow
