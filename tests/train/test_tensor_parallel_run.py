@@ -134,6 +134,7 @@ def _weights(config):
     return found.tensors["weights"]
 
 
+@pytest.mark.slow
 def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):  # noqa: F811
     """Ctrl-C reaches rank 1 alone. The checkpoint and final/ are of whole tensors, with the names and shapes of one process."""
     common = {"recipe": "fp8-delayed", "steps": 4, "batch_size": 2}
@@ -169,7 +170,7 @@ def test_from_one_process_to_four_ranks(ranks, make):  # noqa: F811
 
 
 def _norm_moves(config):
-    """The last norm of rank 1, which all ranks hold, changes before step 2."""
+    """The last norm of rank 1, which all ranks hold, changes before step 2: that step's losses show it, or the digests after it."""
     real = Trainer._optimizer_step
 
     def step(trainer):
@@ -187,10 +188,7 @@ def _norm_moves(config):
 
 def test_a_norm_that_differs_between_ranks_that_share_products_ends_the_run(ranks, make):  # noqa: F811
     said = sorted(ranks(2)(_norm_moves, make(recipe="fp8-delayed", parallel="tp=2", digest_every=2)))
-    assert re.search(
-        r"DriftError: step 2: .* on rank 0 and .* on rank 1|norm\.weight differs between rank 0 and rank 1",
-        "".join(said),
-    )
+    assert "DriftError: step 2: " in "".join(said) and re.search("rank 0 and .*rank 1", "".join(said))
     assert all(each.startswith(("DriftError", "EndedElsewhere")) for each in said)
 
 
@@ -214,6 +212,7 @@ def test_digests_compare_what_only_some_axes_cut(ranks):  # noqa: F811
         assert "step 1: norm differs between rank 0 and rank 1" in said and "so do 1 tensors after it" in said
 
 
+@pytest.mark.slow
 def test_a_nan_in_one_ranks_part_of_a_weight_is_named(ranks, make):  # noqa: F811
     said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel="tp=2"), [("nan", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
@@ -236,4 +235,4 @@ REFUSED = {
 @pytest.mark.parametrize("words", quick(["num_key_value_heads = 1"], REFUSED))
 def test_what_ranks_cannot_share_is_refused_by_all(ranks, make, words):  # noqa: F811
     said = sorted(ranks(2)(trained, make(**({"parallel": "tp=2"} | REFUSED[words]))))
-    assert said[0].startswith("EndedElsewhere") and said[1].startswith("ConfigError") and words in said[1]
+    assert said[0].startswith("ConfigError") and words in said[0] and said[1].startswith("EndedElsewhere")
