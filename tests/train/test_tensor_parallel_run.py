@@ -188,7 +188,7 @@ def _norm_moves(config):
 
 def test_a_norm_that_differs_between_ranks_that_share_products_ends_the_run(ranks, make):  # noqa: F811
     said = sorted(ranks(2)(_norm_moves, make(recipe="fp8-delayed", parallel="tp=2", digest_every=2)))
-    assert "DriftError: step 2: " in "".join(said) and re.search("rank 0 and .*rank 1", "".join(said))
+    assert re.search("^DriftError: (rank 1: )?step 2: ", said[0]) and re.search("rank 0 and .*rank 1", said[0])
     assert all(each.startswith(("DriftError", "EndedElsewhere")) for each in said)
 
 
@@ -223,7 +223,7 @@ def test_a_nan_in_one_ranks_part_of_a_weight_is_named(ranks, make):  # noqa: F81
 
 REFUSED = {
     "num_key_value_heads = 1": {"kv_heads": 1},
-    "ranks would cut its tiles or blocks: 24 rows": {"recipe": "mxfp8"},
+    "ranks would cut its tiles or blocks: 16 rows": {"recipe": "mxfp8"},
     "compile = true": {"compile": True},
     "fuse = true": {"fuse": True},
     "gradients = 'fp8'": {"gradients": "fp8"},
