@@ -77,7 +77,7 @@ class _Watch:
 
     def check(self, clause: str, tensors: Any) -> None:
         each = tensors if isinstance(tensors, (tuple, list)) else [tensors]
-        floats = [tensor for tensor in each if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+        floats = [shards.local(one) for one in each if isinstance(one, Tensor) and one.is_floating_point()]
         if not self.found and any(not tensor.isfinite().all() for tensor in floats):
             self.found = f"{clause} was not finite"
 

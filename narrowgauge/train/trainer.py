@@ -80,9 +80,7 @@ class Trainer:
         if device.type == "cuda":
             use_attention_of_whole_rows(self.model, self.feed.probe())
         # before the optimizer: it holds what trains, no more
-        self.memory_notes = apply_memory_options(
-            config, self.model, self.precision, lambda: inputs_of(self.feed.probe(), device, task.options)
-        )
+        self.memory_notes = apply_memory_options(config, self.model, self.precision, self._probe)
         self.objective = task.objective(self.model, self.precision.computes_in)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if state.is_weight(name)}
@@ -90,7 +88,7 @@ class Trainer:
         self.stages = stages(config, self.model)
         # Of a model that is cut into stages: how an optimizer of all of it would number its parameters.
         self.numbers = WholeNumbers(self.model, self._new_optimizer()) if ranks.layout.pp > 1 else None
-        self.parallel = Parallel(config, self.model, ranks, self.objective)
+        self.parallel = Parallel(config, self.model, ranks, self.objective, self._probe)
         self.optimizer = self._new_optimizer()
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
@@ -110,6 +108,10 @@ class Trainer:
             model = build(config, task.model, self.device, task.tokens_at_once(), choices)
         chosen_first = ranks.told_by_first(lambda: chosen(model))
         return model or build(config, task.model, self.device, task.tokens_at_once(), chosen_first)
+
+    def _probe(self) -> dict[str, Any]:
+        """Inputs of the first step's largest micro-batch."""
+        return inputs_of(self.feed.probe(), self.device, self.task.options)
 
     def _new_optimizer(self) -> Any:
         return build_optimizer(self.config, self.model, self.precision)
@@ -229,8 +231,9 @@ class Trainer:
     def _compare_ranks(self) -> None:
         """Raises DriftError if ranks differ in what they hold alike."""
         self.ranks.place = place = f"step {self.step}"
-        if self.ranks.layout.data > 1:
-            digest.refuse_drift(digest.replicated(self.model, self.optimizer), place, self.device)
+        if self.ranks.layout.data * self.ranks.layout.tp > 1:
+            held = digest.replicated(self.model, self.optimizer)
+            digest.refuse_drift(held, place, self.device, self.parallel.mesh)
 
     def _is_due(self, every: int) -> bool:
         """Whether what is done every so many steps is done after this one; 0: only after the last."""

@@ -172,7 +172,7 @@ class Ranks:
         except EndedElsewhere:
             raise
         except BaseException as error:
-            if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and BROKEN.search(str(error))):
+            if isinstance(error, RuntimeError) and is_lost(error):
                 raise self._explained(error) from error
             if not self._fails(getattr(error, "exit_code", 1), str(error)):
                 told = self._failed() or {}
@@ -235,6 +235,13 @@ class Ranks:
 
 
 AGAIN = "All ranks end. Resume with --resume from the last checkpoint, on any number of ranks."
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether a collective broke, because another rank is gone or hangs."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None
+    )
 
 
 def under_torchrun() -> bool:

@@ -1,9 +1,10 @@
-"""The model of a run, spread over its ranks: copies under DistributedDataParallel, shards under fully_shard, or as it is.
+"""The model of a run, spread over its ranks: copies under DistributedDataParallel, shards under fully_shard, layers cut by tp, or as it is.
 
     loss = sum of -log p / targets of the whole step, all ranks and micro-batches          so gradients are summed, not averaged
 
 With W ranks of M micro-batches each, a rank's micro-batch number t is number t W + rank of the step. One process with W M micro-batches
-draws the same ones, and with W = 2, M = 1 computes the same sum to the bit; else the order of the sum differs.
+draws the same ones, and with W = 2, M = 1 computes the same sum to the bit; else the order of the sum differs. Ranks that share matrix
+products (`tensor`) count as one of the W: they read the same micro-batches.
 
 Whatever computes with the model is called through `Spread`, a module around it: under fully_shard its parameters are whole only then,
 and noise is keyed by its forward passes (`narrowgauge.distribute`).
@@ -18,7 +19,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +31,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Objective
+from narrowgauge.train.parallel import tensor
 from narrowgauge.train.parallel.pipeline import Key, Pipeline
 from narrowgauge.train.parallel.ranks import Ranks
 
@@ -52,20 +54,33 @@ class Parallel:
 
     whole       to be called with what computes with the model; in stages, those of this rank
     layout      ranks along each axis
+    mesh        of the axes that cut weights; None where each rank has all of the model, or of its stages
     agreements  what the ranks agree on at the end of a step, of each stage; none with CUDA graphs, whose noise is torch's
     pipeline    of a model in stages, else None
     """
 
-    def __init__(self, config: TrainConfig, model: Any, ranks: Ranks, objective: Objective) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Any,
+        ranks: Ranks,
+        objective: Objective,
+        probe: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """probe: inputs of a micro-batch, the same on all ranks."""
         self.ranks, self.layout = ranks, ranks.layout
         refuse(config, self.layout, ranks)
+        self.mesh = _mesh(self.layout, next(model.parameters()).device.type)
+        plan: Mapping[str, str] = {}
+        if self.mesh is not None and self.layout.tp > 1:
+            plan = tensor.cut(model, self.mesh["tp"], probe())
         self.whole: nn.Module = Spread(model)
         self.agreements: list[Agreement] = []
         self.pipeline: Pipeline | None = None
         if self.layout.pp > 1:
             self.whole = self._cut(config, model, objective)
-        elif self.layout.fsdp > 1:
-            _shard(self.whole, model, self.layout)
+        elif self.mesh is not None and self.layout.data > 1:
+            _shard(self.whole, model, self.mesh)
         elif self.layout.dp > 1:
             self.whole = _copies(self.whole, has_spare=bool(config.model))
         if not config.cuda_graph:
@@ -78,12 +93,12 @@ class Parallel:
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.wrapped.values()
             self.agreements = [agreement_of(module) for module in modules]
+        if self.mesh is not None and plan:
+            tensor.split_dropout(model, plan, self.mesh["tp"], self.agreements[0])
 
     def _cut(self, config: TrainConfig, model: Any, objective: Objective) -> nn.Module:
-        sizes = {key: size for key in ("pp", "dp", "fsdp") if (size := getattr(self.layout, key)) > 1}
-        mesh = init_device_mesh(next(model.parameters()).device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
-        turns = config.micro_batches // self.layout.data
-        self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), turns)
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.layout.pp,), mesh_dim_names=("pp",))
+        self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), config.micro_batches)
         return nn.ModuleList(self.pipeline.wrapped.values())
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -118,10 +133,14 @@ class Parallel:
             return ""
         if self.pipeline is not None:
             return f"{self.ranks.world} ranks, {self.pipeline.words()}."
-        how = "a shard of the model each (fsdp)" if self.layout.fsdp > 1 else "a copy of the model each (dp)"
-        if self.layout.fsdp > 1 and self.layout.dp > 1:
-            how = f"{self.layout.dp} copies of the model, each in {self.layout.fsdp} shards (dp, fsdp)"
-        return f"{self.ranks.world} ranks, {how}."
+        sizes = self.layout
+        part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
+        if sizes.fsdp > 1 and sizes.dp > 1:
+            part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
+        if sizes.tp > 1:
+            others = f"; of {sizes.data} such groups {part}" if sizes.data > 1 else ""
+            part = f"each matrix product shared by {sizes.tp} (tp){others}"
+        return f"{self.ranks.world} ranks, {part}."
 
 
 def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -155,23 +174,27 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             f"activations = {config.activations!r}: no activations travel with parallel = {str(sizes)!r}. Take pp=2, or leave it out."
         )
-    if sizes.pp > 1 and sizes.data > 1:
+    if sizes.pp > 1 and sizes.data * sizes.tp > 1:
         raise ConfigError(
-            f"parallel = {str(sizes)!r}: narrowgauge train has no copies or shards of a pipeline. Take pp alone; or "
-            "narrowgauge.distribute in a loop of your own."
+            f"parallel = {str(sizes)!r}: narrowgauge train has no copies or shards of a pipeline, and cuts no products in it. "
+            "Take pp alone; or narrowgauge.distribute in a loop of your own."
         )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(
             f"gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to parallel."
         )
-    if sizes.fsdp * sizes.pp > 1 and config.compile:
+    if sizes.fsdp * sizes.tp * sizes.pp > 1 and config.compile:
         raise ConfigError(
             "compile = true: does not work with shards or stages of the model. Take parallel = 'dp', or leave it out."
         )
-    if sizes.pp > 1 and config.precision == "amp-fp16":
+    if sizes.tp * sizes.pp > 1 and config.precision == "amp-fp16":
         raise ConfigError(
-            "precision = 'amp-fp16': an overflow in one stage must be known to all, and torch's GradScaler does not see to that. "
-            "Take precision amp-bf16, or fsdp."
+            "precision = 'amp-fp16': an overflow in one stage, or part of a layer, must be known to all, and torch's GradScaler does not "
+            "see to that. Take precision amp-bf16, or fsdp."
+        )
+    if sizes.tp > 1 and config.fuse:
+        raise ConfigError(
+            "fuse = true: hands whole tensors to layers that have a part of their features under tp. Leave it out."
         )
 
 
@@ -184,11 +207,17 @@ def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
     return DistributedDataParallel(whole, init_sync=False, gradient_as_bucket_view=True, **options)
 
 
-def _shard(whole: nn.Module, model: nn.Module, sizes: Layout) -> None:
+def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
+    """Of dp, fsdp and tp, with those that are needed. Copies of cut layers are shards in one piece: torch's DDP takes no DTensors."""
+    if sizes.fsdp * sizes.tp == 1:
+        return None
+    axes = {"dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
+    kept = {name: size for name, size in axes.items() if size > 1 or (name == "fsdp" and sizes.dp > 1)}
+    return init_device_mesh(device, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
     """Blocks one by one, and what is around them together."""
-    device = next(model.parameters()).device.type
-    shape, names = ((sizes.dp, sizes.fsdp), ("dp", "fsdp")) if sizes.dp > 1 else ((sizes.fsdp,), ("fsdp",))
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     types = {parameter.dtype for parameter in model.parameters()}
     if len(types) > 1:
         learned = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
@@ -197,5 +226,6 @@ def _shard(whole: nn.Module, model: nn.Module, sizes: Layout) -> None:
             f"parallel: fully_shard takes parameters of one type, and this model has {', '.join(sorted(map(str, types)))}{why}. "
             "Take precision amp-bf16, or parallel = 'dp'."
         )
+    readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     for module in (*find_blocks(model, verb="parallel").values(), whole):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=readers)

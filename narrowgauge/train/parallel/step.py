@@ -17,7 +17,7 @@ from torch import nn
 
 from narrowgauge.data import valid_targets
 from narrowgauge.diagnose.blame import NOTHING, first_nonfinite, nonfinite_parameter
-from narrowgauge.errors import DriftError
+from narrowgauge.errors import DataError, DriftError
 from narrowgauge.train.loss import targets_of_step
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.signals import AgreedStop, StopRequest
@@ -35,6 +35,13 @@ def targets_of_ranks(
     own = [sum(map(valid_targets, batch.batches)), facts.get("positions", 0), stop.own]
     told = ranks.numbers(own)
     stop.agree([asked for *_, asked in told])
+    for rank, (*counts, _) in enumerate(told):
+        first = ranks.layout.readers(rank)[0]
+        if counts != told[first][:2]:
+            raise DataError(
+                f"step {number}: ranks {first} and {rank} share matrix products or stages, and must read the same data, but have "
+                f"{told[first][0]} and {counts[0]} targets. Give all machines the same data."
+            )
     targets, positions, _ = zip(*_once(told, ranks), strict=True)
     if "positions" in facts:
         facts["positions"] = sum(positions)
@@ -42,18 +49,22 @@ def targets_of_ranks(
 
 
 def agreed(losses: list[float], norm: float, ranks: Ranks) -> tuple[float, float]:
-    """-> the loss of the step, and the norm. DriftError, on all ranks, if they have different norms.
+    """-> the loss of the step, and the norm. DriftError, on all ranks, if they have different norms, or for the same data different losses.
 
     losses: of a rank's micro-batches, which are those of other stages too
     """
     of_ranks = ranks.reals([*losses, norm])
-    for rank, (*_, other) in enumerate(of_ranks):
-        first = of_ranks[0][-1]
-        if other != first and not (math.isnan(other) and math.isnan(first)):
-            raise DriftError(
-                f"{ranks.place}: the norm of the summed gradient is {first!r} on rank 0 and {other!r} on rank {rank}, and must be one "
-                "number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
-            )
+    for rank, (*own, other) in enumerate(of_ranks):
+        first = ranks.layout.readers(rank)[0]
+        for what, here, there, place in (
+            ("the norm of the summed gradient", of_ranks[0][-1], other, 0),
+            ("the losses of the same micro-batches", of_ranks[first][:-1], own, first),
+        ):
+            if repr(here) != repr(there):  # NaN is NaN
+                raise DriftError(
+                    f"{ranks.place}: {what} is {here!r} on rank {place} and {there!r} on rank {rank}, and must be one "
+                    "number. Nothing was saved since the last checkpoint. Take equal machines and threads on all ranks, and resume."
+                )
     total = np.float32(0)
     with np.errstate(all="ignore"):
         for turn in zip(*(each[:-1] for each in _once(of_ranks, ranks)), strict=True):

@@ -53,3 +53,14 @@ def test_classes_have_no_stages(ranks, make):  # noqa: F811
         "pp cuts causal language models (tasks text and causal-lm), and this run's task is 'classification'" in said[0]
     )
     assert said[1].startswith("EndedElsewhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
+def test_a_task_on_two_ranks_that_share_products_learns_as_one_process_does(ranks, make, job):  # noqa: F811
+    """Bounded: the loss of evaluations, which drop nothing; in training each rank drops its own heads."""
+    reference, config = make(job, "reference"), make(job, "ranks", parallel="tp=2")
+    assert loop.run(reference) == 0 and ranks(2)(trained, config) == [0, 0]
+    ours, theirs = ([event["loss"] for event in tiny.events(Path(each.output), "eval")] for each in (config, reference))
+    assert ours == pytest.approx(theirs, rel=2e-2)
+    assert (Path(config.output) / "final" / "model.safetensors").exists()
