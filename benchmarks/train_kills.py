@@ -40,8 +40,7 @@ from narrowgauge.train.checkpoint import store
 
 WORLDS = (2, 2, 2, 1)
 AT_ANY_MOMENT = 0.25  # of the kills; the others come when a start has told of some checkpoints
-START_S = 5.0  # in which the former come, and
-LATEST_S = 0.2  # the latter
+START_S = 5.0  # in which the former come; the latter within the time that a step and its save took
 MOST_SAVES = 5
 BEGIN_S = 300.0
 PATIENCE_S = 60.0
@@ -114,13 +113,16 @@ def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
         before, size = told(output), _bytes(output)
         start = Start(place, world, (f"--output={output}", "--resume", "--checkpoint-every=1", "--keep=2"))
         until_s = time.monotonic() + BEGIN_S
-        saves, any_moment = rng.randrange(1, MOST_SAVES + 1), rng.random() < AT_ANY_MOMENT
-        while not any_moment and time.monotonic() < until_s and _saves(output, size) < saves:
+        saves, any_moment = rng.randrange(2, MOST_SAVES + 1), rng.random() < AT_ANY_MOMENT
+        seen_s: list[float] = []  # when each save was seen
+        while not any_moment and time.monotonic() < until_s and len(seen_s) < saves:
             if not any(process.is_alive() for process in start.processes):
                 break
+            seen_s += [time.monotonic()] * (_saves(output, size) - len(seen_s))
             time.sleep(0.005)
-        ready = any_moment or _saves(output, size) >= saves
-        time.sleep(rng.uniform(0, START_S if any_moment else LATEST_S))
+        ready = any_moment or len(seen_s) >= saves
+        between_s = START_S if any_moment else (seen_s[-1] - seen_s[0]) / (len(seen_s) - 1) if ready else 0.0
+        time.sleep(rng.uniform(0, between_s))
         victims = list(range(world)) if rng.random() < 0.2 else [rng.randrange(world)]
         start.kill(victims)
         codes, ended_s = start.ended()

@@ -318,10 +318,11 @@ def test_ctrl_c_at_torchrun_saves_and_ends_all(make, text):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_run_again_that_goes_on(make, text):
+@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+def test_torchrun_starts_a_run_again_that_goes_on(make, text, layout):
     reference = make("reference", micro_batches=2, recipe="fp8-delayed")
     assert loop.run(reference) == 0
     config = make("again", recipe="fp8-delayed", checkpoint_every=2)
-    torchrun(config, text, "fail 1 5", options=["--max-restarts", "1"])
+    torchrun(config, text, "fail 1 5", [f"--parallel={layout}"], ["--max-restarts", "1"])
     assert [event["step"] for event in tiny.events(Path(config.output), "resume")] == [4]
     same_run(Path(config.output), Path(reference.output))
