@@ -31,7 +31,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Objective
-from narrowgauge.train.parallel import tensor
+from narrowgauge.train.parallel import digest, tensor
 from narrowgauge.train.parallel.pipeline import Key, Pipeline
 from narrowgauge.train.parallel.ranks import Ranks
 
@@ -71,6 +71,8 @@ class Parallel:
         self.ranks, self.layout = ranks, ranks.layout
         refuse(config, self.layout, ranks)
         self.mesh = _mesh(self.layout, next(model.parameters()).device.type)
+        if self.layout.world > self.layout.dp:  # afterwards no other rank has what one has
+            digest.refuse_drift(model.state_dict(), "before the first step", next(model.parameters()).device)
         plan: Mapping[str, str] = {}
         if self.mesh is not None and self.layout.tp > 1:
             plan = tensor.cut(model, self.mesh["tp"], probe())
