@@ -89,6 +89,8 @@ class Trainer:
         # Of a model that is cut into stages: how an optimizer of all of it would number its parameters.
         self.numbers = WholeNumbers(self.model, self._new_optimizer()) if ranks.layout.pp > 1 else None
         self.parallel = Parallel(config, self.model, ranks, self.objective, self._probe)
+        if self.parallel.pipeline is not None:
+            self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
         self.optimizer = self._new_optimizer()
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)

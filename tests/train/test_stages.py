@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -186,32 +188,41 @@ def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(ran
 # --- messages
 
 
-def messages(config):
-    """What this rank counted, and its exit code."""
-    found = {}
-    real = Trainer.train
+def observed(config):
+    """The exit code of this rank, what it counted, and which parameters of the whole model were alive while it trained."""
+    found, alive, refs = {}, [], {}
+    built, train = Trainer._built, Trainer.train
 
-    def train(trainer, *given):
+    def noted(trainer, *given):
+        model = built(trainer, *given)
+        refs.update({name: weakref.ref(parameter) for name, parameter in model.named_parameters()})
+        return model
+
+    def observing(trainer, *given):
+        gc.collect()
+        alive.extend(name for name, ref in refs.items() if ref() is not None)
+        assert alive == [name for name, _ in trainer.model.named_parameters()]
         try:
-            return real(trainer, *given)
+            return train(trainer, *given)
         finally:
             found.update(trainer.parallel.agreements[0].messages)
 
-    Trainer.train = train
+    Trainer._built, Trainer.train = noted, observing
     try:
-        return trained(config), found
+        return trained(config), found, alive
     finally:
-        Trainer.train = real
+        Trainer._built, Trainer.train = built, train
 
 
 @pytest.mark.slow
-def test_messages_of_8_bits_are_a_setting(ranks, make):  # noqa: F811
+def test_messages_of_8_bits_are_a_setting_and_a_rank_holds_its_stages_alone(ranks, make):  # noqa: F811
     changes = {**COMMON, "eval_every": 0, "sample_tokens": 0, "hidden_size": 64}
     whole = make("whole", parallel="pp=2", **changes)
     narrow = make("narrow", parallel="pp=2", activations="fp8", **changes)
-    assert [code for code, _ in ranks(2)(messages, whole)] == [0, 0]
-    (code, first), (other, last) = ranks(2)(messages, narrow)
+    assert [code for code, *_ in ranks(2)(observed, whole)] == [0, 0]
+    (code, first, upper), (other, last, lower) = ranks(2)(observed, narrow)
     assert code == other == 0
+    assert "lm_head.weight" in lower and len(upper) == 10 and len(lower) == 11  # the memory of the others is free
     tokens = 4 * 16
     evaluated = sum(event["tokens"] for event in tiny.events(Path(narrow.output), "eval"))
     of_token = 4 * -(-64 // 32 * 33 // 4)  # bytes of a row of the message, in whole float32
