@@ -189,7 +189,6 @@ WRONG = {
     "fsdp=two": "no number of ranks",
     "fsdp=0": "no number of ranks",
     "tp=3": "3 is 3, and this run has 2 ranks. Start it with torchrun --nproc-per-node 3, or take parallel = 'dp'",
-    "fsdp=1,pp=2": "does not cut a model into stages",
 }
 
 

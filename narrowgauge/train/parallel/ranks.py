@@ -136,14 +136,17 @@ class Ranks:
         dist.all_gather(found, mine)
         return [each.tolist() for each in found]
 
-    def first_of(self, own: str, nothing: str, last: bool = False) -> str:
-        """What the first rank says that does not say `nothing`, with its number; or the last."""
+    def first_of(self, own: str, nothing: str, last: bool = False, order: int = 0) -> str:
+        """What the first rank says that does not say `nothing`, with its number; or the last. order: of those with the least of it."""
         if self.world == 1:
             return own
         told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, own)
-        found = [f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing]
-        return found[-last] if found else nothing
+        dist.all_gather_object(told, (order, own))
+        found = sorted((place, rank) for rank, (place, words) in enumerate(told) if words != nothing)
+        if not found:
+            return nothing
+        rank = found[-last][1]
+        return f"{told[rank][1]}, on rank {rank}"
 
     def refuse_differences(
         self, own: Mapping[str, Any], what: str, error: type[NarrowgaugeError] = ConfigError

@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from narrowgauge.data import valid_targets
-from narrowgauge.diagnose.blame import NOTHING, first_nonfinite, nonfinite_parameter
+from narrowgauge.diagnose.blame import NOTHING, first_nonfinite, first_seen, nonfinite_parameter
 from narrowgauge.errors import DataError, DriftError
 from narrowgauge.train.loss import targets_of_step
 from narrowgauge.train.parallel.ranks import Ranks
@@ -78,7 +78,8 @@ def where_nonfinite(
 ) -> str:
     """`first_nonfinite`, with the rank that saw it.
 
-    Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them.
+    Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them. Then the rank that
+    saw it after the fewest tensors: of those that share products one has it in its own features before a sum hands it to the others.
     forward: of a model in stages, that of the step alone. What appears there, the first stage knows that saw it; else the last one.
     """
     if ranks.world == 1:
@@ -86,6 +87,7 @@ def where_nonfinite(
     if words := ranks.first_of(nonfinite_parameter(model), ""):
         return words
     if forward is None:
-        return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING)
+        words, looks = first_seen(model, repeat, math.nan)
+        return ranks.first_of(words, NOTHING, order=looks)
     words = ranks.first_of(first_nonfinite(model, forward, math.nan), NOTHING)
     return words if words != NOTHING else ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING, last=True)
