@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from narrowgauge.data import valid_targets
-from narrowgauge.diagnose.blame import NOTHING, first_nonfinite, nonfinite_parameter
+from narrowgauge.diagnose.blame import NOTHING, first_nonfinite, first_seen, nonfinite_parameter
 from narrowgauge.errors import DataError, DriftError
 from narrowgauge.train.loss import targets_of_step
 from narrowgauge.train.parallel.ranks import Ranks
@@ -88,7 +88,8 @@ def where_nonfinite(
 ) -> str:
     """`first_nonfinite`, with the rank that saw it.
 
-    Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them.
+    Parameters first, together: a rank that knows already must not leave the others in a forward pass that gathers them. Then the rank that
+    saw it after the fewest tensors: of those that share products one has it in its own features before a sum hands it to the others.
     forward, order: of a model in stages, that of the step alone, and the places of modules. What appears there is named where it comes
     first; else, in a gradient, where it comes last.
     """
@@ -97,13 +98,16 @@ def where_nonfinite(
     if words := ranks.first_of(nonfinite_parameter(model), ""):
         return words
     if forward is None or order is None:
-        return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING)
+        words, looks = first_seen(model, repeat, math.nan)
+        return ranks.first_of(words, NOTHING, looks)
+    words = first_nonfinite(model, forward, math.nan)
+    if (found := ranks.first_of(words, NOTHING, _place(words, order))) != NOTHING:
+        return found
+    words = first_nonfinite(model, repeat, math.nan)
+    return ranks.first_of(words, NOTHING, -_place(words, order))
 
-    def place(words: str) -> int:
-        named = re.search(r"'([^']+)'", words)
-        return order[named[1]] if named else 0
 
-    words = ranks.first_of(first_nonfinite(model, forward, math.nan), NOTHING, place)
-    if words != NOTHING:
-        return words
-    return ranks.first_of(first_nonfinite(model, repeat, math.nan), NOTHING, lambda words: -place(words))
+def _place(words: str, order: Mapping[str, int]) -> int:
+    """Of the module that is named first in `words`."""
+    named = re.search(r"'([^']+)'", words)
+    return order[named[1]] if named else 0
