@@ -184,8 +184,8 @@ class Pipeline:
             f"a stage sends {hidden.dtype}, and before the first step {self.dtype} was found"
         )
         flat = hidden.reshape(-1, self.width)
-        spare = self._positions - len(flat)
-        return nn.functional.pad(flat, (0, 0, 0, spare)) if spare else flat
+        # A copy where nothing is spare too: zero-bubble schedules detach what a stage returns in place, which torch refuses of a view.
+        return nn.functional.pad(flat, (0, 0, 0, self._positions - len(flat)))
 
     def _loss(self, model: Any, received: Tensor, batch: Batch) -> Tensor:
         """The sum of -log p over a batch's targets."""
