@@ -2,10 +2,10 @@
 
     python -m benchmarks.train_kills --kills 100
 
-A tiny Llama trains on two ranks (--parallel fsdp=2) or in one process (two micro-batches), which compute the same to the bit, and saves
-after each step. Once it has resumed, or at any moment of its start, a rank or both are killed. Then each checkpoint must be whole, and
-the newest not older than the last that metrics.jsonl names. The next start resumes from it. At the end one process trains as many steps
-without a kill: the loss of every step, and every tensor of the last checkpoint, must be the same.
+A tiny Llama trains on two ranks (--parallel fsdp) or in one process (two micro-batches), which compute the same to the bit, and saves
+after each step. A rank or both are killed when it has told of a few checkpoints, or at any moment of its start. Then each checkpoint
+must be whole, and the newest not older than the last that metrics.jsonl names. The next start resumes from it. At the end one process
+trains as many steps without a kill: the loss of every step, and every tensor of the last checkpoint, must be the same.
 
 Ranks have what torchrun gives them (its variables, a store outside of them), but are forked with their imports made: torchrun's own
 starts cost seconds of CPU each.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import random
@@ -28,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_kills import PRELOADED
@@ -39,14 +39,15 @@ from narrowgauge.errors import CheckpointError
 from narrowgauge.train.checkpoint import store
 
 WORLDS = (2, 2, 2, 1)
-AT_ANY_MOMENT = 0.3  # of the kills; the others come after the first checkpoint that a start tells
-LATEST_S = 1.0
-START_S = 120.0
+AT_ANY_MOMENT = 0.25  # of the kills; the others come when a start has told of some checkpoints
+START_S = 5.0  # in which the former come; the latter within the time that a step and its save took
+MOST_SAVES = 5
+BEGIN_S = 300.0
 PATIENCE_S = 60.0
 SIZES = (
     "--hidden-size=32 --layers=2 --heads=2 --intermediate-size=48 --sequence-length=16 --vocab-size=300 --batch-size=4"
 )
-RUN = "--steps=1000000 --warmup-steps=2 --eval-every=0 --eval-tokens=256 --checkpoint-every=1 --keep=2 --tensor-every=0 --sample-tokens=0"
+RUN = "--steps=1000000 --warmup-steps=2 --eval-every=0 --eval-tokens=256 --tensor-every=0 --sample-tokens=0"
 SETTINGS = f"{SIZES} {RUN} --threads=1 --device=cpu --recipe=fp8-delayed".split()
 
 
@@ -66,7 +67,7 @@ class Start:
             [*PRELOADED, "narrowgauge.train.loop", "transformers.models.llama.modeling_llama"]
         )
         arguments = ["train", *SETTINGS, f"--data={place / 'text'}", f"--cache={place / 'cache'}", *more]
-        arguments += ["--parallel=fsdp=2"] if world > 1 else ["--micro-batches=2"]
+        arguments += ["--parallel=fsdp", f"--micro-batches={2 // world}"]
         self.said = place / "said.txt"
         self.said.write_text("", encoding="utf-8")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -110,15 +111,18 @@ def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
     for _ in range(kills):
         world = rng.choice(WORLDS)
         before, size = told(output), _bytes(output)
-        start = Start(place, world, (f"--output={output}", "--resume"))
-        until_s = time.monotonic() + START_S
-        wants, any_moment = ("resume" if before else "step"), rng.random() < AT_ANY_MOMENT
-        while not any_moment and time.monotonic() < until_s and not _has(output, size, wants):
+        start = Start(place, world, (f"--output={output}", "--resume", "--checkpoint-every=1", "--keep=2"))
+        until_s = time.monotonic() + BEGIN_S
+        saves, any_moment = rng.randrange(2, MOST_SAVES + 1), rng.random() < AT_ANY_MOMENT
+        seen_s: list[float] = []  # when each save was seen
+        while not any_moment and time.monotonic() < until_s and len(seen_s) < saves:
             if not any(process.is_alive() for process in start.processes):
                 break
-            time.sleep(0.02)
-        ready = any_moment or _has(output, size, wants)
-        time.sleep(rng.uniform(0, LATEST_S))
+            seen_s += [time.monotonic()] * (_saves(output, size) - len(seen_s))
+            time.sleep(0.005)
+        ready = any_moment or len(seen_s) >= saves
+        between_s = START_S if any_moment else (seen_s[-1] - seen_s[0]) / (len(seen_s) - 1) if ready else 0.0
+        time.sleep(rng.uniform(0, between_s))
         victims = list(range(world)) if rng.random() < 0.2 else [rng.randrange(world)]
         start.kill(victims)
         codes, ended_s = start.ended()
@@ -145,10 +149,10 @@ def _bytes(output: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _has(output: Path, size: int, event: str) -> bool:
-    """Whether the log has such an event after its first `size` bytes."""
+def _saves(output: Path, size: int) -> int:
+    """Checkpoints that the log tells of after its first `size` bytes."""
     path = output / "metrics.jsonl"
-    return path.exists() and f'"event": "{event}"'.encode() in path.read_bytes()[size:]
+    return path.read_bytes()[size:].count(b'"event": "checkpoint"') if path.exists() else 0
 
 
 def _wrong(start: Start, codes: list[int | None], victims: list[int], ready: bool) -> list[str]:
@@ -185,25 +189,30 @@ def differences(place: Path) -> list[str]:
     killed, calm = place / "run", place / "calm"
     last = store.newest_valid(killed / "checkpoints")[0]
     assert last is not None
-    start = Start(place, 1, (f"--output={calm}", "--checkpoint-every=0"))
-    losses = _losses(calm)
-    while max(losses, default=0) < last.step:
-        time.sleep(0.5)
+    saved = calm / "checkpoints" / last.path.name
+    start = Start(place, 1, (f"--output={calm}", f"--checkpoint-every={last.step}"))
+    while not saved.exists():
+        time.sleep(0.2)
         if not start.processes[0].is_alive():
             return [f"the run without kills ended: {start.said.read_text('utf-8')[-800:]}"]
-        losses = _losses(calm)
     start.kill([0])
     start.ended()
-    ours = _losses(killed)
-    return [f"step {step}: {ours[step]} and {losses[step]}" for step in ours if ours[step] != losses[step]]
+    ours, theirs = _losses(killed), _losses(calm)
+    found = [
+        f"step {step}: {ours[step]} and {theirs[step]}"
+        for step in range(1, last.step + 1)
+        if ours[step] != theirs[step]
+    ]
+    for group, members in store.load(saved).tensors.items():
+        for name, tensor in members.items():
+            found += [] if torch.equal(tensor, last.tensors[group][name]) else [f"{group}: {name}"]
+    return found
 
 
 def _losses(output: Path) -> dict[int, float]:
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        return {
-            event["step"]: event["loss"] for event in read_metrics(output / "metrics.jsonl") if event["event"] == "step"
-        }
-    return {}
+    return {
+        event["step"]: event["loss"] for event in read_metrics(output / "metrics.jsonl") if event["event"] == "step"
+    }
 
 
 def summary(done: list[dict[str, Any]]) -> dict[str, Any]:
@@ -233,10 +242,10 @@ def main() -> None:
             done.append(row)
             print(len(done), row, flush=True)
         differing = differences(Path(place))
-    found = {**summary(done), "steps": done[-1]["told"], "steps_with_another_loss": len(differing)}
+    found = {**summary(done), "steps": done[-1]["told"], "other_losses_or_tensors": len(differing)}
     print(found, *differing[:3], sep="\n")
     record("checkpoint-kills", [found], RESULTS / "checkpoint_kills.jsonl")
-    sys.exit(any(found[key] for key in ("corrupt", "lost_steps", "wrong", "hung", "steps_with_another_loss")))
+    sys.exit(any(found[key] for key in ("corrupt", "lost_steps", "wrong", "hung", "other_losses_or_tensors")))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ class Trainer:
         # Of a model that is cut into stages: how an optimizer of all of it would number its parameters.
         self.numbers = WholeNumbers(self.model, self._new_optimizer()) if ranks.layout.pp > 1 else None
         self.parallel = Parallel(config, self.model, ranks, self.objective, self._probe)
+        if self.parallel.pipeline is not None:
+            self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
         self.optimizer = self._new_optimizer()
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
@@ -341,8 +343,8 @@ class Trainer:
             for batch in micro_batches if pipeline is None else ():
                 self._backward(whole, batch, targets)
 
-        forward = None if pipeline is None else partial(pipeline.forward, micro_batches)
-        where = where_nonfinite(self.model, repeat, loss, self.ranks, forward)
+        stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
+        where = where_nonfinite(self.model, repeat, loss, self.ranks, *stages)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)

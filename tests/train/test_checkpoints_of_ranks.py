@@ -134,6 +134,21 @@ def test_the_scales_of_gradient_messages_go_on(ranks, make, layout):  # noqa: F8
 
 
 @pytest.mark.slow
+def test_a_run_whose_optimizer_has_no_state_yet_goes_on(ranks, make, before_step):  # noqa: F811
+    """Its only step overflowed in float16, so no parameter was updated."""
+    common = {"recipe": "fp8-row", "precision": "amp-fp16", "optimizer": "lion", "steps": 3}
+    reference = make("reference", micro_batches=2, **common)
+    before_step(1, lambda trainer: faulty_run.apply("overflow", trainer))
+    assert loop.run(reference) == 0
+    config = make("stopped", parallel="fsdp", **common)
+    assert ranks(2)(trained, config, [("stop", 0, 1), ("overflow", 1, 1)]) == [130, 130]
+    [checkpoint] = saved(config).iterdir()
+    assert store.load(checkpoint).tensors["optimizer"] == {}
+    assert ranks(2)(trained, replace(config, resume=True)) == [0, 0]
+    same_run(Path(config.output), Path(reference.output))
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused_as_in_one_process(ranks, make):  # noqa: F811
     config = make("run", parallel="fsdp", steps=4)
     assert ranks(2)(trained, config) == [0, 0]

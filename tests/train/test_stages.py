@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import math
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -185,32 +188,41 @@ def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(ran
 # --- messages
 
 
-def messages(config):
-    """What this rank counted, and its exit code."""
-    found = {}
-    real = Trainer.train
+def observed(config):
+    """The exit code of this rank, what it counted, and which parameters of the whole model were alive while it trained."""
+    found, alive, refs = {}, [], {}
+    built, train = Trainer._built, Trainer.train
 
-    def train(trainer, *given):
+    def noted(trainer, *given):
+        model = built(trainer, *given)
+        refs.update({name: weakref.ref(parameter) for name, parameter in model.named_parameters()})
+        return model
+
+    def observing(trainer, *given):
+        gc.collect()
+        alive.extend(name for name, ref in refs.items() if ref() is not None)
+        assert alive == [name for name, _ in trainer.model.named_parameters()]
         try:
-            return real(trainer, *given)
+            return train(trainer, *given)
         finally:
             found.update(trainer.parallel.agreements[0].messages)
 
-    Trainer.train = train
+    Trainer._built, Trainer.train = noted, observing
     try:
-        return trained(config), found
+        return trained(config), found, alive
     finally:
-        Trainer.train = real
+        Trainer._built, Trainer.train = built, train
 
 
 @pytest.mark.slow
-def test_messages_of_8_bits_are_a_setting(ranks, make):  # noqa: F811
+def test_messages_of_8_bits_are_a_setting_and_a_rank_holds_its_stages_alone(ranks, make):  # noqa: F811
     changes = {**COMMON, "eval_every": 0, "sample_tokens": 0, "hidden_size": 64}
     whole = make("whole", parallel="pp=2", **changes)
     narrow = make("narrow", parallel="pp=2", activations="fp8", **changes)
-    assert [code for code, _ in ranks(2)(messages, whole)] == [0, 0]
-    (code, first), (other, last) = ranks(2)(messages, narrow)
+    assert [code for code, *_ in ranks(2)(observed, whole)] == [0, 0]
+    (code, first, upper), (other, last, lower) = ranks(2)(observed, narrow)
     assert code == other == 0
+    assert "lm_head.weight" in lower and len(upper) == 10 and len(lower) == 11  # the memory of the others is free
     tokens = 4 * 16
     evaluated = sum(event["tokens"] for event in tiny.events(Path(narrow.output), "eval"))
     of_token = 4 * -(-64 // 32 * 33 // 4)  # bytes of a row of the message, in whole float32
@@ -252,8 +264,40 @@ def test_bad_settings_are_refused_on_all_ranks(ranks, make):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_nan_is_named_by_the_stage_that_has_it(ranks, make, schedule):  # noqa: F811
-    config = make(parallel="pp=2", layers=4, **{**COMMON, "micro_batches": 4}, schedule=schedule, recipe="fp8-row")
+@pytest.mark.parametrize(("schedule", "layers"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
+def test_a_weight_that_is_nan_ends_all_with_its_name(ranks, make, schedule, layers):  # noqa: F811
+    """Block 1 is on rank 1 in both."""
+    config = make(parallel="pp=2", layers=layers, schedule=schedule, recipe="fp8-row", **{**COMMON, "micro_batches": 4})
     said = sorted(ranks(2)(trained, config, [("nan", 1, 2)]))
-    assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
+    assert said[0].startswith("EndedElsewhere") and "NumericsError: step 2" in said[1]
+    assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
+
+
+def overflowing(config, place):
+    """A run in whose second step a layer of this rank multiplies by infinity: its output, or the gradient of its input."""
+    real = Trainer._optimizer_step
+
+    def step(trainer):
+        if trainer.step == 1 and trainer.ranks.rank == 1:
+            norm = trainer.model.model.layers[1].post_attention_layernorm
+            if place == "forward":
+                norm.register_forward_hook(lambda module, given, output: output * math.inf)
+            else:
+                norm.register_full_backward_hook(lambda module, given, _: (given[0] * math.inf,))
+        return real(trainer)
+
+    Trainer._optimizer_step = step
+    try:
+        return trained(config)
+    finally:
+        Trainer._optimizer_step = real
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "layers"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
+@pytest.mark.parametrize(("place", "words"), [("forward", "the output"), ("backward", "the gradient of the input")])
+def test_what_overflows_is_named_by_the_stage_where_it_began(ranks, make, place, words, schedule, layers):  # noqa: F811
+    config = make(parallel="pp=2", layers=layers, schedule=schedule, recipe="fp8-row", **{**COMMON, "micro_batches": 4})
+    said = sorted(ranks(2)(overflowing, config, place))
+    assert said[0].startswith("EndedElsewhere") and "NumericsError: step 2" in said[1]
+    assert "on rank 1" in said[1] and "layers.1." in said[1] and words in said[1]

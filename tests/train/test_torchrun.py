@@ -111,7 +111,10 @@ def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before
     before_step(2, lambda trainer: faulty_run.apply("overflow", trainer))
     assert loop.run(reference) == 0
     config = make("ranks", parallel=layout, **common)
-    assert ranks(several)(trained, config, [("overflow", 1, 2)]) == [0] * several
+    faults = [
+        ("overflow", rank, 2) for rank in range(1, several, 2)
+    ]  # one shard of each copy, whose gradients are equal
+    assert ranks(several)(trained, config, faults) == [0] * several
     ours, theirs = tiny.digests(Path(config.output)), tiny.digests(Path(reference.output))
     assert ours["scaler"] == theirs["scaler"] and "32768.0" in ours["scaler"]
     assert ours["optimizer: state.0.step"] == theirs["optimizer: state.0.step"]
@@ -121,7 +124,7 @@ def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
 def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(ranks, make, before_step, layout):  # noqa: F811
-    """Ctrl-C reaches rank 1 alone: both finish the step, and one checkpoint of ordinary tensors is saved."""
+    """Ctrl-C reaches rank 1 alone: both finish the step, and save one checkpoint."""
     common = {"recipe": "fp8-delayed", "steps": 6, "batch_size": 4}
     reference = make("reference", micro_batches=2, **common)
     assert loop.run(reference) == 0
@@ -203,6 +206,7 @@ def test_a_key_without_a_number_takes_the_rest():
     assert str(parallel_syntax.layout("dp=2, fsdp", 8)) == "dp=2,fsdp=4"
     assert str(parallel_syntax.layout("fsdp", 1)) == "dp=1"
     assert str(parallel_syntax.layout("fsdp=2,tp=1,pp=1", 2)) == "fsdp=2"
+    assert str(parallel_syntax.layout("fsdp=1,pp", 2)) == "pp=2"
     assert str(parallel_syntax.layout("tp=2,fsdp", 8)) == "fsdp=4,tp=2"
 
 
@@ -211,10 +215,13 @@ def test_a_layout_that_does_not_fit_is_told_one_that_does():
         parallel_syntax.layout("tp=2", 8)
 
 
-def test_ranks_that_share_products_read_the_same_data():
+def test_ranks_that_share_products_or_stages_read_the_same_data():
     sizes = parallel_syntax.layout("dp=2,fsdp=2,tp=2", 8)
     assert [sizes.share(rank) for rank in range(8)] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (2, 4), (3, 4), (3, 4)]
-    assert list(sizes.sharers(5)) == [4, 5]
+    assert sizes.readers(5) == [4, 5]
+    four = parallel_syntax.layout("fsdp=2,pp=2", 4)
+    assert [four.share(rank) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [four.readers(rank) for rank in range(4)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def test_one_process_refuses_two(make):
@@ -311,10 +318,11 @@ def test_ctrl_c_at_torchrun_saves_and_ends_all(make, text):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_run_again_that_goes_on(make, text):
+@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+def test_torchrun_starts_a_run_again_that_goes_on(make, text, layout):
     reference = make("reference", micro_batches=2, recipe="fp8-delayed")
     assert loop.run(reference) == 0
     config = make("again", recipe="fp8-delayed", checkpoint_every=2)
-    torchrun(config, text, "fail 1 5", options=["--max-restarts", "1"])
+    torchrun(config, text, "fail 1 5", [f"--parallel={layout}"], ["--max-restarts", "1"])
     assert [event["step"] for event in tiny.events(Path(config.output), "resume")] == [4]
     same_run(Path(config.output), Path(reference.output))

@@ -41,20 +41,10 @@ class Layout:
         """(number, count) of a rank's group among those that read other data."""
         return rank // self.tp % self.data, self.data
 
-    @property
-    def one_of_each(self) -> range:
-        """A rank of each of these groups, in their order."""
-        return range(0, self.data * self.tp, self.tp)
-
-    @property
-    def first_ranks(self) -> range:
-        """The first rank of each stage."""
-        return range(0, self.world, self.data * self.tp)
-
-    def sharers(self, rank: int) -> range:
-        """The ranks that share matrix products with this one, itself among them."""
-        first = rank - rank % self.tp
-        return range(first, first + self.tp)
+    def readers(self, rank: int) -> list[int]:
+        """The ranks that read the same data as this one, itself among them: those of tp and of all stages."""
+        first = self.share(rank)[0] * self.tp
+        return [first + stage * self.data * self.tp + place for stage in range(self.pp) for place in range(self.tp)]
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}

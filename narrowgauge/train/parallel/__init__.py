@@ -1,1 +1,1 @@
-"""A run on several ranks of torchrun: the ranks and what they agree on, the spread model, its whole state, digests of what is equal."""
+"""A run on several ranks of torchrun: the ranks and what they agree on, the spread model, its checkpoints, digests of what is equal."""

@@ -72,7 +72,7 @@ class Pipeline:
 
     group      the ranks of one replica, in the order of stages
     turns      micro-batches of a step
-    modules    number of a stage -> its module, before a wrapper of torch
+    modules    number of a stage -> its module
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class Pipeline:
             number: StageModule(view(model, cut.absent([number])), partial(self._compute, number)) for number in numbers
         }
         remove(model, cut.absent(numbers))
-        self.wrapped: dict[int, nn.Module] = dict(self.modules)
         self.objective = objective if self.has_last else replace(objective, head=None)  # or its weight would stay
         self._refuse_without_parameters()
         self._end = self._loss
@@ -116,15 +115,10 @@ class Pipeline:
         turn, place = divmod(number, self.ranks)
         return self.ranks - 1 - place if self.is_v and turn % 2 else place
 
-    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-        """With DistributedDataParallel, say."""
-        self.wrapped = {number: wrapper(module) for number, module in self.modules.items()}
-        self._schedule = (0, None)
-
     def stages(self, positions: int = 1) -> list[PipelineStage]:
         """As torch and `narrowgauge.distribute` have them; positions: of a message."""
         found = []
-        for number, module in self.wrapped.items():
+        for number, module in self.modules.items():
             reads = self._message(number, positions) if number else torch.empty(1, dtype=torch.int64, device="meta")
             is_last = number == self.count - 1
             gives = torch.empty((), device="meta") if is_last else self._message(number + 1, positions)
@@ -142,7 +136,7 @@ class Pipeline:
     def step(self, batches: list[Batch], targets: int) -> Tensor:
         """The gradient of these micro-batches, added to what is there.
 
-        -> their losses, divided by the targets; zeros on ranks without the last stage
+        -> their losses, divided by the targets, on all ranks of the group
         """
         # Of a table's step with fewer micro-batches than others: one once more, with nothing to learn.
         spare = batches[-1] | {"labels": torch.full_like(batches[-1]["labels"], IGNORED)}
@@ -156,9 +150,11 @@ class Pipeline:
             )  # fmt: skip
         except RuntimeError as error:  # torch says of each error in a stage that there was one
             raise error.__cause__ or error from None
-        return (
-            torch.stack([each.detach() for each in losses]) if losses else torch.zeros(self.turns, device=self.device)
-        )
+        found = torch.zeros(self.turns, device=self.device)
+        if losses:
+            found = torch.stack([each.detach() for each in losses])
+        dist.all_reduce(found, group=self.group)  # of one rank and zeros
+        return found
 
     def _schedule_of(self, positions: int) -> Any:
         """torch's, whose messages have so many positions. It is kept until they change."""
@@ -188,7 +184,8 @@ class Pipeline:
             f"a stage sends {hidden.dtype}, and before the first step {self.dtype} was found"
         )
         flat = hidden.reshape(-1, self.width)
-        return nn.functional.pad(flat, (0, 0, 0, self._positions - len(flat)))
+        spare = self._positions - len(flat)
+        return nn.functional.pad(flat, (0, 0, 0, spare)) if spare else flat
 
     def _loss(self, model: Any, received: Tensor, batch: Batch) -> Tensor:
         """The sum of -log p over a batch's targets."""
@@ -229,7 +226,7 @@ class Pipeline:
         self._batches, self._positions = [batch], _positions(batch)
         turn = torch.zeros(1, dtype=torch.int64)
         found: Tensor = turn
-        for number, module in self.wrapped.items():
+        for number, module in self.modules.items():
             if self._hops(number):
                 found = torch.empty_like(self._message(number, self._positions), device=self.device)
                 dist.recv(found, group=self.group, group_src=self.owner(number - 1))

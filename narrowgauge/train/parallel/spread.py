@@ -93,17 +93,15 @@ class Parallel:
                 distribute(self.pipeline.stages(), seed=config.seed, activations=config.activations, **messages)
             else:
                 distribute(self.whole, seed=config.seed, **messages)
-            modules = [self.whole] if self.pipeline is None else self.pipeline.wrapped.values()
+            modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
             self.agreements = [agreement_of(module) for module in modules]
         if self.mesh is not None and plan:
             tensor.split_dropout(model, plan, self.mesh["tp"], self.agreements[0])
 
     def _cut(self, config: TrainConfig, model: Any, objective: Objective) -> nn.Module:
-        sizes = {key: size for key in ("pp", "dp", "fsdp") if (size := getattr(self.layout, key)) > 1}
-        mesh = init_device_mesh(next(model.parameters()).device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
-        turns = config.micro_batches // self.layout.data
-        self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), turns)
-        return nn.ModuleList(self.pipeline.wrapped.values())
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.layout.pp,), mesh_dim_names=("pp",))
+        self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), config.micro_batches)
+        return nn.ModuleList(self.pipeline.modules.values())
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """`compute(*given, **named)` inside a forward pass of the model."""
