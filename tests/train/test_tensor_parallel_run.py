@@ -1,9 +1,10 @@
 """A run whose ranks share matrix products (`--parallel tp=2`) learns as one process does, and ends, resumes and refuses as all runs do.
 
 Bounded: scales go by shards and sums have another order. The control is one process whose weights begin a millionth apart and which draws
-other random numbers: the loss column of the ranks is at most 1.5 times as far from the unchanged process. The model is deep, and the column
-long, for one flipped code to reach most of it (see tests/distributed/test_tensor_parallel.py). Exact: what is resumed, and what ranks hold
-alike.
+other random numbers; after six steps the weights of the ranks are at most 1.5 times as far from those of the unchanged process. The
+model is deep for one flipped code to reach most of it (see tests/distributed/test_tensor_parallel.py). Of the loss column, six numbers that go
+together, the control's distances differ by 2.3 from seed to seed, so it is asked to be within 3. Exact: what is resumed, and what ranks
+hold alike.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ WIDE = {
     "intermediate_size": 128,
     "steps": 2,
 }  # rows and columns that no tile or block of a recipe is cut in
-MOST = 1.5
+MOST = 1.5  # of the control's drift: of weights
+MOST_OF_LOSSES = 3.0
 
 
 @pytest.fixture
@@ -62,10 +64,11 @@ def perturbed(monkeypatch):
 
 
 def _apart(config, reference):
-    """The distance of two loss columns."""
-    ours, theirs = (tiny.losses(Path(each.output)) for each in (config, reference))
-    assert ours.keys() == theirs.keys()
-    return sum((ours[step] - theirs[step]) ** 2 for step in ours) ** 0.5
+    """The distances of weights and of loss columns."""
+    (ours, losses), (theirs, other) = ((_weights(each), tiny.losses(Path(each.output))) for each in (config, reference))
+    assert ours.keys() == theirs.keys() and losses.keys() == other.keys()
+    squares = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours)
+    return squares**0.5, sum((losses[step] - other[step]) ** 2 for step in losses) ** 0.5
 
 
 def _assert_near(ranks, make, perturbed, recipe, layout, world, pieces):  # noqa: F811
@@ -77,9 +80,10 @@ def _assert_near(ranks, make, perturbed, recipe, layout, world, pieces):  # noqa
         perturbed(each, seed)
     config = make("ranks", parallel=layout, **(common | {"micro_batches": 1}))
     assert ranks(world)(trained, config) == [0] * world
-    apart, drift = _apart(config, reference), max(_apart(each, reference) for each in controls)
-    print(f"{layout} {recipe}: {apart / drift:.2f} of the control")  # pytest -rP shows it
-    assert 0 < apart <= MOST * drift
+    apart, drifts = _apart(config, reference), zip(*(_apart(each, reference) for each in controls), strict=True)
+    weights, losses = (own / max(drift) for own, drift in zip(apart, drifts, strict=True))
+    print(f"{layout} {recipe}: weights {weights:.2f}, losses {losses:.2f} of the control")  # pytest -rP shows it
+    assert 0 < weights <= MOST and losses <= MOST_OF_LOSSES
 
 
 @pytest.mark.slow

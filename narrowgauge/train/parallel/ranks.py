@@ -136,13 +136,13 @@ class Ranks:
         dist.all_gather(found, mine)
         return [each.tolist() for each in found]
 
-    def first_of(self, own: str, nothing: str, order: int = 0) -> str:
-        """What the first rank says that does not say `nothing`, with its number. order: of those with the least of it."""
+    def first_of(self, own: str, nothing: str, place: int = 0) -> str:
+        """What the first rank says that does not say `nothing`, with its number. place: of what is said, which counts before the rank's."""
         if self.world == 1:
             return own
         told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, (order, own))
-        found = [(place, rank, words) for rank, (place, words) in enumerate(told) if words != nothing]
+        dist.all_gather_object(told, (place, own))
+        found = [(where, rank, words) for rank, (where, words) in enumerate(told) if words != nothing]
         return "{2}, on rank {1}".format(*min(found)) if found else nothing
 
     def refuse_differences(

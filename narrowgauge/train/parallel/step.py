@@ -100,14 +100,14 @@ def where_nonfinite(
     if forward is None or order is None:
         words, looks = first_seen(model, repeat, math.nan)
         return ranks.first_of(words, NOTHING, looks)
-    words = first_nonfinite(model, forward, math.nan)
-    if (found := ranks.first_of(words, NOTHING, _place(words, order))) != NOTHING:
-        return found
-    words = first_nonfinite(model, repeat, math.nan)
-    return ranks.first_of(words, NOTHING, -_place(words, order))
 
+    def place(words: str) -> int:
+        named = re.search(r"'([^']+)'", words)
+        return order[named[1]] if named else 0
 
-def _place(words: str, order: Mapping[str, int]) -> int:
-    """Of the module that is named first in `words`."""
-    named = re.search(r"'([^']+)'", words)
-    return order[named[1]] if named else 0
+    own = first_nonfinite(model, forward, math.nan)
+    words = ranks.first_of(own, NOTHING, place(own))
+    if words != NOTHING:
+        return words
+    own = first_nonfinite(model, repeat, math.nan)
+    return ranks.first_of(own, NOTHING, -place(own))
