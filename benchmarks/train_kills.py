@@ -8,7 +8,7 @@ must be whole, and the newest not older than the last that metrics.jsonl names. 
 trains as many steps without a kill: the loss of every step, and every tensor of the last checkpoint, must be the same.
 
 Ranks have what torchrun gives them (its variables, a store outside of them), but are forked with their imports made: torchrun's own
-starts cost seconds of CPU each.
+starts cost seconds of CPU each. As its agent does, the benchmark ends those that still wait for a rank that died as it started.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ START_S = 5.0  # in which the former come; the latter within the time that a ste
 MOST_SAVES = 5
 BEGIN_S = 300.0
 PATIENCE_S = 60.0
+AGENT_S = 8.0
 SIZES = (
     "--hidden-size=32 --layers=2 --heads=2 --intermediate-size=48 --sequence-length=16 --vocab-size=300 --batch-size=4"
 )
@@ -85,11 +86,11 @@ class Start:
             if self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid, by)  # type: ignore[arg-type]
 
-    def ended(self) -> tuple[list[int | None], float]:
+    def ended(self, patience_s: float = PATIENCE_S) -> tuple[list[int | None], float]:
         """Exit codes, of None one that did not end, and the seconds that it took."""
         started_at_s = time.monotonic()
         for process in self.processes:
-            process.join(max(0.0, started_at_s + PATIENCE_S - time.monotonic()))
+            process.join(max(0.0, started_at_s + patience_s - time.monotonic()))
         codes = [process.exitcode for process in self.processes]
         for process in self.processes:
             process.kill()
@@ -125,7 +126,8 @@ def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
         time.sleep(rng.uniform(0, between_s))
         victims = list(range(world)) if rng.random() < 0.2 else [rng.randrange(world)]
         start.kill(victims)
-        codes, ended_s = start.ended()
+        begun = _bytes(output) > size  # before that, ranks wait for each other to start, and torchrun's agent ends them
+        codes, ended_s = start.ended(PATIENCE_S if begun else AGENT_S)
         drafts = list((output / "checkpoints").glob(".tmp-step-*")) if output.exists() else []
         storage.recover(output / "checkpoints", manifest.STEP.pattern)  # as the next start does
         after = told(output)
@@ -139,7 +141,8 @@ def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
             "corrupt": _corrupt(output / "checkpoints"),
             "lost": max(0, max(after, default=0) - (int(newest[0].name[5:]) if newest else 0)),
             "wrong": _wrong(start, codes, victims, ready),
-            "hung": codes.count(None),
+            "hung": codes.count(None) if begun else 0,
+            "ended_by_agent": 0 if begun else codes.count(None),
             "ended_s": ended_s,
         }
 
@@ -227,6 +230,7 @@ def summary(done: list[dict[str, Any]]) -> dict[str, Any]:
         "lost_steps": sum(row["lost"] for row in done),
         "wrong": sum(len(row["wrong"]) for row in done),
         "hung": sum(row["hung"] for row in done),
+        "ended_by_agent": sum(row["ended_by_agent"] for row in done),
         "longest_end_s": max(row["ended_s"] for row in done),
     }
 
