@@ -1,13 +1,16 @@
 """What does DTensor cost a step of tensor parallelism, and how many bytes do its messages take?
 
     python -m benchmarks.tensor_parallel                    two ranks of this CPU (gloo), one thread each
-    python -m benchmarks.tensor_parallel --blocks 1 --rounds 4 --recipes fp8-row
+    python -m benchmarks.tensor_parallel --blocks 1 --rounds 4 --recipes none fp8-row
 
 A block is attention's and an MLP's seven Linears without what lies between, forward and backward, and the end of a step:
 
     dtensor   the block parallelised by torch's ColwiseParallel and RowwiseParallel, and converted
     local     Linears of the shards' shapes, converted, with the same all-reduces written out: the baseline
     sp-16bit  the same under sequence parallelism, torch's messages; sp-fp8: those of narrowgauge.distributed.tensor_parallel
+
+"none" among the recipes is the control: torch's own nn.Linear in the same places, under the same styles. Calls of Python functions in a
+step of rank 0 are counted beside its time, which clocks of a busy machine do not change.
 
 Weights move by SGD on local shards, the same in all cases. Rounds interleave all cases. On a shared machine ranks wait for each other's
 turns: --clock cpu takes the processor time of rank 0, all its threads, which waiting does not enter. Bytes are of whole messages that
@@ -17,6 +20,8 @@ a rank gives to collectives.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import tempfile
 import time
 from collections.abc import Callable
@@ -139,7 +144,8 @@ def case(recipe: str, kind: str, options: argparse.Namespace, mesh: DeviceMesh) 
         model: nn.Module = Blocks(*shape, mesh.size(), Enter(), Leave())
     else:
         model = parallelized(Blocks(*shape), mesh, {"dtensor": None, "sp-16bit": "16bit", "sp-fp8": "fp8"}[kind])
-    ng.convert(model, {"*": recipe})
+    if recipe != "none":
+        ng.convert(model, {"*": recipe})
     tokens = options.tokens // (mesh.size() if kind.startswith("sp") else 1)
     x, gy = torch.randn(1, tokens, options.width), torch.randn(1, tokens, options.width)
     weights = list(model.parameters())
@@ -155,7 +161,8 @@ def case(recipe: str, kind: str, options: argparse.Namespace, mesh: DeviceMesh) 
     def step() -> None:
         model(x.requires_grad_()).backward(gy)
         move()
-        ng.advance(model)
+        if recipe != "none":
+            ng.advance(model)
         x.grad = None
 
     return step, model
@@ -178,17 +185,30 @@ def on_rank(rank: int, options: argparse.Namespace, store: str) -> None:
         made = {kind: case(recipe, kind, options, mesh) for kind in ("local", *options.kinds)}
         # One call per sample: as many on every rank, or collectives would not meet.
         timings = measure(
-            {kind: step for kind, (step, _) in made.items()}, rounds=options.rounds, warmup=2, sample_s=1e-9
+            {kind: step for kind, (step, _) in made.items()},
+            rounds=options.rounds,
+            warmup=2,
+            sample_s=1e-9,
+            clock=cpu_clock if options.clock == "cpu" else None,
         )
         if rank == 0:
             print(recipe, table(timings, baseline="local"), sep="\n", end="\n\n", flush=True)
         sizes = {"ranks": options.ranks, "blocks": options.blocks, "width": options.width, "inner": options.inner}
         for line in rows(timings, baseline="local"):
-            sent = bytes_of(made[line["case"]], options)
+            sent = bytes_of(made[line["case"]], options) | {"calls": calls_of(made[line["case"]][0])}
             found.append({"recipe": recipe, "clock": options.clock, **sizes, "tokens": options.tokens, **line, **sent})
+            if rank == 0:
+                print(recipe, line["case"], sent, flush=True)
     if rank == 0 and not options.dry_run:
         record("tensor_parallel", found, RESULTS / "tensor_parallel.jsonl")
     dist.destroy_process_group()
+
+
+def calls_of(step: Callable[[], None]) -> int:
+    """Of Python functions, and of those built in, in one step; all ranks take it."""
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined,no-any-return]
 
 
 def bytes_of(made: tuple[Callable[[], None], nn.Module], options: argparse.Namespace) -> dict[str, float]:
@@ -215,7 +235,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="even")
     parser.add_argument("--kinds", nargs="+", default=("dtensor", "sp-16bit", "sp-fp8"))
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="none: nn.Linear")
     parser.add_argument("--dry-run", action="store_true", help="record nothing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -108,6 +108,10 @@ class Agreement:
         model.__dict__[ATTRIBUTE] = self
         return self.arrange(self, model)
 
+    def follow(self, handle: Any) -> None:
+        """Another hook that goes when the model is distributed anew."""
+        self._hooks.append(handle)
+
     # --- random numbers
 
     def words(self, device: torch.device) -> tuple[int, int] | Tensor | None:

@@ -35,6 +35,7 @@ from torch.distributed.tensor import parallel as styles
 from narrowgauge.distributed import sequence_messages as messages
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.registry import constant_while_compiling
 
 ACTIVATIONS = ("fp8", "16bit")
 _ATTRIBUTE = "_narrowgauge_messages"  # of a module that a style parallelised
@@ -65,7 +66,8 @@ class SequenceMessages:
         """x, cut along the tokens -> all tokens."""
         if self.activations == "16bit" or self.mesh.size() == 1:
             return x.redistribute(placements=(Replicate(),))
-        self._refuse_compiling()
+        if torch.compiler.is_compiling():
+            _refuse_compiling()
         found: DTensor = _GatherInput.apply(x, self)
         return found
 
@@ -73,7 +75,8 @@ class SequenceMessages:
         """y, parts of a sum -> the sum, cut along the tokens."""
         if self.activations == "16bit" or self.mesh.size() == 1:
             return y.redistribute(placements=(Shard(self.axis),))
-        self._refuse_compiling()
+        if torch.compiler.is_compiling():
+            _refuse_compiling()
         found: DTensor = _ScatterOutput.apply(y, self)
         return found
 
@@ -84,11 +87,13 @@ class SequenceMessages:
     def summed(self, parts: DTensor) -> DTensor:
         return messages.reduce_scatter(parts, self.axis, self.sent)
 
-    def _refuse_compiling(self) -> None:
-        if torch.compiler.is_compiling():
-            raise ConfigError(
-                "tensor parallelism: messages in FP8 are sent in eager mode alone. Compile with activations='16bit', or do not compile."
-            )
+
+@constant_while_compiling
+def _refuse_compiling() -> None:
+    """Called while torch.compile traces: of an error that traced code raises it would make a break of the graph, and go on."""
+    raise ConfigError(
+        "tensor parallelism: messages in FP8 are sent in eager mode alone. Compile with activations='16bit', or do not compile."
+    )
 
 
 class _GatherInput(torch.autograd.Function):

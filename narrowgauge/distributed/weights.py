@@ -22,15 +22,18 @@ private and used here alone. One argument for the first hook is its older form, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.addresses import validity
+from narrowgauge.addresses import is_compiling, validity
+from narrowgauge.distributed import codes_in_graphs
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import in_backward, local_tensor, parameter_group
@@ -40,7 +43,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.plan import OperandPlan
-from narrowgauge.recipe import ClippedRms, LearnedStep
+from narrowgauge.recipe import ClippedRms, LearnedStep, Recipe
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -59,7 +62,7 @@ class Travel(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Gathered bytes [S * P, width], what they are of ("rows" or "cols"), and whether a window's scale made them."""
+    """Gathered bytes [S * P, width], what they are of ("rows" or "cols"; "": out of date), and whether a window's scale made them."""
 
     data: Tensor
     which: str
@@ -80,6 +83,7 @@ class GatheredWeight:
         self.coder = coder_of(self.recipe, self.plan, rows, self.columns, partial(layer.amax_state, "w"))
         self.agreement: Agreement | None = None
         self.held: Held | None = None
+        self.number = codes_in_graphs.numbered(self)
         self.was_gathered = False
         self.is_fresh = False  # nobody has said since the last exchange that the weight may be another
         self.exchanged: Any = ()  # the weight's state at the last exchange
@@ -151,7 +155,9 @@ class GatheredWeight:
 
     def forget(self) -> None:
         """Codes at hand may be of another scale, or of other weights, than those to come. Every rank does it."""
-        self.held, self.is_fresh = None, False
+        self.is_fresh = False
+        if self.held is not None:
+            self.held = self.held._replace(which="")
 
     def exchange_ended(self) -> None:
         self.is_fresh, self.exchanged = True, self._state()
@@ -169,7 +175,7 @@ class GatheredWeight:
 
     def lookup(self, operand: Operand) -> Casts | None:
         """What the product of this pass reads; nothing is kept."""
-        if operand.context.plan.recipe is not self.recipe:  # changed since: the original is gathered for it
+        if not self.serves(operand.context.plan.recipe):  # changed since: the original is gathered for it
             operand.tensor = self._original(operand.tensor)
             return None
         casts = Casts(amax=operand.casts.amax)
@@ -177,17 +183,34 @@ class GatheredWeight:
         if operand.is_restored and not operand.needs[0] and self.recipe.backward == "recast":
             return casts
         which = "cols" if operand.is_restored and self.coder.has_two_sets else "rows"
-        self.coder.fill(casts, operand, self._bytes(which, operand.context.records))
+        records = operand.context.records
+        if is_compiling():
+            data = codes_in_graphs.read(self, which, records, operand.after)
+        else:
+            data = self.bytes_of(which, records)[: self.rows.whole]
+        self.coder.fill(casts, operand, data)
         return casts
 
-    def _bytes(self, which: str, records: bool) -> Tensor:
+    def serves(self, recipe: Recipe | None) -> bool:
+        return recipe is self.recipe
+
+    @property
+    def joins_graphs(self) -> bool:
+        """Whether compiled code can read the codes; else the layer computes between two graphs."""
+        return codes_in_graphs.WORKS and self.held is not None
+
+    def bytes_of(self, which: str, records: bool) -> Tensor:
+        """[S * P, width]: those at hand, or gathered now."""
         held = self.held
-        delayed = self.plan.is_delayed
-        if held is None or held.which != which or (delayed and held.records != records) or _is_freed(held.data):
+        if held is None or not self.is_at_hand(which, records) or _is_freed(held.data):
             found = gather(self._own_codes(which, records), self.group)
             self._count(found)
-            return found.view(-1, self.coder.width)[: self.rows.whole]
-        return held.data[: self.rows.whole]
+            return found.view(-1, self.coder.width)
+        return held.data
+
+    def is_at_hand(self, which: str, records: bool) -> bool:
+        held = self.held
+        return held is not None and held.which == which and (not self.plan.is_delayed or held.records == records)
 
     def original(self, weight: Tensor) -> Tensor:
         """[N, K] as it is, for a layer without a recipe; its gradient is that of `weight`."""
@@ -289,8 +312,28 @@ def install(model: nn.Module, topology: Topology, agreement: Agreement) -> Weigh
         found.was_gathered, found.agreement = before is not None and before.was_gathered, agreement
         layer.gathered = gathered[layer] = found
         found.attach()
+    for module, layers in _by_owner(topology, gathered).items():
+        agreement.follow(module.register_forward_pre_hook(partial(_release, layers)))
     agreement.weights = WeightGathers(gathered, reasons, agreement.count)
     return agreement.weights
+
+
+def _by_owner(topology: Topology, layers: Iterable[QLinear]) -> dict[nn.Module, list[QLinear]]:
+    """The module of `fully_shard` that gathers a layer's weight -> such layers."""
+    sharded: Any = topology.fsdp
+    nearest = {each: module for module in sharded for each in module.modules()}  # inner modules come later
+    found: dict[nn.Module, list[QLinear]] = {}
+    for layer in layers:
+        found.setdefault(nearest[layer], []).append(layer)
+    return found
+
+
+@_disable_dynamo
+def _release(layers: list[QLinear], *_: Any) -> None:
+    """A forward pre-hook, after that of FSDP: compiled code finds carriers as they stay."""
+    for layer in layers:
+        if layer.gathered is not None:
+            layer.gathered.release(layer.weight)
 
 
 def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight | str:

@@ -203,9 +203,10 @@ class QLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gathered is not None:
-            if torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling():
+                self.gathered.release(self.weight)
+            elif self.is_suspended or not (self.gathered.serves(self._recipe) and self.gathered.joins_graphs):
                 return self._forward_eagerly(x)
-            self.gathered.release(self.weight)
         if self._recipe is None or self.is_suspended:
             if self.gathered is None:
                 return super().forward(x)
@@ -217,7 +218,7 @@ class QLinear(nn.Linear):
         if type(weight).__name__ == "DTensor" or type(x).__name__ == "DTensor":
             from narrowgauge.nn.sharded import Locals
 
-            local = Locals(x, weight, bias, None if torch.compiler.is_compiling() else next(self.buffers(), None))
+            local = Locals(x, weight, bias, None if torch.compiler.is_compiling() else self._any_state())
             x, weight, bias, owner = local.x, local.weight, local.bias, local.owner
         context = self.context(x, self._cache if torch.is_grad_enabled() else None)
         if not torch.compiler.is_compiling():
@@ -246,7 +247,10 @@ class QLinear(nn.Linear):
         if torch.compiler.is_compiling():
             plan = plan_of(self._recipe, x.device)
             by_rows = self.peers is not None
-            return LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
+            found = LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
+            if self.gathered is not None:
+                found.sources, found.cache = {"w": [self.gathered]}, self.gathered
+            return found
         cache = cache if self.gathered is None else self.gathered
         sources: dict[str, list[Any]] = {}
         if cache is not None:
@@ -291,6 +295,11 @@ class QLinear(nn.Linear):
         """What the window of a role ("x", "w" or "gy") holds of this step (`ops.quantize.amax_state`); None without one."""
         window = self.window(role)
         return None if window is None else window.live
+
+    def _any_state(self) -> Tensor | None:
+        """A buffer that the recipe added to the layer, or None."""
+        remembers = self.scaling is not None or self.steps is not None or self.sampling is not None
+        return next(self.buffers(), None) if remembers else None
 
     def window(self, role: str) -> AmaxHistory | None:
         """The amax window of a role ("x", "w" or "gy"); None without one."""

@@ -59,8 +59,9 @@ class LinearFunction(torch.autograd.Function):
         asked = asked_for(ctx)
         plan: LinearPlan = context.plan
         recipe, weight = plan.recipe, saved[ctx.x_kept + 1]
-        x = plan.x.kind(None, plan.x, context, wants, None).restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]))
-        w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape)
+        x = plan.x.kind(None, plan.x, context, wants, None)
+        x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy)
+        w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape, gy)
         wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
         grad_input = grad_weight = grad_bias = x_step = w_step = None

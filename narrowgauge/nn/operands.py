@@ -88,11 +88,13 @@ class Operand:
     sampled  the rows that a sampler took of it, [n] int64
     is_restored   whether this is backward, made without a tensor
     is_carrier    whether the tensor has no numbers: its codes were gathered from other ranks
+    after         in backward the gradient that it began with
     """
 
     sampled: Tensor | None = None
     is_restored = False
     is_carrier = False
+    after: Tensor | None = None
 
     def __init__(
         self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
@@ -237,8 +239,9 @@ class Operand:
         assert isinstance(codes, QTensor)
         return casts.amax, codes.data, codes.scale, codes.global_scale
 
-    def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
+    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
         """Itself, in backward, made without a tensor, as forward left it. shape: of t."""
+        self.after = after
         amax, tensor, *codes = saved
         plan, casts = self.plan, self.casts
         casts.amax = amax

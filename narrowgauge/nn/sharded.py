@@ -13,16 +13,21 @@ rank alone, before y is rounded, and its gradient is of the whole y. Current sca
 the same on all ranks, and their gradients are summed over all that hold a part of x or of the weight.
 
 Imported when the first DTensor is met (QLinear.forward): torch.distributed.tensor costs a second. Traced by torch.compile.
+
+`DTensor.to_local` and `from_local` work out layouts anew in both directions, which is half of what they cost. Here each is made once:
+DTensor's constructor and its layout are private to torch, checked on 2.13. Compiled code pays for neither and takes the public ones.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.recipe import Recipe
@@ -102,8 +107,11 @@ class Locals:
 
     def wrap(self, y: Tensor) -> Tensor:
         """The local result as a DTensor."""
-        strides = _strides(self.shape)
-        return DTensor.from_local(y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides)
+        if torch.compiler.is_compiling():
+            strides = _strides(self.shape)
+            return DTensor.from_local(y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides)
+        found: Tensor = _Whole.apply(y, _spec(self.mesh, self.placements, self.shape, y.dtype))
+        return found
 
 
 def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placement, Placement]:
@@ -124,8 +132,16 @@ def _laid(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placem
 
 def local_part(x: DTensor, gradient: Placements | None = None) -> Tensor:
     """The part of this rank, there: what a collective brings is waited for. gradient: how that of the result will lie."""
-    local = x.to_local(grad_placements=gradient or x.placements)
-    return _Waited.apply(local) if type(local).__name__ == "AsyncCollectiveTensor" else local
+    if torch.compiler.is_compiling():
+        local = x.to_local(grad_placements=gradient or x.placements)
+        return _Waited.apply(local) if type(local).__name__ == "AsyncCollectiveTensor" else local
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _waited(x._local_tensor)
+    own: DTensorSpec = x._spec
+    is_same = (gradient is None or gradient == own.placements) and own.stride == _strides(own.shape)
+    spec = copy(own) if is_same else _spec(own.mesh, gradient or own.placements, own.shape, x.dtype)
+    found: Tensor = _Part.apply(x, spec)
+    return found
 
 
 def plain(x: Tensor) -> Tensor:
@@ -154,10 +170,9 @@ def cut_tiles(weight: Tensor, recipe: Recipe) -> str:
     return ", ".join(found)
 
 
-@torch.no_grad()
 def owner_of(x: DTensor) -> Tensor:
     """The tensor whose views the layers are given: `from_local` makes another DTensor for each of them."""
-    local = x.to_local()
+    local: Tensor = x._local_tensor
     return local if local._base is None else local._base
 
 
@@ -168,6 +183,50 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
         found.append(step)
         step *= max(size, 1)
     return tuple(reversed(found))
+
+
+def _spec(mesh: DeviceMesh, placements: Placements, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Of a contiguous tensor."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _strides(shape), dtype))
+
+
+def _waited(local: Any) -> Tensor:
+    found: Tensor = local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
+    return found
+
+
+class _Part(torch.autograd.Function):
+    """x's local tensor; its gradient becomes a DTensor of `spec`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, spec: DTensorSpec) -> Tensor:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        local = _waited(x._local_tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if gradient is None else DTensor(gradient.contiguous(), ctx.spec, requires_grad=False), None
+
+
+class _Whole(torch.autograd.Function):
+    """The DTensor of `spec` whose part y is; of its gradient the part, where y is a part of a sum that of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, spec: DTensorSpec) -> Tensor:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        return DTensor(y.view_as(y), spec, requires_grad=y.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, None]:
+        if gradient is None:
+            return None, None
+        wanted = tuple(Replicate() if each.is_partial() else each for each in ctx.spec.placements)
+        if gradient.placements != wanted:
+            gradient = gradient.redistribute(placements=wanted)
+        return _waited(gradient._local_tensor), None
 
 
 class _Waited(torch.autograd.Function):

@@ -112,7 +112,8 @@ class CodedOperand(Operand):
         seen = self.rotation(self.tensor) if has_codes else self.original()
         return seen if self.sampled is None else seen[self.sampled]
 
-    def restore(self, saved: Saved, shape: tuple[int, int]) -> Operand:
+    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
+        self.after = after
         signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]
         self.rotation, self.inner = Rotation(self.plan.rows_rotate, signs), shape[1]
         if self.plan.rows is not None and scale is not None:

@@ -18,6 +18,7 @@ import narrowgauge as ng
 from narrowgauge.distributed import agreement_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from tests.distributed.llama import Llama, loss_of, parallelize
 from tests.distributed.models import build, micro_batch, state, train
 from tests.selection import quick
 
@@ -95,6 +96,40 @@ def test_shards_that_are_replicated(ranks):
     for found in ranks(4)(_each_replicated, KINDS):
         for name, ((losses, tensors), (own_losses, own)) in found.items():
             assert own_losses == losses and differing(own, tensors) == [], name
+
+
+def _beside_tensor_parallelism(weights, recipe, sequence):
+    """Column-wise and row-wise layers, whose parts fully_shard shards again, by rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize(ng.convert(Llama(layers=2), {"layers.*": recipe}), mesh["tp"], sequence)
+    for module in [*model.layers, model]:
+        fully_shard(module, mesh=mesh["dp"])
+    model = ng.distribute(model, weights=weights)
+    watch, losses = Watch(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    for step in range(STEPS):
+        torch.manual_seed(step)  # of recipes whose casts of x or of gradients draw random numbers
+        loss = loss_of(model, step, mesh["dp"].get_local_rank(), 2)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        ng.advance(model)
+        optimizer.zero_grad()
+    return losses, state(model), watch.poisoned
+
+
+def _each_beside_tensor_parallelism(names, sequence):
+    return {name: _both(_beside_tensor_parallelism, name, sequence) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+def test_shards_of_tensor_parallelism(ranks, sequence):
+    """2 x 2 ranks, every recipe: each rank of fully_shard has rows of the rows, or of the columns, that its rank of the other axis has."""
+    for found in ranks(4)(_each_beside_tensor_parallelism, ng.recipes.names(), sequence):
+        for name, ((losses, tensors, wide), (own_losses, own, narrow)) in found.items():
+            assert own_losses == losses and differing(own, tensors) == [], name
+            assert wide == {False} and narrow == {name not in NEED_THE_ORIGINAL}, name
 
 
 class Ragged(nn.Sequential):

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from narrowgauge.distributed import codes_in_graphs
 from tests.ops.registries import registries
 
 NAMESPACE = "narrowgauge::"
-INTERPRETED = {"narrowgauge::block_mm"}
 
 
 def registered() -> set[str]:
@@ -19,4 +20,17 @@ def registered() -> set[str]:
 
 def test_every_operator_is_checked() -> None:
     registries()  # imports all modules that may register one
-    assert registered() == INTERPRETED
+    assert registered() == {"narrowgauge::block_mm", "narrowgauge::gathered_codes"}
+
+
+@pytest.mark.parametrize("is_at_hand", [False, True])
+def test_gathered_codes(is_at_hand: bool) -> None:
+    class Weight:
+        at_hand, others = torch.ones(6, 5, dtype=torch.uint8), torch.zeros(6, 5, dtype=torch.uint8)
+
+        def bytes_of(self, which: str, records: bool) -> torch.Tensor:
+            return self.at_hand if is_at_hand else self.others
+
+    weight = Weight()
+    given = (weight.at_hand, codes_in_graphs.numbered(weight), torch.randn(3, 6), "cols", True)
+    torch.library.opcheck(torch.ops.narrowgauge.gathered_codes.default, given)

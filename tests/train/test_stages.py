@@ -238,7 +238,7 @@ WRONG = [
     ({"micro_batches": 1}, "micro_batches = 1: fewer than the 2 stages of the pipeline (schedule '1F1B' on 2 ranks)"),
     ({"schedule": "ZBVZeroBubble", "layers": 2, "micro_batches": 4}, "2 blocks are fewer than 4 stages"),
     ({"schedule": "Interleaved1F1B", "layers": 4, "micro_batches": 5, "batch_size": 5}, "schedule = 'Interleaved1F1B': Interleaved 1F1B"),
-    ({"compile": True}, "compile = true: does not work with shards or stages"),
+    ({"compile": True}, "compile = true: does not work with parts of layers (tp) or stages (pp)"),
     ({"gradients": "fp8"}, "gradients = 'fp8': ranks that all read the same data send none"),
     ({"weights": "codes"}, "weights = 'codes': a rank with a copy of the model gathers none"),
     ({"freeze": "embed*,layers.0"}, "nothing of stage 0 of 2 would train"),

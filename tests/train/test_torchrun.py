@@ -82,6 +82,17 @@ def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, l
     same_run(Path(config.output), Path(reference.output))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_shards_compile(ranks, make):  # noqa: F811
+    """Bounded: Inductor fuses what is around the products and keeps it in float32 where eager mode rounds to bfloat16."""
+    common = {"recipe": "fp8-current", "parallel": "fsdp", "steps": 3, "eval_every": 2}
+    reference, config = make("reference", **common), make("compiled", compile=True, **common)
+    assert ranks(2)(each, [reference, config]) == [[0, 0], [0, 0]]
+    assert tiny.losses(Path(config.output)) == pytest.approx(tiny.losses(Path(reference.output)), rel=1e-3)
+    assert all(event["compiled_graphs"] > 0 for event in tiny.events(Path(config.output), "step"))
+
+
 OPTIMIZERS = [
     {"optimizer": "adamw", "states": "8bit"},
     {"optimizer": "lion", "states": "4bit", "precision": "bf16-o2", "master": "bf16-remainder"},

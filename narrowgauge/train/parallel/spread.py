@@ -175,6 +175,11 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             f"weights = {config.weights!r}: a rank with a copy of the model gathers none. Take parallel = 'fsdp', or leave it out."
         )
+    if config.compile and config.weights != "16bit":
+        raise ConfigError(
+            f"compile = true: was not tried with weights = {config.weights!r}, which this command would compile as one model. "
+            "Take weights = '16bit', or leave compile out."
+        )
     if sizes.pp == 1 and config.activations != "16bit":
         raise ConfigError(
             f"activations = {config.activations!r}: no activations travel with parallel = {str(sizes)!r}. Take pp=2, or leave it out."
@@ -188,9 +193,9 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             f"gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to parallel."
         )
-    if sizes.fsdp * sizes.tp * sizes.pp > 1 and config.compile:
+    if sizes.tp * sizes.pp > 1 and config.compile:
         raise ConfigError(
-            "compile = true: does not work with shards or stages of the model. Take parallel = 'dp', or leave it out."
+            "compile = true: does not work with parts of layers (tp) or stages (pp). Take parallel = 'dp' or 'fsdp', or leave it out."
         )
     if sizes.tp * sizes.pp > 1 and config.precision == "amp-fp16":
         raise ConfigError(
