@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.distributed.generators import generators, seed_all, seed_of, set_generators
 from narrowgauge.distributed.gradient_state import Gradients
-from narrowgauge.distributed.rehearsal import is_rehearsal
 from narrowgauge.distributed.topology import Topology
+from narrowgauge.distributed.torch_private import in_backward, is_rehearsal
 from narrowgauge.errors import CheckpointError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
@@ -131,7 +131,7 @@ class Agreement:
 
     def begin_forward(self, module: nn.Module, _: Any) -> None:
         """A forward pre-hook of the whole model."""
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or in_backward():
             return  # checkpointing repeats it, with the generators of then
         if is_rehearsal():
             self._rehearsing = [each for each in self.layers if each.training]
@@ -162,7 +162,7 @@ class Agreement:
             each.training = True
             each.end_step()  # casts by the scales of evaluation are not those of training
         self._rehearsing = []
-        if self._before and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+        if self._before and not torch.compiler.is_compiling() and not in_backward():
             set_generators(self._before.pop())
 
     # --- the end of a step

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.distributed.agreement import Agreement
-from narrowgauge.distributed.rehearsal import STAGES, is_rehearsal
 from narrowgauge.distributed.stage_messages import Pack, Unpack, is_packed, message_like
+from narrowgauge.distributed.torch_private import STAGES, is_rehearsal
 from narrowgauge.errors import ConfigError
 
 __all__ = ["StageEnds", "install", "is_stage", "message_like"]

@@ -1,7 +1,6 @@
 """How a model was parallelised: which ranks hold a layer, and which read other data. Read from DDP, fully_shard and DTensors.
 
-torch has no public way to ask for the mesh of `fully_shard`, nor to leave buffers out of what DistributedDataParallel broadcasts once
-it is built. What is private of these is used here alone (checked on torch 2.13).
+What torch has no public way to ask for is in `torch_private`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,15 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.distributed.torch_private import (
+    leave_out_of_ddp,
+    leave_out_of_later_ddp,
+    parameter_group,
+    parameters_of_ddp,
+)
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.structure import plain_name
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Topology:
 
     def refuse_steps_that_nobody_sums(self, layers: Mapping[QLinear, str]) -> None:
         """Learned steps that were made after DDP or fully_shard took the parameters: their gradients would differ from rank to rank."""
-        copied = {id(each) for ddp in self.ddp for each in getattr(ddp, "_module_parameters", ())}
+        copied = {id(each) for ddp in self.ddp for each in parameters_of_ddp(ddp)}
         for layer, name in layers.items():
             for step in layer.steps.parameters() if layer.steps is not None else ():
                 if (
@@ -105,9 +111,12 @@ class Topology:
                     and id(step) not in copied
                     and not isinstance(step, DTensor)
                 ):
+                    wrapper = "fully_shard" if self.fsdp else "DistributedDataParallel"
                     raise ConfigError(
-                        f"distribute: the learned steps of {name!r} are newer than the wrapper around the model, which does not sum their "
-                        "gradients. Convert the model before DistributedDataParallel or fully_shard."
+                        f"distribute: {wrapper} does not sum the gradients of the learned steps of {plain_name(name)!r}: they are newer "
+                        "than it, or were kept from it (ignored_params). Convert the model, then pass all of it to "
+                        f"{wrapper}; beside 16-bit weights, which fully_shard does not take together with float32 steps, use "
+                        "DistributedDataParallel."
                     )
 
     def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
@@ -115,11 +124,10 @@ class Topology:
         own = {id(buffer) for layer in layers for buffer in layer.buffers()}
         if not self.ddp:  # nor shall one that wraps the model later
             later = [name for name, buffer in model.named_buffers() if id(buffer) in own]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, later)
+            leave_out_of_later_ddp(model, later)
         for each in self.ddp:
             names = {name for name, buffer in each.module.named_buffers() if id(buffer) in own}
-            each.parameters_to_ignore |= names
-            each._assign_modules_buffers()
+            leave_out_of_ddp(each, names)
 
 
 def _add(groups: list[dist.ProcessGroup], group: dist.ProcessGroup) -> None:
@@ -128,6 +136,5 @@ def _add(groups: list[dist.ProcessGroup], group: dist.ProcessGroup) -> None:
 
 
 def _mesh_of(module: FSDPModule) -> DeviceMesh | None:
-    state = module._get_fsdp_state()
-    group = getattr(state, "_fsdp_param_group", None)
+    group = parameter_group(module)
     return None if group is None else group.mesh_info.mesh

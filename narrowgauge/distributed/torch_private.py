@@ -1,10 +1,84 @@
-"""The class that gradient messages take from a private module of torch, with the release that it was checked on.
+"""What is private of torch and used here nonetheless, gathered in one place. Checked on torch 2.11 and 2.13.
 
-ReduceScatter   torch 2.13: base class of what `FSDPModule.set_custom_reduce_scatter`, which is public, takes; it has no public address
+ReduceScatter        base class of what `FSDPModule.set_custom_reduce_scatter`, which is public, takes; it has no public address
+in_backward          activation checkpointing repeats a forward pass inside a backward pass, and nothing public says that one runs
+parameter_group      of a module of fully_shard: its mesh, and how it reshards after the forward pass
+local_tensor         the tensor that a DTensor holds: hooks of fully_shard are attributes of it, and `to_local` gives another object
+parameters_of_ddp    whose gradients DistributedDataParallel sums
+leave_out_of_ddp     buffers that DistributedDataParallel, once built, no longer broadcasts; `..._later` of one that is yet to be built
+is_rehearsal         whether a pipeline's stage runs its module for the shapes of its messages
 """
 
 from __future__ import annotations
 
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+import inspect
+import sys
+from collections.abc import Collection
+from typing import Any
 
-__all__ = ["ReduceScatter"]
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge.errors import BackendError
+
+__all__ = [
+    "STAGES", "ReduceScatter", "in_backward", "is_rehearsal", "leave_out_of_ddp", "leave_out_of_later_ddp", "local_tensor",
+    "parameter_group", "parameters_of_ddp",
+]  # fmt: skip
+
+STAGES = "torch.distributed.pipelining.stage"
+TRAINING = ("forward_maybe_with_nosync", "forward_one_chunk")  # methods of a stage that run it for a micro-batch
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def parameter_group(module: FSDPModule) -> Any:
+    """None where the module has no parameters of its own."""
+    return getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+
+
+def local_tensor(x: DTensor) -> Tensor:
+    return x._local_tensor
+
+
+def parameters_of_ddp(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    return list(getattr(ddp, "_module_parameters", ()))
+
+
+def leave_out_of_ddp(ddp: DistributedDataParallel, names: Collection[str]) -> None:
+    ddp.parameters_to_ignore |= set(names)
+    ddp._assign_modules_buffers()
+
+
+def leave_out_of_later_ddp(model: nn.Module, names: Collection[str]) -> None:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
+
+
+def is_rehearsal() -> bool:
+    """Whether a PipelineStage called the module that is running, and not for a micro-batch. False where none called it.
+
+    Before its first step, and when training and evaluation change places, a stage that was not told the shapes of its messages finds them
+    by running its module: torch 2.13 forward and backward on the first micro-batch, and behind the first stage on memory that nobody has
+    written; older ones on zeros. Windows would take their largest numbers from it, and random numbers would be those of another
+    micro-batch. Only the caller tells the two apart.
+    """
+    module = sys.modules.get(STAGES)
+    if module is None:
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals is not module.__dict__:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    if not any(hasattr(module.PipelineStage, name) for name in TRAINING):
+        raise BackendError(
+            f"distribute: PipelineStage of this torch has none of the methods {', '.join(TRAINING)}, so a micro-batch cannot be told "
+            "from the pass that finds shapes. Use torch 2.13."
+        )
+    return frame.f_code.co_name not in TRAINING

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.addresses import validity
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.distributed.topology import Topology
+from narrowgauge.distributed.torch_private import in_backward, local_tensor, parameter_group
 from narrowgauge.distributed.weight_codes import coder_of
 from narrowgauge.distributed.weight_scales import Rows, exchange, gather
 from narrowgauge.errors import ConfigError
@@ -74,8 +75,8 @@ class GatheredWeight:
         self.layer, self.name, self.parameter, self.group, self.rows = layer, name, parameter, group, rows
         self.placements = parameter.placements
         assert layer.recipe is not None
-        self.recipe, self.columns = layer.recipe, parameter._local_tensor.shape[1]
-        self.plan: OperandPlan = layer.plan(parameter._local_tensor.device).w
+        self.recipe, self.columns = layer.recipe, local_tensor(parameter).shape[1]
+        self.plan: OperandPlan = layer.plan(local_tensor(parameter).device).w
         self.coder = coder_of(self.recipe, self.plan, rows, self.columns, partial(layer.amax_state, "w"))
         self.agreement: Agreement | None = None
         self.held: Held | None = None
@@ -94,13 +95,13 @@ class GatheredWeight:
         own = self.layer._parameters.get("weight")
         if isinstance(own, DTensor) and own is not self.parameter and own.placements == self.placements:
             self.parameter = own  # loading with assign=True, or model.to, made another
-        local: Tensor = self.parameter._local_tensor
+        local: Tensor = local_tensor(self.parameter)
         return local.detach()
 
     def attach(self) -> None:
         """(Again) to the local tensor, which torch replaces now and then."""
         self.shard  # noqa: B018  finds the parameter
-        local: Any = self.parameter._local_tensor
+        local: Any = local_tensor(self.parameter)
         for hook in _HOOKS:
             setattr(local, hook, getattr(self, hook))
 
@@ -111,7 +112,7 @@ class GatheredWeight:
                 f"{self.name}: it was distributed with weights as codes and is no QLinear any more. Build the model anew, shard it and "
                 "call narrowgauge.distribute again."
             )
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         which = "cols" if backward and self.coder.has_two_sets else "rows"
         records = self.layer.training
         return (self._own_codes(which, records),), (which, records)
@@ -129,7 +130,7 @@ class GatheredWeight:
 
     def release(self, weight: Tensor) -> None:
         """The parameter of this forward pass reads as NaN, and has no memory."""
-        local = weight._local_tensor if isinstance(weight, DTensor) else weight
+        local = local_tensor(weight) if isinstance(weight, DTensor) else weight
         if local.shape == (self.rows.whole, self.columns) and any(local.stride()):
             local.data = torch.full((1, 1), float("nan"), dtype=local.dtype, device=local.device).expand(local.shape)
 
@@ -313,8 +314,8 @@ def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight |
         return "fully_shard shards its weight along columns"
     if dist.get_world_size(group) == 1:
         return "one rank has all of it"
-    if weight._local_tensor.device.type not in (own.device_type, "meta"):
-        return f"its shards are kept on the {weight._local_tensor.device.type}"
+    if local_tensor(weight).device.type not in (own.device_type, "meta"):
+        return f"its shards are kept on the {local_tensor(weight).device.type}"
     whole = weight.shape[0]
     for other, placement in enumerate(weight.placements):
         if other not in (dim,) and getattr(placement, "dim", None) == 0:
@@ -324,9 +325,9 @@ def _gathered(layer: QLinear, name: str, topology: Topology) -> GatheredWeight |
     if reason := _why_not(layer):
         return reason
     rows = Rows(whole, dist.get_world_size(group), dist.get_rank(group))
-    if weight._local_tensor.shape[0] != rows.count:
+    if local_tensor(weight).shape[0] != rows.count:
         raise ConfigError(
-            f"distribute: rank {rows.rank} has {weight._local_tensor.shape[0]} rows of {name!r}, where {rows.count} of {whole} were "
+            f"distribute: rank {rows.rank} has {local_tensor(weight).shape[0]} rows of {name!r}, where {rows.count} of {whole} were "
             "expected. Shard it with fully_shard, along rows."
         )
     return GatheredWeight(layer, name, weight, group, rows)
@@ -359,8 +360,7 @@ def _why_not(layer: QLinear) -> str:
 
 def _check_resharding(topology: Topology) -> None:
     for module in topology.fsdp:
-        group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-        if getattr(group, "_use_post_forward_mesh", False):
+        if getattr(parameter_group(module), "_use_post_forward_mesh", False):
             raise ConfigError(
                 "distribute: fully_shard was given a number for reshard_after_forward, for which torch has no hooks. Give it True or "
                 'False, or distribute with weights="16bit".'

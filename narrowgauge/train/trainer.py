@@ -38,6 +38,7 @@ from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
 from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
 from narrowgauge.train.parallel import checkpoints, digest
+from narrowgauge.train.parallel.evaluation import readings
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.parallel.stage_state import WholeNumbers
@@ -369,7 +370,8 @@ class Trainer:
     def _evaluate(self, show: Console) -> None:
         """The task's metrics, the best weights by one of them, and a sample of text."""
         self._set_training(False)
-        found = self.parallel.of_last(self.task.evaluate(self.model, self._score))
+        shared = partial(readings, score=self._score, share=self.feed.share, ranks=self.ranks)
+        found = self.parallel.of_last(self.task.evaluate(self.model, shared))
         self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
         weights, _ = state.split_scaling(self.model.state_dict())
         is_best = self.best.take(self.step, found, weights)

@@ -95,13 +95,15 @@ def test_its_state_goes_on(seed=5):
             ng.distributed.agreement_of(other).load_state_dict(wrong)
 
 
-def _converted_late(kind):
-    model = build("bf16")
+def _unsummed(kind):
+    model = build("int4-hq-lss" if kind == "ignored" else "bf16")
     if kind == "ddp":
         model = DistributedDataParallel(model)
     else:
-        fully_shard(model)
-    ng.convert(model, "int4-hq-lss")
+        steps = {each for name, each in model.named_parameters() if "steps" in name}
+        fully_shard(model, ignored_params=steps if kind == "ignored" else None)
+    if kind != "ignored":
+        ng.convert(model, "int4-hq-lss")
     try:
         ng.distribute(model)
     except ConfigError as error:
@@ -109,7 +111,10 @@ def _converted_late(kind):
     return ""
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_learned_steps_that_no_wrapper_sums_are_refused(ranks, kind):
-    for told in ranks(2)(_converted_late, kind):
-        assert "does not sum their gradients. Convert the model before DistributedDataParallel or fully_shard." in told
+@pytest.mark.parametrize(
+    ("kind", "wrapper"), [("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard"), ("ignored", "fully_shard")]
+)
+def test_learned_steps_that_no_wrapper_sums_are_refused(ranks, kind, wrapper):
+    for told in ranks(2)(_unsummed, kind):
+        assert told.startswith(f"distribute: {wrapper} does not sum the gradients of the learned steps of '0.up'")
+        assert f"Convert the model, then pass all of it to {wrapper}; " in told

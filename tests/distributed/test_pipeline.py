@@ -26,6 +26,9 @@ from tests.distributed.pipelines import SCHEDULES, places, run_alone, run_pipeli
 from tests.selection import quick
 
 STEPS, MICRO_BATCHES, BLOCKS = 3, 4, 4
+SPLIT = ("zero-bubble", "zbv")  # schedules with two halves of a backward pass
+OLDEST = torch.__version__.startswith("2.11")
+NO_SPLIT = "torch 2.11 cannot split the backward pass of an autograd function of one's own"
 # Recipes with memory and with random numbers of each kind, and one with neither.
 NEEDY = ["fp8-delayed", "int4-hq-lss", "nvfp4", "mxfp4", "fp8-row"]
 
@@ -39,6 +42,12 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         return checkpoint(self.block, x, use_reentrant=False)
+
+
+@pytest.fixture(autouse=True)
+def torch_can_split(request):
+    if OLDEST and hasattr(request.node, "callspec") and request.node.callspec.params.get("schedule") in SPLIT:
+        pytest.skip(NO_SPLIT)
 
 
 def _model(recipe, checkpoints=False):
@@ -192,6 +201,7 @@ def _several(activations):
     return [each.item() for each in losses], [p.grad for p in modules[rank].parameters()]
 
 
+@pytest.mark.skipif(OLDEST, reason="torch 2.11 wants gradients of whole numbers that a stage receives")
 def test_several_tensors_of_any_kind(ranks):
     (_, first), (losses, second) = ranks(2)(_several, "fp8")
     (_, exact), (truth, _) = ranks(2)(_several, "16bit")
@@ -216,6 +226,7 @@ def _products(schedule):
     return counts
 
 
+@pytest.mark.skipif(OLDEST, reason=NO_SPLIT)
 def test_a_backward_pass_in_two_halves_computes_each_product_once(ranks):
     for whole, split in zip(*(ranks(2)(_products, each) for each in ("interleaved", "zero-bubble")), strict=True):
         assert split == whole and min(split.values()) > 0

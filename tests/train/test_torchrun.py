@@ -150,6 +150,28 @@ def test_hsdp_and_four_ranks_start_from_the_same_loss(ranks, make):  # noqa: F81
     assert ours[1] == theirs[1] and ours[2] == pytest.approx(theirs[2], rel=1e-4)
 
 
+def counted(config):
+    """The exit code of this rank, and how many batches it evaluated."""
+    real, calls = Trainer._score, []
+    Trainer._score = lambda trainer, batch: calls.append(0) or real(trainer, batch)
+    try:
+        return trained(config), len(calls)
+    finally:
+        Trainer._score = real
+
+
+@pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
+def test_ranks_share_the_validation_data(ranks, make, layout):  # noqa: F811
+    """Five batches, of which each rank computes three: the sixth is one of them once more, and counts once."""
+    common = {"steps": 1, "eval_tokens": 5 * 64 - 7}
+    reference = make("reference", micro_batches=2, **common)
+    assert loop.run(reference) == 0
+    config = make("ranks", parallel=layout, **common)
+    assert ranks(2)(counted, config) == [(0, 3), (0, 3)]
+    ours, theirs = (tiny.events(Path(each.output), "eval")[-1] for each in (config, reference))
+    assert (ours["loss"], ours["tokens"]) == (theirs["loss"], theirs["tokens"]) and ours["tokens"] == 5 * 64 - 7
+
+
 # --- differences between ranks
 
 

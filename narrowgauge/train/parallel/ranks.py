@@ -145,6 +145,15 @@ class Ranks:
         found = [(where, rank, words) for rank, (where, words) in enumerate(told) if words != nothing]
         return "{2}, on rank {1}".format(*min(found)) if found else nothing
 
+    def joined(self, own: Mapping[int, T]) -> list[T]:
+        """What all ranks have, in the order of its numbers; of several with one number that of the first rank."""
+        told: list[Any] = [own]
+        if self.world > 1:
+            told = [None] * self.world
+            dist.all_gather_object(told, own)
+        found = {number: value for each in reversed(told) for number, value in each.items()}
+        return [found[number] for number in sorted(found)]
+
     def refuse_differences(
         self, own: Mapping[str, Any], what: str, error: type[NarrowgaugeError] = ConfigError
     ) -> None:

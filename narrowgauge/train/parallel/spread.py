@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -77,6 +77,8 @@ class Parallel:
         if self.mesh is not None and self.layout.tp > 1:
             plan = tensor.cut(model, self.mesh["tp"], probe())
         self.whole: nn.Module = Spread(model)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            _sum_within_blocks(model)
         self.agreements: list[Agreement] = []
         self.pipeline: Pipeline | None = None
         if self.layout.pp > 1:
@@ -198,6 +200,28 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             "fuse = true: hands whole tensors to layers that have a part of their features under tp. Leave it out."
         )
+
+
+def _sum_within_blocks(model: nn.Module) -> None:
+    """Each block sums the gradients of what it reads before they leave it, as fully_shard has it, in one process and in copies too.
+
+    All blocks of a decoder read the encoder's output, in two products each. fully_shard puts an autograd function of its own around
+    the inputs of a block (RegisterPostBackwardFunction), so the sum there is (k1 + v1) + (k0 + v0), and without it
+    ((k1 + v1) + k0) + v0: other last bits.
+    """
+    for block in find_blocks(model, verb="parallel").values():
+        block.register_forward_pre_hook(_own_inputs, with_kwargs=True)
+
+
+def _own_inputs(
+    block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(_own, given)), {key: _own(value) for key, value in named.items()}
+
+
+def _own(value: Any) -> Any:
+    """A tensor that gradients flow to, as a node of its own in the graph."""
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:

@@ -20,10 +20,10 @@ from transformers import AutoModelForSequenceClassification
 from narrowgauge import data
 from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Objective
+from narrowgauge.train.loss import Batch, Objective
 from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks.tables import TableTask, header
-from narrowgauge.train.tasks.task import Score
+from narrowgauge.train.tasks.task import Readings, total_of
 
 SHOWN_CLASSES = 10
 MOST_CLASSES = 1000  # more distinct labels than that are hardly classes, but texts or numbers
@@ -75,15 +75,19 @@ class ClassificationTask(TableTask):
         text.append(f"  -> {self.classes[example['labels']]}", "bold green")
         return [text]
 
-    def evaluate(self, model: Any, score: Score) -> dict[str, Any]:
-        confusion, total, examples = Confusion(len(self.classes)), 0.0, 0
-        for batch in self.evaluation(model):
-            loss, logits = score(batch)
-            assert logits is not None
-            total += float(loss)
-            examples += len(batch["labels"])
-            confusion.add(logits, batch["labels"])
-        return {"loss": total / examples, "tokens": examples, **confusion.metrics()}
+    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
+        confusion, examples = Confusion(len(self.classes)), 0
+        found = readings(self.evaluation(model), predicted)
+        for _, (classes, labels) in found:
+            examples += len(labels)
+            confusion.count(classes, labels)
+        return {"loss": total_of(found) / examples, "tokens": examples, **confusion.metrics()}
+
+
+def predicted(batch: Batch, logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The class of the largest logit of each example, the first of equal ones, and the labels; on the host."""
+    assert logits is not None
+    return logits.argmax(-1).cpu(), batch["labels"].cpu()
 
 
 def _class_notes(train: data.Examples, validation: data.Examples, names: list[str]) -> list[str]:
@@ -167,8 +171,12 @@ class Confusion:
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """logits [rows, classes], labels [rows]; the largest logit is the prediction, the first of equal ones."""
+        self.count(logits.argmax(-1).cpu(), labels.cpu())
+
+    def count(self, predicted: Tensor, labels: Tensor) -> None:
+        """[rows] each, whole numbers on the host."""
         classes = len(self.counts)
-        places = labels.cpu() * classes + logits.argmax(-1).cpu()
+        places = labels * classes + predicted
         self.counts += torch.bincount(places, minlength=classes**2).view(classes, classes)
 
     def metrics(self) -> dict[str, float]:

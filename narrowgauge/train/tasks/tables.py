@@ -25,7 +25,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, check_sizes, own_configuration, pretrained
-from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, Score, StepBatch, TrainTask
+from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, Readings, StepBatch, TrainTask
 
 FEW = 20  # examples to validate on; below, a note
 EVAL_ORDER = b"evaluation"
@@ -148,8 +148,8 @@ class TableTask(TrainTask):
         for places in data.sorted_batches(part.lengths, batch_size=rows, token_budget=budget, multiple=multiple):
             yield self.align(collate([part[place] for place in places]), model)
 
-    def evaluate(self, model: Any, score: Score) -> dict[str, Any]:
-        found = super().evaluate(model, score)
+    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
+        found = super().evaluate(model, readings)
         return found | {"perplexity": perplexity(found["loss"])}
 
     def facts(self) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from narrowgauge.train.loss import NO_CACHE, Batch, Objective
 
 SPLIT_SEED = 0  # not the run's: runs of different seeds are compared on the same held-out documents or rows
 Score = Callable[[Batch], tuple[Tensor, Tensor | None]]  # `Objective.scored` of a batch, in the run's precision
+Read = Callable[[Batch, Tensor | None], Any]  # what a task wants to know of a batch and its logits, on the host
+Readings = Callable[[Iterator[Batch], Read], list[tuple[float, Any]]]  # the loss of each batch and what was read of it
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,11 @@ class TrainTask(ABC):
     def evaluation(self, model: Any) -> Iterator[Batch]:
         """The validation data, always the same batches."""
 
-    def evaluate(self, model: Any, score: Score) -> dict[str, Any]:
+    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         """Metrics on the validation data, streamed: `loss` first, and `tokens`, the targets that it is a mean of."""
-        total, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
-        for batch in self.evaluation(model):
-            total += score(batch)[0]
-            tokens += data.valid_targets(batch)
-        return {"loss": float(total) / tokens, "tokens": tokens}  # the only synchronisation
+        found = readings(self.evaluation(model), lambda batch, _: data.valid_targets(batch))
+        tokens = sum(count for _, count in found)
+        return {"loss": total_of(found) / tokens, "tokens": tokens}
 
     def sample(self, model: Any) -> dict[str, str] | None:
         """`prompt` and the `text` of the model, which evaluates; None if it writes nothing. Leaves generators alone."""
@@ -134,3 +134,11 @@ class TrainTask(ABC):
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """`data`, `tokens_per_step` and additions to `model`, for run.json."""
+
+
+def total_of(found: list[tuple[float, Any]]) -> float:
+    """The sum of the losses, one after the other."""
+    total = 0.0
+    for loss, _ in found:  # sum() compensates since Python 3.12
+        total += loss
+    return total
