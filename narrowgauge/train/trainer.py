@@ -370,7 +370,10 @@ class Trainer:
     def _evaluate(self, show: Console) -> None:
         """The task's metrics, the best weights by one of them, and a sample of text."""
         self._set_training(False)
-        shared = partial(readings, score=self._score, share=self.feed.share, ranks=self.ranks)
+        ranks = (
+            self.ranks if self.parallel.pipeline is None else Ranks()
+        )  # of stages all compute, and the last one knows
+        shared = partial(readings, score=self._score, share=self.feed.share, ranks=ranks)
         found = self.parallel.of_last(self.task.evaluate(self.model, shared))
         self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
         weights, _ = state.split_scaling(self.model.state_dict())
