@@ -2,9 +2,9 @@
 
 Bounded: scales go by shards and sums have another order. The control is one process whose weights begin a millionth apart and which draws
 other random numbers; after six steps the weights of the ranks are at most 1.5 times as far from those of the unchanged process. The
-model is deep for one flipped code to reach most of it (see tests/distributed/test_tensor_parallel.py). Of the loss column, six numbers that go
-together, the control's distances differ by 2.3 from seed to seed, so it is asked to be within 3. Exact: what is resumed, and what ranks
-hold alike.
+model is deep for one flipped code to reach most of it (see tests/distributed/test_tensor_parallel.py). Of the loss column, six numbers
+that go together, the control's distances differ by 2.3 from seed to seed, so it is asked to be within 3. Exact: what is resumed, and
+what ranks hold alike.
 """
 
 from __future__ import annotations
