@@ -28,8 +28,13 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float =
 
     loss  of the step; if it and all gradients are finite, the norm of the gradients was not
     """
+    return first_seen(model, compute, loss)[0]
+
+
+def first_seen(model: nn.Module, compute: Callable[[], None], loss: float = math.nan) -> tuple[str, int]:
+    """`first_nonfinite`, and how many tensors were looked at until then: ranks that compute one model together see them in one order."""
     if words := nonfinite_parameter(model):
-        return words
+        return words, 0
     watch = _Watch()
     handles: list[Any] = []
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, QLinear)}
@@ -57,8 +62,8 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float =
         for layer in quantized.values():
             layer.observer = None
     if watch.found or not math.isfinite(loss):
-        return watch.found or NOTHING
-    return _describe_norm(model)
+        return watch.found or NOTHING, watch.count
+    return _describe_norm(model), watch.count
 
 
 def nonfinite_parameter(model: nn.Module) -> str:
@@ -70,15 +75,18 @@ def nonfinite_parameter(model: nn.Module) -> str:
 
 
 class _Watch:
-    """`found`: a clause on the first tensor that was not finite, or ''."""
+    """`found`: a clause on the first tensor that was not finite, or ''; `count`: of the looks until then."""
 
     def __init__(self) -> None:
-        self.found = ""
+        self.found, self.count = "", 0
 
     def check(self, clause: str, tensors: Any) -> None:
+        if self.found:
+            return
+        self.count += 1
         each = tensors if isinstance(tensors, (tuple, list)) else [tensors]
-        floats = [tensor for tensor in each if isinstance(tensor, Tensor) and tensor.is_floating_point()]
-        if not self.found and any(not tensor.isfinite().all() for tensor in floats):
+        floats = [shards.local(one) for one in each if isinstance(one, Tensor) and one.is_floating_point()]
+        if any(not tensor.isfinite().all() for tensor in floats):
             self.found = f"{clause} was not finite"
 
     def hook(self, clause: str, place: int) -> Callable[..., None]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge.distributed import ATTRIBUTE
+from narrowgauge.distributed.generators import generators, seed_all, seed_of, set_generators
 from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import in_backward, is_rehearsal
@@ -115,10 +116,15 @@ class Agreement:
 
     def words(self, device: torch.device) -> tuple[int, int] | Tensor | None:
         """Of the micro-batch whose forward pass seeded the generator of the device; None if none did."""
-        found = self._seeds.get(_seed_of(device))
+        found = self._seeds.get(seed_of(device))
         if found is None or device.type != "cuda":
             return found
         return self._on_device(found, device)
+
+    def continue_as(self, seed: int, device: torch.device) -> None:
+        """Of the micro-batch under way, for a part of its forward pass in which torch's generators are seeded anew."""
+        if (words := self._seeds.get(seed_of(device))) is not None:
+            self._seeds[seed] = words
 
     def _on_device(self, words: tuple[int, int], device: torch.device) -> Tensor:
         key = hash((words, device))
@@ -151,8 +157,8 @@ class Agreement:
         seed = drawn[0] | (drawn[1] & 0x7FFFFFFF) << 32
         self._seeds[seed] = words
         self.micro_batch += 1
-        self._before.append(_generators())
-        _seed_all(seed)
+        self._before.append(generators())
+        seed_all(seed)
 
     def end_forward(self, *_: Any) -> None:
         """A forward hook of the whole model, called also where the forward pass raises."""
@@ -161,7 +167,7 @@ class Agreement:
             each.end_step()  # casts by the scales of evaluation are not those of training
         self._rehearsing = []
         if self._before and not torch.compiler.is_compiling() and not in_backward():
-            _set_generators(self._before.pop())
+            set_generators(self._before.pop())
 
     # --- the end of a step
 
@@ -222,26 +228,3 @@ def _largest(layer: QLinear) -> Iterator[Tensor]:
         yield window.live[SEEN:]  # type: ignore[index]
     if layer.sampling is not None:
         yield layer.sampling.live
-
-
-def _seed_of(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.default_generators[device.index or 0].initial_seed())
-    return torch.initial_seed()
-
-
-def _generators() -> tuple[Tensor, list[Tensor]]:
-    """Their states: of the CPU, and of the current GPU."""
-    return torch.get_rng_state(), [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-
-
-def _set_generators(states: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(states[0])
-    for each in states[1]:
-        torch.cuda.set_rng_state(each)
-
-
-def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)

@@ -96,7 +96,8 @@ def reference(
 
 def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = None, *names: str) -> Key | Tensor:
     """Noise for a tensor of `shape` on `device`: from torch's generator, or the draw of a stream with these names (role, which)."""
-    facts, rehearsed = device_facts(device.type, device.index), rehearsed_on() is not None
+    facts = device_facts(device.type, device.index)
+    rehearsed = not torch.compiler.is_compiling() and rehearsed_on() is not None
     cuda = facts.type == "cuda" and refuse_triton("cuda", facts.capability) is None
     if stream is not None and not torch.compiler.is_compiling():
         key = stream.key(*names)

@@ -59,7 +59,7 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     device = ranks.device(config.device)  # before anything is read or written
     ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
     ranks.refuse_differences(asdict(config), "settings")
-    layout(config.parallel, ranks.world)
+    ranks.layout = layout(config.parallel, ranks.world)
     if config.compile:
         refuse_without_compiler(device)
     if config.compile or device.type == "cuda":
@@ -173,7 +173,9 @@ def _train_and_log(
             folder.write_run(known | run_metadata.of_layers(trainer))
             if reason == "finished":
                 weights = trained_weights(trainer.model, trainer.best)
-                ranks.first(lambda: export(trainer.model, weights, task.tokenizer, trainer.best, folder.final))
+                ranks.first(
+                    lambda: export(trainer.model, trainer.shapes, weights, task.tokenizer, trainer.best, folder.final)
+                )
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
             show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")

@@ -93,12 +93,22 @@ class Objective:
             return aligned_loss(logits, on_device(batch["labels"], device)), logits
         # On a GPU the labels are looked at before they go there; on a CPU tokens that do not count are left out, which is faster.
         checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
-        hidden = self.forward(**inputs_of(batch, device, self.options)).last_hidden_state
+        hidden = _beside(self.forward(**inputs_of(batch, device, self.options)).last_hidden_state, self.head.weight)
         loss, _ = chunked_cross_entropy(
             hidden, self.head.weight, on_device(batch["labels"], device),
             bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked,
         )  # fmt: skip
         return loss, None
+
+
+def _beside(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Hidden states that all ranks have alike, where the words of the head are cut among them: on the mesh of its weight."""
+    if type(weight).__name__ != "DTensor":
+        return hidden
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | None]:

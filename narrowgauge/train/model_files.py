@@ -7,17 +7,16 @@ configuration another file of weights, an adapter a pickle of its own, or attent
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from transformers.utils import cached_file, logging
 
 from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.train.checkpoint import state
 from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"
@@ -80,16 +79,18 @@ def _refusal(where: str, name: str, words: str) -> ConfigError:
     return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}")
 
 
-def export(model: Any, weights: dict[str, Tensor], tokenizer: Any, best: Best, folder: Path) -> None:
+def export(
+    model: Any, shapes: Mapping[str, Size], weights: dict[str, Tensor], tokenizer: Any, best: Best, folder: Path
+) -> None:
     """Writes model and tokenizer to `folder`, which is whole or not there, also after a power cut; replaces an older one.
 
-    weights: ordinary tensors, the best by the run's metric or the last. The model tells their names and shapes alone.
+    model, shapes  tells what is written beside the weights; of all of its weights, though this rank may hold a stage alone
+    weights        ordinary tensors, the best by the run's metric or the last
     """
     draft = folder.with_name(f".tmp-{folder.name}")  # the run folder's lock keeps others away
-    own = {name: weight.shape for name, weight in model.state_dict().items() if state.is_weight(name)}
-    if {name: weight.shape for name, weight in weights.items()} != own:
+    if {name: weight.shape for name, weight in weights.items()} != shapes:
         raise CheckpointError(
-            f"{best.path(best.step)}: its {len(weights)} weights are not the {len(own)} of this model. "
+            f"{best.path(best.step)}: its {len(weights)} weights are not the {len(shapes)} of this model. "
             "Restore it; or remove it and resume, to export the last weights."
         )
     with storage.refusals("write the trained model to", folder), storage.new_folder(folder, draft):

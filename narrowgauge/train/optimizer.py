@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowgauge import memory
 from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures, state_bytes
 from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.shards import is_sharded, local, local_gradient
 from narrowgauge.train.config.settings import TrainConfig
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
@@ -49,11 +50,30 @@ def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision)
     if config.optimizer == "adamw" and config.states == "fp32" and _master(config, precision) is None:
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(plain, **_adam_settings(config), fused=True)
+        several = len({_mesh_of(each) for each in model.parameters()}) > 1
+        made = LocalAdamW if several else torch.optim.AdamW
+        optimizer: torch.optim.Optimizer = made(plain, **_adam_settings(config), fused=True)
     else:
         optimizer = _narrow(config, model, precision)
     refuse_silent_failures(optimizer)
     return optimizer
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """torch's AdamW, on the parts of DTensors that a rank holds: its fused step takes no plain tensors beside them, nor several meshes."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fills the lists with the tensors of a group: parameters, gradients, moments."""
+        has_complex: bool = super()._init_group(group, *lists)
+        parameters, gradients, *others = lists
+        gradients[:] = [gradient for each in parameters if (gradient := local_gradient(each)) is not None]
+        for each in (parameters, *others):
+            each[:] = map(local, each)
+        return has_complex
+
+
+def _mesh_of(parameter: Tensor) -> Any:
+    return parameter.device_mesh if is_sharded(parameter) else None  # type: ignore[attr-defined]
 
 
 def _narrow(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:

@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "epochs",
         "cuda_graph",
         "parallel",
+        "schedule",
     }
 )
 

@@ -61,11 +61,10 @@ def notes(config: TrainConfig) -> Iterator[str]:
 def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     """Prints what the run is, before its first step. preview: also an example of its data."""
     config, model = trainer.config, trainer.model
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     resumed = f"; resumed from {trainer.resumed_from}" if trainer.resumed_from else ""
     show.say(
         f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}) on {device_name(trainer.device)}: "
-        f"{parameters:,} parameters, {trainer.task.summary()}{resumed}"
+        f"{trainer.parameters:,} parameters, {trainer.task.summary()}{resumed}"
     )
     if words := trainer.parallel.words():
         show.say(words)
@@ -152,12 +151,12 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "seed": config.seed,
         "recipe": config.recipe,
         "recipes": dict(config.layers_recipe),
-        "auto": auto.chosen(model),
+        "auto": trainer.auto,
         "precision": config.precision,
         "switches": [{"step": stage.step, **stage.event} for stage in trainer.stages],
         "loss": trainer.objective.description,
         "memory": trainer.memory_notes,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": trainer.parameters,
         "model": _of_model(model) | known["model"],
         "task": trainer.task.name,
         "best": trainer.best.metric,
@@ -180,10 +179,13 @@ def _of_model(model: Any) -> dict[str, Any]:
 
 
 def of_layers(trainer: Trainer) -> dict[str, Any]:
-    """Of the layers as they are now: what each samples, and who took the casts of fused modules, shows on the way."""
-    model = trainer.model
+    """Of the layers as they are now: what each samples, and who took the casts of fused modules, shows on the way.
+
+    All ranks call together; of a model in stages, the casts of weights are told of the first.
+    """
+    model, of_all = trainer.model, trainer.parallel.of_all
     return {
         "weight_casts": cast_summary(trainer.optimizer, trainer.no_cast_reason),
-        "fused": [str(fusion) for fusion in fusions(model)],
-        "describe": [row.columns() for row in describe(model)],
+        "fused": [*of_all({(fusion.name, ""): str(fusion) for fusion in fusions(model)}).values()],
+        "describe": [*of_all({row.name: row.columns() for row in describe(model)}).values()],
     }

@@ -41,6 +41,7 @@ from narrowgauge.train.parallel import checkpoints, digest
 from narrowgauge.train.parallel.evaluation import readings
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
+from narrowgauge.train.parallel.stage_state import WholeNumbers
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks, where_nonfinite
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
@@ -76,19 +77,24 @@ class Trainer:
         choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
-        self.feed.share = ranks.rank, ranks.world
+        self.feed.share = ranks.layout.share(ranks.rank)
         if device.type == "cuda":
             use_attention_of_whole_rows(self.model, self.feed.probe())
         # before the optimizer: it holds what trains, no more
-        self.memory_notes = apply_memory_options(
-            config, self.model, self.precision, lambda: inputs_of(self.feed.probe(), device, task.options)
-        )
+        self.memory_notes = apply_memory_options(config, self.model, self.precision, self._probe)
         self.objective = task.objective(self.model, self.precision.computes_in)
-        self.parallel = Parallel(config, self.model, ranks)
-        self.optimizer: Any = build_optimizer(config, self.model, self.precision)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if state.is_weight(name)}
+        self.auto = chosen(self.model)
+        self.stages = stages(config, self.model)
+        # Of a model that is cut into stages: how an optimizer of all of it would number its parameters.
+        self.numbers = WholeNumbers(self.model, self._new_optimizer()) if ranks.layout.pp > 1 else None
+        self.parallel = Parallel(config, self.model, ranks, self.objective, self._probe)
+        if self.parallel.pipeline is not None:
+            self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
+        self.optimizer = self._new_optimizer()
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
-        self.stages = stages(config, self.model)
         self._resume()
         self.generators = state.generators()
         backward = partial(self._backward, self.objective, checked=True)
@@ -106,9 +112,16 @@ class Trainer:
         chosen_first = ranks.told_by_first(lambda: chosen(model))
         return model or build(config, task.model, self.device, task.tokens_at_once(), chosen_first)
 
+    def _probe(self) -> dict[str, Any]:
+        """Inputs of the first step's largest micro-batch."""
+        return inputs_of(self.feed.probe(), self.device, self.task.options)
+
+    def _new_optimizer(self) -> Any:
+        return build_optimizer(self.config, self.model, self.precision)
+
     def _resume(self) -> None:
         found, skipped = checkpoints.newest_valid(
-            self.folder.checkpoints, self._become, self.model, self.optimizer, self.ranks
+            self.folder.checkpoints, self._become, self.model, self.optimizer, self.ranks, self.numbers
         )
         for path, why in skipped:
             tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
@@ -118,11 +131,13 @@ class Trainer:
             ):  # it ended before its first checkpoint: what it logged does not count
                 self.log.write("resume", 0, path="", skipped=[])
             return
-        state.restore(self.model, self.optimizer, self.scaler, found.tensors, found.facts["state"], str(found.path))
-        if self.parallel.agreement is not None:  # checkpoints of before have none
-            self.parallel.agreement.load_state_dict(
-                found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step}
-            )
+        tensors, rest = found.tensors, found.facts["state"]
+        if self.numbers is not None:
+            with state.unusable(str(found.path)):
+                tensors, rest = self.numbers.own_part(tensors, rest, self.model, self.optimizer)
+        state.restore(self.model, self.optimizer, self.scaler, tensors, rest, str(found.path))
+        for agreement in self.parallel.agreements:  # checkpoints of before have none
+            agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
         with state.unusable(f"{found.path / manifest.FACTS}: position"):
             self.feed.restore(found.facts.get("position", {}))
         if lost := self.best.restore(found.facts.get("best")):
@@ -183,7 +198,7 @@ class Trainer:
     def _numeric_settings(self) -> dict[str, Any]:
         """Settings that change the arithmetic but not the tensors' names and shapes."""
         own = {key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master")}
-        return own | {"recipes": dict(self.config.layers_recipe), "auto": chosen(self.model)}
+        return own | {"recipes": dict(self.config.layers_recipe), "auto": self.auto}
 
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
@@ -219,8 +234,9 @@ class Trainer:
     def _compare_ranks(self) -> None:
         """Raises DriftError if ranks differ in what they hold alike."""
         self.ranks.place = place = f"step {self.step}"
-        if self.ranks.world > 1:
-            digest.refuse_drift(digest.replicated(self.model, self.optimizer), place, self.device)
+        if self.ranks.layout.data * self.ranks.layout.tp > 1:
+            held = digest.replicated(self.model, self.optimizer)
+            digest.refuse_drift(held, place, self.device, self.parallel.mesh)
 
     def _is_due(self, every: int) -> bool:
         """Whether what is done every so many steps is done after this one; 0: only after the last."""
@@ -243,7 +259,7 @@ class Trainer:
         if watches and number % config.tensor_every == 0:
             with watched(self.model) as events:
                 taken = self._optimizer_step()
-            for event in events.values():
+            for event in self.parallel.of_all(events).values():
                 self.log.write("tensor", self.step, **event)
             return taken
         follows = watches and self.step % config.tensor_every == 0
@@ -285,13 +301,18 @@ class Trainer:
             for batch in micro_batches:
                 launches.accumulate(self.graphs, batch, targets, self.objective.head)
             return self.graphs.readings()
-        losses = []
+        losses: Any = []
+        if self.parallel.pipeline is not None:
+            losses = self.parallel.pipeline.step(micro_batches, targets)
+            micro_batches = []
         for turn, batch in enumerate(micro_batches, 1):
             self.parallel.follows(turn == len(micro_batches))
             losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(self.model.parameters(), self.config.clip or None, wide=True)
+        norm = clip_gradients(
+            self.model.parameters(), self.config.clip or None, wide=True, stages=self.parallel.stages_group
+        )
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
@@ -312,15 +333,19 @@ class Trainer:
         self.optimizer.zero_grad()
         whole = Objective(self.model, self.task.options)  # and uncompiled: all hooks run
 
-        if self.parallel.agreement is not None:
-            self.parallel.agreement.micro_batch = 0  # the same random numbers once more
+        pipeline = self.parallel.pipeline
         self.parallel.follows(False)
 
         def repeat() -> None:
-            for batch in micro_batches:
+            for agreement in self.parallel.agreements:
+                agreement.micro_batch = 0  # the same random numbers once more
+            if pipeline is not None:
+                pipeline.step(micro_batches, targets)
+            for batch in micro_batches if pipeline is None else ():
                 self._backward(whole, batch, targets)
 
-        where = where_nonfinite(self.model, repeat, loss, self.ranks)
+        stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
+        where = where_nonfinite(self.model, repeat, loss, self.ranks, *stages)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
@@ -332,7 +357,7 @@ class Trainer:
 
     def _report_nonfinite_amax(self, show: Console) -> None:
         """Logs amax readings that were not finite; synchronises."""
-        counts = nonfinite_amax(self.model)
+        counts = self.parallel.of_all(nonfinite_amax(self.model))
         for (module, role), count in counts.items():
             if count > self.nonfinite_counts.get((module, role), 0):
                 self.log.write("nonfinite_amax", self.step, module=module, role=role, count=count)
@@ -344,8 +369,10 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self, show: Console) -> None:
         """The task's metrics, the best weights by one of them, and a sample of text."""
-        self.model.eval()
-        shared = partial(readings, score=self._score, share=self.feed.share, ranks=self.ranks)
+        self._set_training(False)
+        shared = partial(
+            readings, score=self._score, share=self.feed.share, ranks=self.ranks, knows=self.parallel.knows_losses
+        )
         found = self.task.evaluate(self.model, shared)
         self.log.write("eval", self.step, **found, elapsed_s=self.trained_s)
         weights, _ = state.split_scaling(self.model.state_dict())
@@ -354,18 +381,24 @@ class Trainer:
         show.say(f"step {self.step}: validation {', '.join(metrics)}{', the best so far' if is_best else ''}")
         if self.config.sample_tokens:
             with self.precision.context(self.device.type):
-                written = self.parallel(self.task.sample, self.model)
+                written = self.parallel(self.task.sample, self.parallel.pipeline or self.model)
             if written:
                 self.log.write("sample", self.step, **written)
-        self.model.train()
+        self._set_training(True)
+
+    def _set_training(self, mode: bool) -> None:
+        self.model.train(mode)
+        self.parallel.whole.train(mode)
 
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        if self.parallel.pipeline is not None:
+            return self.parallel.pipeline.scored(batch)
         with self.precision.context(self.device.type):
             return self.parallel(self.objective.scored, batch, self.device)
 
     def _save(self) -> None:
         started_at_s = time.monotonic()
-        tensors, rest = state.collect(self.model, self.optimizer, self.scaler)
+        tensors, rest = (self.numbers or state).collect(self.model, self.optimizer, self.scaler)
         facts = {
             "state": rest,
             "trained_s": self.trained_s,
@@ -376,8 +409,8 @@ class Trainer:
             "position": self.feed.state(),
             "best": self.best.facts(),
         }
-        if self.parallel.agreement is not None:
-            facts["agreement"] = self.parallel.agreement.state_dict()
+        for agreement in self.parallel.agreements[:1]:  # those of other stages say the same
+            facts["agreement"] = agreement.state_dict()
         self.log.sync()  # a run that goes on from here has the lines of the steps before
         path = checkpoints.save(self.folder.checkpoints, self.step, tensors, facts, self.config.keep, self.ranks)
         self.saved_step = self.step

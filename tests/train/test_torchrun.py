@@ -224,8 +224,7 @@ WRONG = {
     "dp,fsdp": "two keys have no number",
     "fsdp=two": "no number of ranks",
     "fsdp=0": "no number of ranks",
-    "tp=2": "does not cut matrix products",
-    "fsdp=1,pp=2": "does not cut a model into stages",
+    "tp=3": "3 is 3, and this run has 2 ranks. Start it with torchrun --nproc-per-node 3, or take parallel = 'dp'",
 }
 
 
@@ -240,6 +239,22 @@ def test_a_key_without_a_number_takes_the_rest():
     assert str(parallel_syntax.layout("dp=2, fsdp", 8)) == "dp=2,fsdp=4"
     assert str(parallel_syntax.layout("fsdp", 1)) == "dp=1"
     assert str(parallel_syntax.layout("fsdp=2,tp=1,pp=1", 2)) == "fsdp=2"
+    assert str(parallel_syntax.layout("fsdp=1,pp", 2)) == "pp=2"
+    assert str(parallel_syntax.layout("tp=2,fsdp", 8)) == "fsdp=4,tp=2"
+
+
+def test_a_layout_that_does_not_fit_is_told_one_that_does():
+    with pytest.raises(ConfigError, match="or take parallel = 'dp,tp=2', which takes all"):
+        parallel_syntax.layout("tp=2", 8)
+
+
+def test_ranks_that_share_products_or_stages_read_the_same_data():
+    sizes = parallel_syntax.layout("dp=2,fsdp=2,tp=2", 8)
+    assert [sizes.share(rank) for rank in range(8)] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (2, 4), (3, 4), (3, 4)]
+    assert sizes.readers(5) == [4, 5]
+    four = parallel_syntax.layout("fsdp=2,pp=2", 4)
+    assert [four.share(rank) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [four.readers(rank) for rank in range(4)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def test_one_process_refuses_two(make):
@@ -304,7 +319,7 @@ def test_settings_that_are_wrong_are_said_once(make, text):
     said, _ = torchrun(make(), text, more=["--parallel=fsdp=3"])
     [line] = told(said)
     assert "this run has 2 ranks" in line
-    said, _ = torchrun(make(), text, more=["--parallel=tp=2"])
+    said, _ = torchrun(make(), text, more=["--parallel=tp=3"])
     assert len(told(said)) == 1
 
 

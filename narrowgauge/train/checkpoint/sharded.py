@@ -56,12 +56,12 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
 
 
 def newest_valid(
-    folder: Path, room: Callable[[Checkpoint], Tensors], process_group: Group = None
+    folder: Path, room: Callable[[Checkpoint], Tensors], process_group: Group = None, in_part: bool = False
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """The intact checkpoint with the largest step, read into the tensors of `room`, and the newer ones passed over, with reasons.
 
     room: called with a checkpoint whose files are whole; its tensors are on "meta". Returns tensors of the same groups, names, types and
-    shapes, sharded as they are to be now. Generators are read apart.
+    shapes, sharded as they are to be now. Generators are read apart. in_part: it is a part of them, as a stage of a pipeline has.
     (None, []) if there is none; errors as of `store.newest_valid`. A checkpoint that does not fit its room is an error.
     """
     rank, world = rank_and_world(process_group)
@@ -83,7 +83,7 @@ def newest_valid(
             continue
         given = room(stored)
         state = {group: dict(members) for group, members in given.items() if members}
-        ranks.load_opened(state, path.absolute(), listing, part, process_group, partial=False)
+        ranks.load_opened(state, path.absolute(), listing, part, process_group, partial=in_part)
         if reason := _refuse_nonfinite(state, path, process_group):
             skipped.append((path, reason))
             continue

@@ -2,10 +2,11 @@
 
     dp    copies of the model, which read other data (DistributedDataParallel); ddp is the same
     fsdp  ranks among which the weights, gradients and optimizer states of a copy are cut, and which read other data too (FSDP2)
-    tp    ranks that share each matrix product
+    tp    ranks that share each matrix product, and read the same data (tensor parallelism)
     pp    stages of a pipeline
 
-The product is the number of ranks. One key may stand without a number: it takes the ranks that the others leave. Nothing at all is "dp".
+Ranks are numbered stage after stage, in each of them copy after copy; those of a group of tp are neighbours. The product is the number of
+ranks. One key may stand without a number: it takes the ranks that the others leave. Nothing at all is "dp".
 """
 
 import math
@@ -16,10 +17,6 @@ from narrowgauge.errors import ConfigError, closest
 
 KEYS = {"dp": "dp", "ddp": "dp", "fsdp": "fsdp", "tp": "tp", "pp": "pp"}
 REST = 0  # the size of a key without a number
-NOT_YET = {
-    "tp": "narrowgauge train does not cut matrix products among ranks. Use fsdp; or narrowgauge.distribute in a loop of your own.",
-    "pp": "narrowgauge train does not cut a model into stages. Use fsdp; or narrowgauge.distribute in a loop of your own.",
-}
 
 
 @dataclass(frozen=True)
@@ -28,13 +25,30 @@ class Layout:
 
     dp: int = 1
     fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
 
     @property
     def world(self) -> int:
+        return self.data * self.tp * self.pp
+
+    @property
+    def data(self) -> int:
+        """Groups of ranks that read other data than each other."""
         return self.dp * self.fsdp
 
+    def share(self, rank: int) -> tuple[int, int]:
+        """(number, count) of a rank's group among those that read other data."""
+        return rank // self.tp % self.data, self.data
+
+    def readers(self, rank: int) -> list[int]:
+        """The ranks that read the same data as this one, itself among them: those of tp and of all stages."""
+        first = self.share(rank)[0] * self.tp
+        return [first + stage * self.data * self.tp + place for stage in range(self.pp) for place in range(self.tp)]
+
     def __str__(self) -> str:
-        return ",".join(f"{key}={size}" for key, size in (("dp", self.dp), ("fsdp", self.fsdp)) if size > 1) or "dp=1"
+        sizes = {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}
+        return ",".join(f"{key}={size}" for key, size in sizes.items() if size > 1) or "dp=1"
 
 
 def layout(text: str, world: int) -> Layout:
@@ -49,11 +63,14 @@ def layout(text: str, world: int) -> Layout:
         shown = " * ".join(str(size) for size in sizes.values() if size) or "1"
         ranks = f"{world} ranks" if world > 1 else "1 rank"
         fitting = "fsdp" if "fsdp" in sizes else "dp"
+        kept = {key: sizes[key] for key in ("tp", "pp") if sizes.get(key, 1) > 1}
+        if world % math.prod(kept.values()) == 0:
+            fitting = ",".join([fitting, *(f"{key}={size}" for key, size in kept.items())])
         raise ConfigError(
             f"parallel = {text!r}: {shown} is {known}, and this run has {ranks}. Start it with torchrun --nproc-per-node {known}, "
             f"or take parallel = {fitting!r}, which takes all the ranks there are."
         )
-    return Layout(**{key: size for key, size in sizes.items() if key in ("dp", "fsdp")})
+    return Layout(**sizes)
 
 
 def problems(text: str) -> list[str]:
@@ -81,5 +98,4 @@ def _read(text: str) -> tuple[dict[str, int], list[str]]:
             sizes[key] = int(size) if equals else REST
     if sum(size == REST for size in sizes.values()) > 1:
         wrong.append("two keys have no number, so what each takes is not known. Give one of them a number.")
-    wrong += [f"{key}: {words}" for key, words in NOT_YET.items() if sizes.get(key, 1) != 1]
     return sizes or {"dp": REST}, wrong

@@ -18,6 +18,7 @@ from narrowgauge.distributed.gathering import gathered
 from narrowgauge.train.checkpoint import sharded, state, store
 from narrowgauge.train.checkpoint.store import Best, Checkpoint, Tensors
 from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.parallel.stage_state import WholeNumbers
 
 
 def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], keep: int, ranks: Ranks) -> Path:
@@ -32,12 +33,17 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], keep:
 
 
 def newest_valid(
-    folder: Path, prepare: Callable[[Checkpoint], None], model: nn.Module, optimizer: Any, ranks: Ranks
+    folder: Path,
+    prepare: Callable[[Checkpoint], None],
+    model: nn.Module,
+    optimizer: Any,
+    ranks: Ranks,
+    numbers: WholeNumbers | None = None,
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """The intact checkpoint with the largest step, for `state.restore`, and the newer ones passed over, with reasons.
 
     prepare: of its step and facts, gives the model the form that it had then, or raises because it belongs to another run. Several ranks
-    read weights into the model itself, and of the optimizer's state the shards that each is to hold.
+    read weights into the model itself, and of the optimizer's state the shards that each is to hold. numbers: of a model in stages.
     """
     if ranks.world == 1:
         found, skipped = store.newest_valid(folder)
@@ -47,9 +53,14 @@ def newest_valid(
 
     def room(found: Checkpoint) -> Tensors:
         prepare(found)
-        return state.room(model, optimizer, found.tensors, str(found.path))
+        where = str(found.path)
+        if numbers is None:
+            return state.room(model, optimizer, found.tensors, where)
+        with state.unusable(where):
+            own = numbers.own_tensors(found.tensors, model, optimizer, is_whole=True)
+        return numbers.in_whole(state.room(model, optimizer, own, where), model, optimizer)
 
-    return sharded.newest_valid(folder, room)
+    return sharded.newest_valid(folder, room, in_part=numbers is not None)
 
 
 def best_of(folder: Path, metric: str, ranks: Ranks) -> Best:

@@ -1,9 +1,10 @@
-"""Digests of what all ranks hold alike: weights that are not sharded, amax windows, learned steps, step counts of the optimizer.
+"""Digests of what ranks hold alike: weights, or the parts of them that several ranks have, amax windows, learned steps, step counts.
 
     digest(x) = (sum w_i, sum w_i (i mod 65521 + 1))   in 64 bits that wrap around, w_i the words of x
 
 A changed bit changes the first sum, two elements that changed places the second. Computed on the device, in pieces of 2^22 words, and
-compared by one MAX over the ranks, of the digests and of their negatives; only where they differ does every rank say its own.
+compared by one MAX over the ranks, of the digests and of their negatives; only where they differ does every rank say its own. Parts of
+weights are compared along each axis of the mesh that does not cut them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.errors import DriftError
+from narrowgauge.optim.shards import local
 
 PIECE = 2**22  # words; each takes 8 bytes more while it is summed
 POSITIONS = 65521
@@ -24,9 +27,9 @@ MASK = 2**62 - 1  # a negative of each exists
 
 
 def replicated(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name -> what is the same on all ranks."""
+    """Name -> what other ranks hold too, or may: see `refuse_drift`."""
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
-    found = {name: each for name, each in model.state_dict().items() if not isinstance(each, DTensor)}
+    found = dict(model.state_dict())
     for parameter, kept in optimizer.state.items():
         if isinstance(kept.get("step"), Tensor):
             found[f"the optimizer's step count of {names[parameter]}"] = kept["step"]
@@ -45,25 +48,68 @@ def digest(x: Tensor) -> Tensor:
     return total & MASK
 
 
-def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device) -> None:
-    """Raises DriftError, on all ranks, that names the first tensor and rank that differ from rank 0. place: in the run, as 'step 100'."""
-    if not tensors:  # all is sharded, and no recipe remembers anything
+def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+    """Raises DriftError, on all ranks, that names the first tensor and the ranks that differ. place: in the run, as 'step 100'.
+
+    mesh: of the axes that cut tensors. What is no DTensor is the same on all ranks.
+    """
+    groups = _groups(tensors, mesh)
+    digests = {
+        name: digest(local(tensors[name])).to(device) for name in tensors if any(name in each for _, each in groups)
+    }
+    different = {name for group, names in groups for name in _different({each: digests[each] for each in names}, group)}
+    order = list(tensors)
+    first = torch.tensor(min(map(order.index, different), default=len(order)), device=device)
+    if mesh is not None:  # one group may differ where another does not
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+    if int(first) == len(order):
         return
-    own = torch.stack([digest(each).to(device) for each in tensors.values()]).view(-1)
-    extremes = torch.cat((own, -own))
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    largest, smallest = extremes[: len(own)], -extremes[len(own) :]
-    if torch.equal(largest, smallest):
-        return
+    name = order[int(first)]
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own.tolist())
-    first = int((largest != smallest).nonzero()[0]) // 2
-    ranks = [
-        rank for rank, each in enumerate(told) if each[2 * first : 2 * first + 2] != told[0][2 * first : 2 * first + 2]
-    ]
-    count = int((largest != smallest).view(-1, 2).any(1).sum())
+    dist.all_gather_object(told, (_part(tensors[name]), digests[name].tolist() if name in digests else [], different))
+    held: dict[Any, tuple[int, list[int]]] = {}
+    ranks = (0, 0)
+    for rank, (part, own, _) in enumerate(told):
+        other, expected = held.setdefault(part, (rank, own))
+        if own != expected:
+            ranks = other, rank
+            break
+    count = len(set().union(*(each for *_, each in told)))
     others = f"; so do {count - 1} tensors after it" if count > 1 else ""
     raise DriftError(
-        f"{place}: {list(tensors)[first]} differs between rank 0 and rank {ranks[0]}, which must hold the same{others}. Nothing was saved "
+        f"{place}: {name} differs between rank {ranks[0]} and rank {ranks[1]}, which must hold the same{others}. Nothing was saved "
         "since the last checkpoint. Suspect the memory or processor of one of their machines; resume with --resume."
     )
+
+
+def _groups(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> list[tuple[dist.ProcessGroup | None, list[str]]]:
+    """Ranks that hold the same of some tensors, by name; None: all ranks."""
+    found: list[tuple[dist.ProcessGroup | None, list[str]]] = []
+    found.append((None, [name for name, each in tensors.items() if not isinstance(each, DTensor)]))
+    for axis in () if mesh is None else mesh.mesh_dim_names or ():
+        names = [name for name, each in tensors.items() if isinstance(each, DTensor) and axis not in _cut_axes(each)]
+        found.append((mesh.get_group(axis), names))  # type: ignore[union-attr]
+    return [(group, names) for group, names in found if names]
+
+
+def _cut_axes(x: DTensor) -> list[str]:
+    """The axes of the run's mesh that cut a tensor, by name."""
+    names = x.device_mesh.mesh_dim_names or ()
+    return [name for name, placement in zip(names, x.placements, strict=True) if hasattr(placement, "dim")]
+
+
+def _part(x: Tensor) -> tuple[int, ...]:
+    """What tells the part of a tensor that a rank holds from other parts: its coordinates on the axes that cut it."""
+    if not isinstance(x, DTensor):
+        return ()
+    return tuple(x.device_mesh.get_local_rank(axis) for axis in _cut_axes(x))
+
+
+def _different(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
+    """Names of digests that are not the same on all ranks of a group."""
+    digests = torch.stack(list(own.values())).view(-1)
+    extremes = torch.cat((digests, -digests))
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes[: len(digests)], -extremes[len(digests) :]
+    apart = (largest != smallest).view(-1, 2).any(1).tolist()
+    return [name for name, differs in zip(own, apart, strict=True) if differs]

@@ -18,11 +18,12 @@ from narrowgauge.train.tasks.task import Read, Score
 
 
 def readings(
-    batches: Iterator[Batch], read: Read, *, score: Score, share: tuple[int, int], ranks: Ranks
+    batches: Iterator[Batch], read: Read, *, score: Score, share: tuple[int, int], ranks: Ranks, knows: bool = True
 ) -> list[tuple[float, Any]]:
     """The loss of every batch, and what `read` says of it and its logits; all of them, in order, on every rank.
 
     share  (number of this rank, count) among those that read other data
+    knows  whether `score` gives this rank the loss: of a model in stages the last one alone has it
 
     All compute equally often, since shards of a model are gathered by all together: one for whom no batch is left repeats another's,
     and forgets it. Waits for a GPU once, unless `read` does.
@@ -32,7 +33,7 @@ def readings(
     for first, some in _turns(batches, count):
         batch = some[number % len(some)]
         loss, logits = score(batch)
-        if number < len(some):
+        if number < len(some) and knows:
             losses.append(loss)
             own[first + number] = read(batch, logits)
     values = torch.stack(losses).tolist() if losses else []

@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError, NarrowgaugeError, PeerError
+from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.device import chosen_device
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Ranks:
         """local: among the ranks of this machine; store: where they leave each other words."""
         self.rank, self.world, self.local, self.timeout_s = rank, world, local, timeout_s
         self._store, self._done = store, 0
+        self.layout = Layout(dp=world)  # how they share the run
         self.place = "before the first step"  # of the run, for messages
 
     @classmethod
@@ -134,13 +136,14 @@ class Ranks:
         dist.all_gather(found, mine)
         return [each.tolist() for each in found]
 
-    def first_of(self, own: str, nothing: str) -> str:
-        """What the first rank says that does not say `nothing`, with its number."""
+    def first_of(self, own: str, nothing: str, place: int = 0) -> str:
+        """What the first rank says that does not say `nothing`, with its number. place: of what is said, which counts before the rank's."""
         if self.world == 1:
             return own
         told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, own)
-        return next((f"{words}, on rank {rank}" for rank, words in enumerate(told) if words != nothing), nothing)
+        dist.all_gather_object(told, (place, own))
+        found = [(where, rank, words) for rank, (where, words) in enumerate(told) if words != nothing]
+        return "{2}, on rank {1}".format(*min(found)) if found else nothing
 
     def joined(self, own: Mapping[int, T]) -> list[T]:
         """What all ranks have, in the order of its numbers; of several with one number that of the first rank."""
@@ -178,7 +181,7 @@ class Ranks:
         except EndedElsewhere:
             raise
         except BaseException as error:
-            if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and BROKEN.search(str(error))):
+            if isinstance(error, RuntimeError) and is_lost(error):
                 raise self._explained(error) from error
             if not self._fails(getattr(error, "exit_code", 1), str(error)):
                 told = self._failed() or {}
@@ -241,6 +244,13 @@ class Ranks:
 
 
 AGAIN = "All ranks end. Resume with --resume from the last checkpoint, on any number of ranks."
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether a collective broke, because another rank is gone or hangs."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None
+    )
 
 
 def under_torchrun() -> bool:

@@ -1,9 +1,10 @@
-"""The model of a run, spread over its ranks: copies under DistributedDataParallel, shards under fully_shard, or as it is.
+"""The model of a run, spread over its ranks: copies under DistributedDataParallel, shards under fully_shard, layers cut by tp, or as it is.
 
     loss = sum of -log p / targets of the whole step, all ranks and micro-batches          so gradients are summed, not averaged
 
 With W ranks of M micro-batches each, a rank's micro-batch number t is number t W + rank of the step. One process with W M micro-batches
-draws the same ones, and with W = 2, M = 1 computes the same sum to the bit; else the order of the sum differs.
+draws the same ones, and with W = 2, M = 1 computes the same sum to the bit; else the order of the sum differs. Ranks that share matrix
+products (`tensor`) count as one of the W: they read the same micro-batches.
 
 Whatever computes with the model is called through `Spread`, a module around it: under fully_shard its parameters are whole only then,
 and noise is keyed by its forward passes (`narrowgauge.distribute`).
@@ -13,12 +14,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,9 +28,14 @@ from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train.config.parallel_syntax import Layout, layout
+from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import Objective
+from narrowgauge.train.parallel import digest, tensor
+from narrowgauge.train.parallel.pipeline import Key, Pipeline
 from narrowgauge.train.parallel.ranks import Ranks
+
+T = TypeVar("T")
 
 
 class Spread(nn.Module):
@@ -46,32 +52,78 @@ class Spread(nn.Module):
 class Parallel:
     """A model over the ranks of a run.
 
-    whole      to be called with what computes with the model
-    layout     ranks along each axis
-    agreement  what the ranks agree on at the end of a step; None with CUDA graphs, whose noise is torch's
+    whole       to be called with what computes with the model; in stages, those of this rank
+    layout      ranks along each axis
+    mesh        of the axes that cut weights; None where each rank has all of the model, or of its stages
+    agreements  what the ranks agree on at the end of a step, of each stage; none with CUDA graphs, whose noise is torch's
+    pipeline    of a model in stages, else None
     """
 
-    def __init__(self, config: TrainConfig, model: Any, ranks: Ranks) -> None:
-        self.ranks, self.layout = ranks, layout(config.parallel, ranks.world)
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Any,
+        ranks: Ranks,
+        objective: Objective,
+        probe: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """probe: inputs of a micro-batch, the same on all ranks."""
+        self.ranks, self.layout = ranks, ranks.layout
         refuse(config, self.layout, ranks)
+        self.mesh = _mesh(self.layout, next(model.parameters()).device.type)
+        if self.layout.world > self.layout.dp:  # afterwards no other rank has what one has
+            digest.refuse_drift(model.state_dict(), "before the first step", next(model.parameters()).device)
+        plan: Mapping[str, str] = {}
+        if self.mesh is not None and self.layout.tp > 1:
+            plan = tensor.cut(model, self.mesh["tp"], probe())
         self.whole: nn.Module = Spread(model)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             _sum_within_blocks(model)
-        self.agreement: Agreement | None = None
-        if self.layout.fsdp > 1:
-            _shard(self.whole, model, self.layout)
+        self.agreements: list[Agreement] = []
+        self.pipeline: Pipeline | None = None
+        if self.layout.pp > 1:
+            self.whole = self._cut(config, model, objective)
+        elif self.mesh is not None and self.layout.data > 1:
+            _shard(self.whole, model, self.mesh)
         elif self.layout.dp > 1:
             self.whole = _copies(self.whole, has_spare=bool(config.model))
         if not config.cuda_graph:
             messages: dict[str, Any] = {}
-            if ranks.world > 1:
+            if self.layout.data > 1:
                 messages = {"gradients": config.gradients, "weights": config.weights, "reduce": "sum"}
-            distribute(self.whole, seed=config.seed, **messages)
-            self.agreement = agreement_of(self.whole)
+            if self.pipeline is not None:
+                distribute(self.pipeline.stages(), seed=config.seed, activations=config.activations, **messages)
+            else:
+                distribute(self.whole, seed=config.seed, **messages)
+            modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
+            self.agreements = [agreement_of(module) for module in modules]
+        if self.mesh is not None and plan:
+            tensor.split_dropout(model, plan, self.mesh["tp"], self.agreements[0])
+
+    def _cut(self, config: TrainConfig, model: Any, objective: Objective) -> nn.Module:
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.layout.pp,), mesh_dim_names=("pp",))
+        self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), config.micro_batches)
+        return nn.ModuleList(self.pipeline.modules.values())
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """`compute(*given, **named)` inside a forward pass of the model."""
+        if self.pipeline is not None:
+            return compute(*given, **named)  # which calls the stages
         return self.whole(compute, *given, **named)
+
+    @property
+    def stages_group(self) -> Any:
+        """The ranks that hold other parameters of one copy of the model; None: each holds, or shares, all."""
+        return None if self.pipeline is None else self.pipeline.group
+
+    @property
+    def knows_losses(self) -> bool:
+        """Whether this rank computes losses, or another one that has the last stage."""
+        return self.pipeline is None or self.pipeline.has_last
+
+    def of_all(self, own: Mapping[Key, T]) -> dict[Key, T]:
+        """By names of layers, what all stages have, in the order of the model."""
+        return dict(own) if self.pipeline is None else self.pipeline.of_all(own)
 
     def follows(self, is_last: bool) -> None:
         """Before the forward pass of a micro-batch: gradients travel with the last one of a step."""
@@ -84,10 +136,16 @@ class Parallel:
         """For the console, or ''."""
         if self.ranks.world == 1:
             return ""
-        how = "a shard of the model each (fsdp)" if self.layout.fsdp > 1 else "a copy of the model each (dp)"
-        if self.layout.fsdp > 1 and self.layout.dp > 1:
-            how = f"{self.layout.dp} copies of the model, each in {self.layout.fsdp} shards (dp, fsdp)"
-        return f"{self.ranks.world} ranks, {how}."
+        if self.pipeline is not None:
+            return f"{self.ranks.world} ranks, {self.pipeline.words()}."
+        sizes = self.layout
+        part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
+        if sizes.fsdp > 1 and sizes.dp > 1:
+            part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
+        if sizes.tp > 1:
+            others = f"; of {sizes.data} such groups {part}" if sizes.data > 1 else ""
+            part = f"each matrix product shared by {sizes.tp} (tp){others}"
+        return f"{self.ranks.world} ranks, {part}."
 
 
 def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -95,10 +153,11 @@ def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
     Raises ConfigError if they do not divide the batch.
     """
-    parts = config.micro_batches * ranks.world
-    if ranks.world > 1 and not config.token_budget and config.batch_size % parts:
+    copies = ranks.layout.data
+    parts = config.micro_batches * copies
+    if copies > 1 and not config.token_budget and config.batch_size % parts:
         raise ConfigError(
-            f"batch_size = {config.batch_size}: must be a multiple of {parts}, the micro-batches of {ranks.world} ranks with "
+            f"batch_size = {config.batch_size}: must be a multiple of {parts}, the micro-batches of {copies} ranks with "
             f"micro_batches = {config.micro_batches} each. Change one of them."
         )
     return replace(config, micro_batches=parts)
@@ -120,6 +179,32 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         raise ConfigError(
             f"compile = true: was not tried with weights = {config.weights!r}, which this command would compile as one model. "
             "Take weights = '16bit', or leave compile out."
+        )
+    if sizes.pp == 1 and config.activations != "16bit":
+        raise ConfigError(
+            f"activations = {config.activations!r}: no activations travel with parallel = {str(sizes)!r}. Take pp=2, or leave it out."
+        )
+    if sizes.pp > 1 and sizes.data * sizes.tp > 1:
+        raise ConfigError(
+            f"parallel = {str(sizes)!r}: narrowgauge train has no copies or shards of a pipeline, and cuts no products in it. "
+            "Take pp alone; or narrowgauge.distribute in a loop of your own."
+        )
+    if config.gradients != "16bit" and sizes.data == 1:
+        raise ConfigError(
+            f"gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to parallel."
+        )
+    if sizes.tp * sizes.pp > 1 and config.compile:
+        raise ConfigError(
+            "compile = true: does not work with parts of layers (tp) or stages (pp). Take parallel = 'dp' or 'fsdp', or leave it out."
+        )
+    if sizes.tp * sizes.pp > 1 and config.precision == "amp-fp16":
+        raise ConfigError(
+            "precision = 'amp-fp16': an overflow in one stage, or part of a layer, must be known to all, and torch's GradScaler does not "
+            "see to that. Take precision amp-bf16, or fsdp."
+        )
+    if sizes.tp > 1 and config.fuse:
+        raise ConfigError(
+            "fuse = true: hands whole tensors to layers that have a part of their features under tp. Leave it out."
         )
 
 
@@ -154,11 +239,17 @@ def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
     return DistributedDataParallel(whole, init_sync=False, gradient_as_bucket_view=True, **options)
 
 
-def _shard(whole: nn.Module, model: nn.Module, sizes: Layout) -> None:
+def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
+    """Of dp, fsdp and tp, with those that are needed. Copies of cut layers are shards in one piece: torch's DDP takes no DTensors."""
+    if sizes.fsdp * sizes.tp == 1:
+        return None
+    axes = {"dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
+    kept = {name: size for name, size in axes.items() if size > 1 or (name == "fsdp" and sizes.dp > 1)}
+    return init_device_mesh(device, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
     """Blocks one by one, and what is around them together."""
-    device = next(model.parameters()).device.type
-    shape, names = ((sizes.dp, sizes.fsdp), ("dp", "fsdp")) if sizes.dp > 1 else ((sizes.fsdp,), ("fsdp",))
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     types = {parameter.dtype for parameter in model.parameters()}
     if len(types) > 1:
         learned = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
@@ -167,5 +258,6 @@ def _shard(whole: nn.Module, model: nn.Module, sizes: Layout) -> None:
             f"parallel: fully_shard takes parameters of one type, and this model has {', '.join(sorted(map(str, types)))}{why}. "
             "Take precision amp-bf16, or parallel = 'dp'."
         )
+    readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     for module in (*find_blocks(model, verb="parallel").values(), whole):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=readers)

@@ -15,8 +15,15 @@ from tests.train.test_torchrun import trained
 JOBS = ["classification", "chat", "t5", "pairs of a decoder", "completion", "packed", "marian"]
 
 
-@pytest.mark.parametrize("layout", quick(["dp"], ["dp", "fsdp"]))
-@pytest.mark.parametrize("job", quick(JOBS[1:2], JOBS))
+LAYOUTS = [
+    *((job, layout) for job in JOBS for layout in ("dp", "fsdp")),
+    ("chat", "pp"),
+    ("completion", "pp"),
+    ("packed", "pp"),
+]
+
+
+@pytest.mark.parametrize(("job", "layout"), quick([("chat", "dp")], LAYOUTS))
 def test_a_task_on_two_ranks_is_that_of_one_process(ranks, make, job, layout):  # noqa: F811
     same_on_two_ranks(ranks, make, job, layout)
 
@@ -31,7 +38,7 @@ def test_what_all_blocks_of_a_decoder_read_gets_its_gradient_in_one_order(ranks,
 def same_on_two_ranks(ranks, make, job, layout, **changes):  # noqa: F811
     reference = make(job, "reference", micro_batches=2, **changes)
     assert loop.run(reference) == 0
-    config = make(job, "ranks", parallel=layout, **changes)
+    config = make(job, "ranks", parallel=layout, **{"micro_batches": 2 if layout == "pp" else 1, **changes})
     assert ranks(2)(trained, config) == [0, 0]
     first, second = Path(config.output), Path(reference.output)
     for kind in ("step", "eval"):
@@ -43,3 +50,23 @@ def same_on_two_ranks(ranks, make, job, layout, **changes):  # noqa: F811
         assert ours == theirs
     assert tiny.digests(first) == tiny.digests(second)
     assert (first / "final" / "model.safetensors").read_bytes() == (second / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_classes_have_no_stages(ranks, make):  # noqa: F811
+    said = sorted(ranks(2)(trained, make("classification", parallel="pp=2", micro_batches=2)))
+    assert (
+        "pp cuts causal language models (tasks text and causal-lm), and this run's task is 'classification'" in said[0]
+    )
+    assert said[1].startswith("EndedElsewhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
+def test_a_task_on_two_ranks_that_share_products_learns_as_one_process_does(ranks, make, job):  # noqa: F811
+    """Bounded: the loss of evaluations, which drop nothing; in training each rank drops its own heads."""
+    reference, config = make(job, "reference"), make(job, "ranks", parallel="tp=2")
+    assert loop.run(reference) == 0 and ranks(2)(trained, config) == [0, 0]
+    ours, theirs = ([event["loss"] for event in tiny.events(Path(each.output), "eval")] for each in (config, reference))
+    assert ours == pytest.approx(theirs, rel=2e-2)
+    assert (Path(config.output) / "final" / "model.safetensors").exists()

@@ -1,0 +1,200 @@
+"""A causal language model cut into the stages of a pipeline, at its blocks: embedding, first blocks | blocks | last blocks, norm, head.
+
+    stage(h) = the model itself, called with inputs_embeds = h; what other stages have is `Absent` from it, and hands on its input
+
+So each stage computes rotary embeddings and masks by the model's own code, and its modules keep the names that they have in the whole
+model: parameters, recipes by pattern, random numbers and checkpoints are those of one process. Nothing is traced.
+
+L blocks among S stages: stage s has those from ceil(s L / S) to ceil((s + 1) L / S), so that the last, which has the head too, has no more
+than others. Whether the stages compute what the model does is tried on a few tokens before anything is cut: a model that does more to its
+embeddings than to look them up, say, is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.conversion import suspended
+from narrowgauge.errors import ConfigError
+from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.train.loss import NO_CACHE
+
+PROBE = 8  # tokens
+
+
+class Absent(nn.Module):
+    """In the place of a module that another stage has: hands on its first input. What models read of their blocks' kinds, it says too."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(original).items() if isinstance(value, str | int)})
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+
+class AbsentTable(nn.Module):
+    """In the place of an embedding that another stage has added already: zeros."""
+
+    def __init__(self, original: nn.Embedding) -> None:
+        super().__init__()
+        self.width, self.dtype = original.embedding_dim, original.weight.dtype
+
+    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros((*ids.shape, self.width), dtype=self.dtype, device=ids.device)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut. Names of modules: `first` are of the first stage, `last` of the last one."""
+
+    first: tuple[str, ...]
+    blocks: tuple[str, ...]
+    last: tuple[str, ...]
+    count: int
+
+    @classmethod
+    def of(cls, model: Any, count: int) -> Cut:
+        """Into `count` stages. Raises ConfigError, which names the model, if there is no such cut."""
+        kind = type(model).__name__
+        if not hasattr(model, "base_model") or model.base_model is model or model.get_output_embeddings() is None:
+            raise _refusal(kind, "is no causal language model of transformers with a part below its output head")
+        blocks = tuple(find_blocks(model, verb="parallel"))
+        stack = blocks[0].rpartition(".")[0]
+        if model.config.is_encoder_decoder or any(name.rpartition(".")[0] != stack for name in blocks):
+            raise _refusal(kind, "has more than one stack of blocks")
+        if len(blocks) < count:
+            raise ConfigError(
+                f"parallel: {len(blocks)} blocks are fewer than {count} stages. Take a smaller pp, or a schedule with one stage per rank."
+            )
+        first, last = _around(model, stack)
+        found = cls(first, blocks, last, count)
+        found._refuse_shared(model)
+        return found
+
+    def absent(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """The modules that none of these stages has."""
+        own = set(numbers)
+        bounds = [-(-place * len(self.blocks) // self.count) for place in range(self.count + 1)]
+        kept = {place for number in own for place in range(bounds[number], bounds[number + 1])}
+        missing = [name for place, name in enumerate(self.blocks) if place not in kept]
+        return (
+            *(() if 0 in own else self.first),
+            *missing,
+            *(() if self.count - 1 in own else self.last),
+        )
+
+    def _refuse_shared(self, model: nn.Module) -> None:
+        """A parameter of two stages, or of all, would be trained apart by each."""
+        stages: dict[int, tuple[int, str]] = {}
+        for number in range(self.count):
+            absent = tuple(f"{name}." for name in self.absent([number]))
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                if name.startswith(absent):
+                    continue
+                other, known = stages.setdefault(id(parameter), (number, name))
+                if other == number:
+                    continue
+                if name == known:
+                    raise _refusal(
+                        type(model).__name__, f"has the parameter {name!r} outside of blocks, embedding and head"
+                    )
+                raise ConfigError(
+                    f"parallel: {known!r} of stage {other} and {name!r} of stage {number} are one tensor (tied weights), which each stage "
+                    "would train apart. Untie them (tie_word_embeddings = false in config.json, and weights of its own for the head), or "
+                    "take pp=1."
+                )
+
+    def refuse_other_numbers(self, model: Any, context: AbstractContextManager[Any]) -> torch.dtype:
+        """Raises ConfigError unless the stages, one after the other, compute the model's logits to the bit; generators stay as they are.
+
+        context: of the run's precision. Returns the dtype of what travels between stages.
+        """
+        table = model.get_input_embeddings().weight
+        ids = torch.arange(PROBE, device=table.device)[None] % table.shape[0]
+        kind = type(model).__name__
+        try:
+            with (
+                context,
+                suspended(model),
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[table.device] if table.is_cuda else []),
+            ):
+                torch.manual_seed(0)
+                whole = model(input_ids=ids, **NO_CACHE).logits
+                torch.manual_seed(0)
+                found = view(model, self.absent([0])).base_model(input_ids=ids, **NO_CACHE).last_hidden_state
+                travels: torch.dtype = found.dtype
+                for number in range(1, self.count - 1):
+                    stage = view(model, self.absent([number])).base_model
+                    found = stage(inputs_embeds=found, **NO_CACHE).last_hidden_state
+                logits = view(model, self.absent([self.count - 1]))(inputs_embeds=found, **NO_CACHE).logits
+        except (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise _refusal(kind, f"cannot be called in stages ({first})") from error
+        if not torch.equal(whole, logits):
+            raise _refusal(kind, "computes other numbers in stages than as a whole")
+        return travels
+
+
+def _refusal(kind: str, words: str) -> ConfigError:
+    return ConfigError(
+        f"parallel: {kind} {words}, so it cannot be cut at its blocks. Cut models that can, as those of Llama, Mistral and Qwen; "
+        "for this one take fsdp."
+    )
+
+
+def _around(model: nn.Module, stack: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(what comes before the blocks, what comes after them), in the order in which modules were made.
+
+    What has no parameters is on every stage, as rotary embeddings are, but for dropout of the embeddings.
+    """
+    before, after = list[str](), list[str]()
+    path = stack.split(".")
+    for depth, step in enumerate(path):
+        parent, prefix, seen = (
+            model.get_submodule(".".join(path[:depth])),
+            "".join(f"{name}." for name in path[:depth]),
+            False,
+        )
+        for name, child in parent.named_children():
+            if name == step:
+                seen = True
+            elif next(child.parameters(), None) is not None or (isinstance(child, nn.Dropout) and not seen):
+                (after if seen else before).append(prefix + name)
+    return tuple(before), tuple(after)
+
+
+def view(model: Any, absent: Iterable[str]) -> Any:
+    """The model without these modules: another object, which shares all that is left with it."""
+    below: dict[str, list[str]] = {}
+    for name in absent:
+        child, _, rest = name.partition(".")
+        below.setdefault(child, []).append(rest)
+    found = copy.copy(model)
+    found.__dict__["_modules"] = dict(model._modules)
+    for name, rests in below.items():
+        child = model._modules[name]
+        found._modules[name] = _placeholder(child) if "" in rests else view(child, rests)
+    return found
+
+
+def remove(model: nn.Module, absent: Iterable[str]) -> None:
+    """Takes these modules out of the model itself, so that their memory is free."""
+    for name in absent:
+        parent, _, last = name.rpartition(".")
+        modules: Mapping[str, Any] = model.get_submodule(parent)._modules
+        modules[last] = _placeholder(modules[last])  # type: ignore[index]
+
+
+def _placeholder(module: nn.Module) -> nn.Module:
+    return AbsentTable(module) if isinstance(module, nn.Embedding) else Absent(module)

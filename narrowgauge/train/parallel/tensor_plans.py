@@ -1,0 +1,132 @@
+"""Which layers of a model of transformers ranks cut, by columns and by rows: transformers' own plan where its configuration has one.
+
+    q, k, v, gate, up    columns: a rank has its heads, or its features    x is the same on all ranks
+    o, down              rows: parts of a sum                              y is summed over the ranks
+
+What is left (norms, embeddings, a tied or missing head) is whole on every rank. A plan is data: {pattern below the base model: style},
+with * for a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from narrowgauge.errors import ConfigError
+
+# The styles of transformers' plans that are known here. "gather": the output is whole on every rank; "split": the input is.
+COLUMNS, GATHERED_COLUMNS = "colwise", "colwise_gather_output"
+ROWS, SPLIT_ROWS = "rowwise", "rowwise_split_input"
+PER_HEAD = "replicated_with_grad_allreduce"  # a norm of each head: its weight is whole, its input a rank's own heads
+STYLES = frozenset({COLUMNS, GATHERED_COLUMNS, ROWS, SPLIT_ROWS, PER_HEAD})
+
+
+def _plan(columns: str, rows: str, *stacks: str) -> dict[str, str]:
+    """columns, rows: names below each of the stacks."""
+    return {
+        f"{stack}.{name}": style
+        for stack in stacks
+        for style, names in ((COLUMNS, columns), (ROWS, rows))
+        for name in names.split()
+    }
+
+
+_BERT = _plan(
+    "attention.self.query attention.self.key attention.self.value intermediate.dense",
+    "attention.output.dense output.dense",
+    "encoder.layer.*",
+)
+_BART = _plan(
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj encoder_attn.q_proj encoder_attn.k_proj encoder_attn.v_proj fc1",
+    "self_attn.out_proj encoder_attn.out_proj fc2",
+    "encoder.layers.*",
+    "decoder.layers.*",
+)
+_T5 = _plan(
+    "SelfAttention.q SelfAttention.k SelfAttention.v SelfAttention.relative_attention_bias EncDecAttention.q EncDecAttention.k "
+    "EncDecAttention.v DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1",
+    "SelfAttention.o EncDecAttention.o DenseReluDense.wo",
+    "encoder.block.*.layer.*",
+    "decoder.block.*.layer.*",
+)
+_DISTILBERT = _plan(
+    "attention.q_lin attention.k_lin attention.v_lin ffn.lin1", "attention.out_lin ffn.lin2", "transformer.layer.*"
+)
+# By model_type: those that narrowgauge train learns and that transformers has no plan for.
+OWN: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
+    **dict.fromkeys(("marian", "bart", "mbart", "pegasus"), _BART),
+    **dict.fromkeys(("t5", "mt5"), _T5),
+    "distilbert": _DISTILBERT,
+}
+# Where a module's code reads how many heads there are, instead of counting those that it is given.
+HEADS_IN_CODE = {"t5": "n_heads", "mt5": "n_heads"}
+HEADS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
+
+
+def plan_of(model: Any, ways: int) -> dict[str, str]:
+    """Name of a module -> its style. Raises ConfigError, alike on all ranks, for a model that is not to be cut so."""
+    config = model.config
+    asked, kind = f"parallel with tp={ways}", config.model_type
+    patterns = getattr(config, "base_model_tp_plan", None) or OWN.get(kind)
+    if not patterns:
+        raise ConfigError(
+            f"{asked}: no plan is known by which ranks share the products of {type(model).__name__} ({kind}): transformers' "
+            f"configuration has none, as those of Llama, Qwen and Mistral have, and it is none of {', '.join(OWN)}. Take fsdp instead."
+        )
+    if unknown := sorted(set(patterns.values()) - STYLES):
+        raise ConfigError(
+            f"{asked}: transformers' plan for {type(model).__name__} ({kind}) asks for {', '.join(unknown)}, which narrowgauge train "
+            "does not know: experts, and matrices that hold several others. Take fsdp instead."
+        )
+    for key in HEADS:
+        count = getattr(config, key, None)
+        if isinstance(count, int) and count % ways:
+            raise ConfigError(
+                f"{asked}: {key} = {count} of {type(model).__name__} is no multiple of {ways}, and no rank computes part of a head. "
+                "Take a tp that divides it, or fsdp."
+            )
+    found = _matching(model, patterns)
+    if not found:
+        raise ConfigError(f"{asked}: the plan for {kind} names no layer of {type(model).__name__}. Take fsdp instead.")
+    for name, style in found.items():
+        if style != PER_HEAD:
+            _refuse_sizes(name, model.get_submodule(name), style, ways)
+    return found
+
+
+def _matching(model: Any, patterns: Mapping[str, str]) -> dict[str, str]:
+    base = next((f"{name}." for name, module in model.named_modules() if name and module is model.base_model), "")
+    compiled = [(re.compile(re.escape(base + key).replace(r"\*", r"\d+")), style) for key, style in patterns.items()]
+    return {
+        name: style
+        for name, _ in model.named_modules()
+        for pattern, style in compiled
+        if pattern.fullmatch(name) is not None
+    }
+
+
+def _refuse_sizes(name: str, layer: nn.Module, style: str, ways: int) -> None:
+    if not isinstance(layer, nn.Linear | nn.Embedding) or (isinstance(layer, nn.Embedding) and style != COLUMNS):
+        raise ConfigError(
+            f"parallel with tp={ways}: the plan cuts {name!r}, a {type(layer).__name__}, which is no nn.Linear. Take fsdp instead."
+        )
+    if isinstance(layer, nn.Embedding):
+        what, size = "width", layer.embedding_dim
+    elif style in (COLUMNS, GATHERED_COLUMNS):
+        what, size = "outputs", layer.out_features
+    else:
+        what, size = "inputs", layer.in_features
+    if size % ways:
+        raise ConfigError(
+            f"parallel with tp={ways}: {name!r} has {size} {what}, no multiple of {ways}. Take a tp that divides them, or fsdp."
+        )

@@ -1,0 +1,209 @@
+"""Models of transformers that ranks share by a plan: loss and gradients are those of one process (bounded: sums are in another order)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from narrowgauge import convert, distribute
+from narrowgauge.distributed import agreement_of
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.parallel import tensor, tensor_plans
+from tests.distributed.conftest import ranks  # noqa: F401
+from tests.selection import quick
+
+NEAR = 1e-5  # of a gradient's size: float32, sums over two ranks
+DECODER = {
+    "vocab_size": 51, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+PAIR = {
+    "vocab_size": 52, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 52,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+MODELS = {
+    "Llama": ("AutoModelForCausalLM", DECODER),
+    "Bert": ("AutoModelForSequenceClassification", DECODER),
+    "T5": ("AutoModelForSeq2SeqLM", T5),
+    "Marian": ("AutoModelForSeq2SeqLM", PAIR),
+    "Qwen2": ("AutoModelForCausalLM", DECODER),
+    "Qwen3": ("AutoModelForCausalLM", DECODER | {"head_dim": 8}),
+    "Mistral": ("AutoModelForCausalLM", DECODER),
+    "Gemma2": ("AutoModelForCausalLM", DECODER | {"head_dim": 8}),
+    "Phi": ("AutoModelForCausalLM", DECODER),
+    "Phi3": ("AutoModelForCausalLM", DECODER),
+    "GPTNeoX": ("AutoModelForCausalLM", DECODER),
+    "Granite": ("AutoModelForCausalLM", DECODER),
+    "Olmo2": ("AutoModelForCausalLM", DECODER),
+    "SmolLM3": ("AutoModelForCausalLM", DECODER),
+    "Starcoder2": ("AutoModelForCausalLM", DECODER),
+    "Roberta": ("AutoModelForSequenceClassification", DECODER),
+    "Electra": ("AutoModelForSequenceClassification", DECODER | {"embedding_size": 16}),
+    "DistilBert": ("AutoModelForSequenceClassification", {"vocab_size": 51, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}),
+    "MT5": ("AutoModelForSeq2SeqLM", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "Bart": ("AutoModelForSeq2SeqLM", PAIR),
+}  # fmt: skip
+REFUSED = {
+    "GPT2": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 51}, "no plan is known"),
+    "Mixtral": (DECODER | {"num_local_experts": 2}, "packed_colwise"),
+    "Llama": (DECODER | {"num_key_value_heads": 1}, "num_key_value_heads = 1 of LlamaForCausalLM is no multiple of 2"),
+    "Mistral": (DECODER | {"intermediate_size": 63}, "has 63 outputs, no multiple of 2"),
+}
+
+
+def _model(kind, auto, sizes, dropout=False):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    for key, value in {} if dropout else config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return getattr(transformers, auto).from_config(config)
+
+
+def _inputs(model):
+    ids = torch.arange(2 * 12).view(2, 12) % 40 + 3
+    labels = torch.tensor([0, 1]) if "Classification" in type(model).__name__ else ids.flip(1)
+    return {"input_ids": ids, "labels": labels}
+
+
+def _gradients(model):
+    loss = model(**_inputs(model)).loss
+    loss.backward()
+    found = {}
+    for name, each in model.named_parameters():
+        if each.grad is not None:
+            found[name] = each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+    return float(loss.detach()), found
+
+
+def _furthest(kind):
+    """How far the worst gradient is from one process's, the loss, and whether every plain gradient is equal on both ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    loss, alone = _gradients(_model(kind, *MODELS[kind]))
+    model = _model(kind, *MODELS[kind])
+    inputs = _inputs(model)
+    inputs.pop("labels")
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    plan = tensor.cut(model, mesh["tp"], inputs)
+    other, cut = _gradients(model)
+    assert cut.keys() == alone.keys()
+    whole = sum(float(each.square().sum()) for each in alone.values()) ** 0.5 / len(alone) ** 0.5
+    furthest = max(float((cut[name] - alone[name]).norm()) / max(float(alone[name].norm()), whole) for name in alone)
+    held = [torch.empty_like(each) for each in cut.values() for _ in range(2)]
+    for place, each in enumerate(cut.values()):
+        dist.all_gather(held[2 * place : 2 * place + 2], each.contiguous())
+    return (
+        max(furthest, abs(other - loss)),
+        len(plan),
+        all(torch.equal(a, b) for a, b in zip(held[::2], held[1::2], strict=True)),
+    )
+
+
+@pytest.mark.parametrize("kind", quick(["Llama", "T5"], MODELS))
+def test_the_gradients_of_a_cut_model_are_those_of_one_process(ranks, kind):  # noqa: F811
+    for apart, layers, are_equal in ranks(2)(_furthest, kind):
+        assert apart < NEAR and layers >= 8 and are_equal
+
+
+def _said(kind):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = _model(kind, "AutoModelForCausalLM", REFUSED[kind][0])
+    with pytest.raises(ConfigError) as raised:
+        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", quick(["GPT2", "Llama"], REFUSED))
+def test_what_cannot_be_cut_is_refused_on_all_ranks_alike(ranks, kind):  # noqa: F811
+    said = ranks(2)(_said, kind)
+    assert said[0] == said[1] and REFUSED[kind][1] in said[0] and "fsdp" in said[0]
+
+
+def _cut_tiles():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = convert(_model("Llama", "AutoModelForCausalLM", DECODER), {"model.layers.*": "mxfp8"})
+    with pytest.raises(ConfigError) as raised:
+        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]})
+    return str(raised.value)
+
+
+def test_a_cut_through_a_recipes_tiles_is_refused(ranks):  # noqa: F811
+    for said in ranks(2)(_cut_tiles):
+        assert (
+            "'model.layers.0.self_attn.q_proj' [32, 32] follows mxfp8" in said
+            and "tiles" in said
+            and "16 rows on each of 2" in said
+        )
+
+
+def _wrong_plan(kind):
+    """A plan that cuts heads (OPT counts them itself, and takes tokens for heads), or that leaves out a sum."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = _model(kind, "AutoModelForCausalLM", DECODER | {"ffn_dim": 64, "word_embed_proj_dim": 32})
+    mlp = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise_gather_output"}
+    model.config.base_model_tp_plan = dict(tensor_plans.OWN["bart"]) if kind == "OPT" else mlp
+    with pytest.raises(ConfigError) as raised:
+        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    quick(
+        [("OPT", "computes other logits")],
+        [("OPT", "computes other logits"), ("Llama", "does not compute with a part")],
+    ),
+)
+def test_a_plan_that_makes_another_model_is_refused(ranks, kind, said):  # noqa: F811
+    assert all(said in each for each in ranks(2)(_wrong_plan, kind))
+
+
+DROPOUT = DECODER | {"attention_probs_dropout_prob": 0.5, "hidden_dropout_prob": 0.5}
+
+
+def _dropped(checkpoints):
+    """Of a training step with dropout: what attention of the first layer gives on this rank, the loss, the norm of a plain gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = convert(
+        _model("Bert", "AutoModelForSequenceClassification", DROPOUT, True), {"*.layer.*": "fp8-row"}
+    ).train()
+    plan = tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]})
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    distribute(model, seed=3)
+    tensor.split_dropout(model, plan, mesh["tp"], agreement_of(model))
+    seeds = []
+    model.bert.encoder.layer[0].attention.self.query.register_forward_hook(
+        lambda *_: seeds.append(torch.initial_seed())
+    )
+    model.bert.encoder.layer[0].attention.output.dense.register_forward_hook(
+        lambda *_: seeds.append(torch.initial_seed())
+    )
+    before = torch.get_rng_state()
+    loss = model(**_inputs(model)).loss
+    loss.backward()
+    assert torch.equal(before, torch.get_rng_state())
+    norms = [float(each.grad.norm()) for each in model.parameters() if not isinstance(each, DTensor)]
+    return seeds, float(loss), norms
+
+
+def test_each_rank_drops_its_own_heads_and_all_the_same_of_what_they_share(ranks):  # noqa: F811
+    (own, loss, norms), (other, *rest) = ranks(2)(_dropped, False)
+    assert [loss, norms] == rest
+    assert own[0] != other[0] and own[1] == other[1] != own[0]
+    (again, *_), _ = repeated = ranks(2)(_dropped, True)
+    assert [each[1:] for each in repeated] == [(loss, norms)] * 2 and again[:2] == own
