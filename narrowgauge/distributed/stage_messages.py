@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.errors import ShapeError
 from narrowgauge.formats import E4M3, E8M0
+from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
-from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.fuse.forward import FusedForward, Fusion
+from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation

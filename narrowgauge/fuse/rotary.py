@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
-from narrowgauge.autograd_rules import no_double_backward
 from narrowgauge.fuse.forward import FusedForward, Fusion
+from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.ops import rotary
 from narrowgauge.ops.registry import device_facts
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.errors import ConfigError, DataError, ShapeError
+from narrowgauge.nn.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.ops.registry import device_facts
 
 if TYPE_CHECKING:

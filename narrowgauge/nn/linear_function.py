@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.autograd_rules import alias_while_compiling, asked_for, no_double_backward
+from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, no_double_backward
 from narrowgauge.nn.operands import KINDS, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
 from narrowgauge.ops.mm import Plan

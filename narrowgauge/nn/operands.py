@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import in_memory, is_compiling
-from narrowgauge.autograd_rules import tied
+from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax

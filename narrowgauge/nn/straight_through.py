@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import wrapper
-from narrowgauge.autograd_rules import tied
 from narrowgauge.nn import leverage_score
+from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation, Saved
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.autograd_rules import alias_while_compiling
+from narrowgauge.nn.autograd_rules import alias_while_compiling
 from tests.compare import sqnr_db
 from tests.selection import quick
 
