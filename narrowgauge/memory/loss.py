@@ -7,7 +7,7 @@
     loss   = sum over valid t of  lse(z[t]) - z[t, target] + z_loss * lse(z[t])^2
 
 Gradients are computed in forward, while a chunk's logits are there, for the sum itself; backward multiplies them by the gradient
-of the loss (loss_slices.py has the other way). So no product is computed twice: the same three as the plain path's. Kept for backward: grad_hidden [T, K], and
+of the loss. So no product is computed twice: the same three as the plain path's. Kept for backward: grad_hidden [T, K], and
 grad_weight [V, K] in float32, which the plain path would make in backward. Ignored tokens are left out before the first product.
 A backward that keeps its graph (retain_graph=True) leaves both as they are, and so has a second [V, K] for its result; one that
 frees it multiplies in place.
@@ -20,18 +20,15 @@ instructions multiplies 16-bit operands in float32, which holds the same values.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, DataError, ShapeError
+from narrowgauge.memory.loss_options import LossOptions
 from narrowgauge.nn.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.ops.registry import device_facts
-
-if TYPE_CHECKING:
-    from narrowgauge.memory.loss_parallel import VocabularyShard
 
 IGNORED = -100
 # Of a chunk's logits in float32. The CPU's is measured: below 8 MiB the many small products cost more than the cache gives
@@ -39,44 +36,6 @@ IGNORED = -100
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 FEWEST_WORDS = 256
 FEWEST_ROWS = {"cpu": 32, "cuda": 256}
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """How the loss is computed.
-
-    rows         tokens of a chunk             words   of a slice of the vocabulary (loss_slices.py)
-    softcap, z_loss  0 when they are off
-    has_ignored  ignored tokens are among the rows
-    shard        of a head that ranks share
-    """
-
-    rows: int
-    words: int
-    computes_in: torch.dtype
-    multiplies_in: torch.dtype
-    softcap: float
-    z_loss: float
-    needs_gradients: bool
-    has_ignored: bool
-    shard: VocabularyShard | None = None
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The type of softmax, loss and sums."""
-        return torch.float64 if self.computes_in == torch.float64 else torch.float32
-
-    def operand(self, x: Tensor) -> Tensor:
-        """As it enters a product: rounded to the type of the computation, held in that of the multiplication."""
-        return x.to(self.computes_in).to(self.multiplies_in)
-
-    def logits(self, lhs: Tensor, rhs: Tensor, bias: Tensor | None) -> Tensor:
-        """Of operands, rounded to the type of the computation, wide."""
-        product = lhs @ rhs.T if bias is None else torch.addmm(self.operand(bias), lhs, rhs.T)
-        return product.to(self.computes_in).to(self.wide)
-
-    def capped(self, logits: Tensor) -> Tensor:
-        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 
 def chunked_cross_entropy(

@@ -12,15 +12,13 @@ Four products with the head instead of three. The gradient of the loss is multip
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.memory.loss_options import LossOptions
 from narrowgauge.nn.autograd_rules import alias_while_compiling, no_double_backward
-
-if TYPE_CHECKING:
-    from narrowgauge.memory.loss import LossOptions
 
 
 def sliced(
