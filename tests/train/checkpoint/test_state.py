@@ -132,3 +132,13 @@ def test_a_plain_checkpoint_lacks_the_windows():
     delayed, its_optimizer = made("fp8-delayed")
     with pytest.raises(CheckpointError, match=r"is missing.*and 15 more"):
         state.restore(delayed, its_optimizer, None, *saved, "here")
+
+
+def test_second_moments_of_8_bit_floats_are_looked_at():
+    """torch has no minimum of them."""
+    squares = torch.tensor([0.0, 2.0, 448.0]).to(torch.float8_e4m3fn)
+    assert list(state._impossible_tensors({"state.0.exp_avg_sq": squares})) == []
+    squares[1] = -2.0
+    assert list(state._impossible_tensors({"state.0.exp_avg_sq": squares})) == [
+        "state.0.exp_avg_sq holds -2, and is never negative"
+    ]
