@@ -265,7 +265,7 @@ class WeightGathers:
             weight.exchange_ended()
 
     def travels(self, layer: QLinear) -> Travel:
-        """How the weight of a layer travels, and why not narrower. fully_shard gathers before forward, and again before backward if it reshards."""
+        """How the weight of a layer travels. fully_shard gathers it before forward, and again before backward if it reshards."""
         weight = self.gathered.get(layer)
         if weight is None:
             own = layer.weight
