@@ -68,8 +68,8 @@ def layout(text: str, world: int) -> Layout:
         if world % math.prod(kept.values()) == 0:
             fitting = ",".join([fitting, *(f"{key}={size}" for key, size in kept.items())])
         raise ConfigError(
-            f"parallel = {text!r} needs {needed} rank{'s' if known > 1 else ''}, and this run has {ranks}. Start it with torchrun --nproc-per-node {known}, "
-            f"or take parallel = {fitting!r}, which takes all the ranks there are."
+            f"parallel = {text!r} needs {needed} rank{'s' if known > 1 else ''}, and this run has {ranks}. "
+            f"Start it with torchrun --nproc-per-node {known}, or take parallel = {fitting!r}, which takes all the ranks there are."
         )
     return Layout(**sizes)
 
