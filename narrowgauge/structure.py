@@ -195,6 +195,16 @@ def _read_weights(forward: Callable[..., Any]) -> frozenset[str]:
 WRAPPERS = frozenset(("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"))
 
 
+ADDED = re.compile(
+    r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$"
+)  # names that recipes add to a state dict
+
+
+def is_weight(name: str) -> bool:
+    """Of a tensor of a state dict: whether an unconverted model has it too."""
+    return not ADDED.search(name)
+
+
 def plain_name(name: str) -> str:
     """The name of a layer or parameter without what wrappers add to it: the same however the model is wrapped."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

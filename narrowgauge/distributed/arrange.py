@@ -48,7 +48,8 @@ def arrange(
         refuse_others({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
         if topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
             agreement.gradients = gradient_messages.install(module, gradients=gradients, reduce=reduce, mesh=nodes)
-            agreement.tells["gradient"] = agreement.gradients.sends
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                agreement.tells["gradient"] = agreement.gradients.sends
         if not are_stages and (activations == "fp8" or any(isinstance(each, DTensor) for each in module.parameters())):
             tensor_parallel.install(module, activations)
         agreements.append(agreement)
@@ -76,8 +77,9 @@ def _arrange(
     topology.leave_out_of_broadcasts(model, layers)
     if weights == "codes":
         gathers = weight_gathers.install(model, topology, agreement)
-        agreement.tells["weight"] = lambda layer: f"weight as {gathers.travels(layer)}"
-    elif topology.fsdp:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            agreement.tells["weight"] = lambda layer: f"weight as {gathers.travels(layer)}"
+    elif topology.fsdp and dist.get_world_size() > 1:
         agreement.tells["weight"] = _gathers_whole
     return topology
 

@@ -17,19 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.distributed.together import Group, rank_and_world, together
 from narrowgauge.errors import CheckpointError
-from narrowgauge.structure import plain_name
+from narrowgauge.structure import is_weight, plain_name
 
 
 def gathered(
     model: nn.Module,
     dtype: torch.dtype | None = None,
-    only: Callable[[str], bool] = lambda name: True,
+    only: Callable[[str], bool] = is_weight,
     process_group: Group = None,
 ) -> dict[str, Tensor]:
     """The model's state dict with whole tensors on the CPU, on rank 0; {} on the others. All ranks call it.
 
     dtype  of floating-point weights of more than 8 bits, for instance torch.bfloat16: cast before they travel; None keeps theirs
-    only   which names to take; they are those of the model itself, without what DDP and other wrappers add
+    only   which names to take, without what DDP and other wrappers add; default: those of the model before `convert`, no windows or steps
 
     Tied weights come back tied. For `model.save_pretrained(folder, state_dict=gathered(model, torch.bfloat16))` on rank 0.
     Plain tensors on the CPU that are not cast are the model's own, not copies.

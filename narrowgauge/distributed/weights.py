@@ -49,14 +49,14 @@ _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 class Travel(NamedTuple):
-    """How the weight of a layer travels. bytes: of a whole gather before forward and one before backward; why_not_narrower: or ''."""
+    """How the weight of a layer travels. bytes: of the whole weight, in one gather; why_not_narrower: or ''."""
 
     format: str
     bytes: int
     why_not_narrower: str
 
     def __str__(self) -> str:
-        return f"{self.format}: {self.bytes:,} bytes a step" + (
+        return f"{self.format}: {self.bytes:,} bytes a gather" + (
             f" ({self.why_not_narrower})" if self.why_not_narrower else ""
         )
 
@@ -265,18 +265,17 @@ class WeightGathers:
             weight.exchange_ended()
 
     def travels(self, layer: QLinear) -> Travel:
-        """How the weight of a layer travels, and why not narrower; bytes of the whole weight, of one micro-batch."""
+        """How the weight of a layer travels. fully_shard gathers it before forward, and again before backward if it reshards."""
         weight = self.gathered.get(layer)
         if weight is None:
             own = layer.weight
             size = own.numel() * own.element_size() if isinstance(own, DTensor) else 0
-            return Travel(
-                str(own.dtype).removeprefix("torch."), 2 * size, self.reasons.get(layer, "it is not distributed")
-            )
+            form = f"{str(own.dtype).removeprefix('torch.')}, or as mp_policy says"
+            return Travel(form, size, self.reasons.get(layer, "it is not distributed"))
         formats = dict.fromkeys(str(cast.format) for cast in (weight.plan.rows, weight.plan.cols) if cast is not None)
         sets = "two sets of codes" if weight.coder.has_two_sets else "codes"
         size = weight.rows.padded * weight.rows.world * weight.coder.width
-        return Travel(f"{' and '.join(formats)} {sets}", 2 * size, "")
+        return Travel(f"{' and '.join(formats)} {sets}", size, "")
 
 
 def install(model: nn.Module, topology: Topology, agreement: Agreement) -> WeightGathers:

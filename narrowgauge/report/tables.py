@@ -14,7 +14,7 @@ from narrowgauge.report.run_data import Recorded
 
 SHOWN_TENSORS = 9
 ROLES = {"x": "input activations", "w": "weights", "gy": "output gradients"}
-DESCRIBE_COLUMNS = ("shape", "recipe", "output", "grad_input", "grad_weight", "backend")
+DESCRIBE_COLUMNS = ("shape", "recipe", "output", "grad_input", "grad_weight", "backend", "sends")
 
 
 def layers(recorded: Recorded) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.clipping import clip_gradients
+from narrowgauge.structure import is_weight
 from narrowgauge.train import launches
 from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.checkpoint import state, store
@@ -84,7 +85,7 @@ class Trainer:
         self.memory_notes = apply_memory_options(config, self.model, self.precision, self._probe)
         self.objective = task.objective(self.model, self.precision.computes_in)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if state.is_weight(name)}
+        self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
         self.stages = stages(config, self.model)
         # Of a model that is cut into stages: how an optimizer of all of it would number its parameters.

@@ -39,6 +39,7 @@ def test_describe_says_what_travels(ranks):
     for copied, _, _ in ranks(2)(_said, "16bit"):
         assert all("65,536 bytes" in each and 'gradients="16bit" was asked for' in each for each in copied)
     assert [row.sends for row in ng.describe(build("fp8-current"))] == [""] * 4
+    assert ranks(1)(_said, "fp8")[0][:2] == ([""] * 4, [""] * 4)  # one rank sends nothing
 
 
 def _refusal(options):

@@ -15,15 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
+import narrowgauge as ng
 from narrowgauge import manifest
 from narrowgauge import storage as files
-from narrowgauge.distributed import shards, storage
+from narrowgauge.distributed import agreement_of, shards, storage
 from narrowgauge.errors import CheckpointError, StorageError
 from narrowgauge.train.checkpoint import store
 from tests.selection import quick
@@ -609,3 +611,50 @@ def test_ranks_may_hold_different_entries(ranks, tmp_path):
     ranks(2)(save_stages, tmp_path / "a")
     wanted = {"model": {"layer0": torch.zeros(2), "layer1": torch.ones(2)}, "lr": 0.5, "of rank 0": 0, "of rank 1": 1}
     assert_equal(storage.read(tmp_path / "a"), wanted)
+
+
+def loop_of_ones_own(folder: Path, how: str, start: int) -> list[float]:
+    """The example of docs/distributed/checkpoints.md: two steps from `start` on, a checkpoint, two more; losses of a step's two halves."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    torch.manual_seed(0)
+    model: nn.Module = ng.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), "int4-hq-bs")
+    if how == "copies":
+        model = DistributedDataParallel(model)
+    elif how == "shards":
+        fully_shard(model)
+    ng.distribute(model)
+    optimizer = ng.optim.AdamW(model.parameters(), lr=1e-3, states="8bit")
+
+    def state_of(step: int) -> dict[str, Any]:
+        weights, states = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": states, "agreement": agreement_of(model).state_dict(), "step": step}
+
+    if start:
+        state = state_of(0)
+        storage.load(state, folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        agreement_of(model).load_state_dict(state["agreement"])
+        assert state["step"] == start
+    losses = []
+    for step in range(start, 4):
+        if step == 2 and not start:
+            storage.save(state_of(2), folder)
+        for number in range(rank, 2, world):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + number))
+            loss = (model(x) - x.roll(1, 1)).square().mean()
+            (loss * world / 2).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        ng.advance(model)
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.slow
+def test_copies_go_on_as_shards_and_in_one_process(ranks, tmp_path):
+    """Random numbers of the recipe too. By `model.state_dict()` copies would have other names."""
+    whole = ranks(2)(loop_of_ones_own, tmp_path / "a", "copies", 0)
+    assert ranks(2)(loop_of_ones_own, tmp_path / "a", "shards", 2) == [each[2:] for each in whole]
+    assert loop_of_ones_own(tmp_path / "a", "plain", 2) == [
+        loss for step in (2, 3) for loss in (each[step] for each in whole)
+    ]

@@ -432,7 +432,10 @@ def _tied(weights):
 def test_tied_weights_travel_as_torch_sends_them(ranks):
     for (losses, tensors, _), (own_losses, own, travels) in ranks(2)(_both, _tied):
         assert own_losses == losses and differing(own, tensors) == []
-        assert travels.format == "float32" and travels.why_not_narrower == "its weight is also 'two.weight'"
+        assert (
+            travels.format == "float32, or as mp_policy says"
+            and travels.why_not_narrower == "its weight is also 'two.weight'"
+        )
 
 
 def _travels():
@@ -446,11 +449,15 @@ def _travels():
 def test_what_travels_is_told(ranks):
     found = ranks(2)(_travels)[0]
     weights = 64 * 128
-    assert found["fp8-current"] == ("e4m3 codes", 2 * weights, "")
-    assert found["fp8-row"] == ("e4m3 two sets of codes", 2 * weights, "")
-    assert found["nvfp4"] == ("e2m1 codes", weights, "")
-    assert found["int4-hq-bs"] == ("int4 codes", 1.25 * weights, "")
-    assert found["mxfp4"] == ("float32", 8 * weights, "grad_input rounds the original stochastically")
+    assert found["fp8-current"] == ("e4m3 codes", weights, "")
+    assert found["fp8-row"] == ("e4m3 two sets of codes", weights, "")
+    assert found["nvfp4"] == ("e2m1 codes", weights / 2, "")
+    assert found["int4-hq-bs"] == ("int4 codes", 0.625 * weights, "")
+    assert found["mxfp4"] == (
+        "float32, or as mp_policy says",
+        4 * weights,
+        "grad_input rounds the original stochastically",
+    )
     for name in NEED_THE_ORIGINAL:
         assert found[name][2]
 

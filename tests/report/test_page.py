@@ -440,6 +440,16 @@ def test_layers_that_differ_in_their_notes_are_one_row_that_tells_them(tmp_path)
     assert group["notes"] == {"adds 0": ["layers.0.up", "layers.2.up"], "adds 1": ["layers.1.up", "layers.3.up"]}
 
 
+def test_what_layers_send_has_a_column_where_they_send(tmp_path):
+    folder = write_run(tmp_path / "run", Plan(steps=1))
+    assert "<th>Sends</th>" not in written(folder)
+    facts = run(Plan(steps=1))
+    facts["describe"][0]["sends"] = "gradient as E4M3"
+    (folder / "run.json").write_text(json.dumps(facts))
+    html = written(folder)
+    assert "<th>Sends</th>" in html and "<td>gradient as E4M3</td>" in html
+
+
 def test_what_happened_is_told_in_order(tmp_path):
     listed = [
         {"event": "nonfinite_amax", "step": 7, "module": "m", "role": "gy", "count": 3},

@@ -281,7 +281,7 @@ REFUSED = {
     "fuse = true": {"fuse": True},
     "gradients = 'fp8'": {"gradients": "fp8"},
     "precision = 'amp-fp16'": {"precision": "amp-fp16"},
-    "3 is 3, and this run has 2 ranks": {"parallel": "tp=3"},
+    "needs 3 ranks, and this run has 2 ranks": {"parallel": "tp=3"},
 }
 
 

@@ -218,13 +218,13 @@ def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make, layout):  # noqa
 # --- settings
 
 WRONG = {
-    "fsdp=3": "3 is 3, and this run has 2 ranks",
+    "fsdp=3": "needs 3 ranks, and this run has 2 ranks",
     "fdsp=2": "'fdsp' is none of 'dp', 'fsdp', 'tp' and 'pp'. Closest: 'fsdp'",
     "fsdp=2,fsdp=1": "given twice",
     "dp,fsdp": "two keys have no number",
     "fsdp=two": "no number of ranks",
     "fsdp=0": "no number of ranks",
-    "tp=3": "3 is 3, and this run has 2 ranks. Start it with torchrun --nproc-per-node 3, or take parallel = 'dp'",
+    "tp=3": "needs 3 ranks, and this run has 2 ranks. Start it with torchrun --nproc-per-node 3, or take parallel = 'dp'",
 }
 
 

@@ -25,10 +25,10 @@ from narrowgauge.diagnose.forms import Form, number, one_of, record, shown, text
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.structure import is_weight
 from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 
 Generators = tuple[dict[str, Tensor], Any]
-SCALING = re.compile(r"(^|\.)(scaling\..*|steps\.(x|w|cold_left)|sampling\.variance)$")  # names that recipes add
 
 
 def seed_all(seed: int) -> None:
@@ -110,11 +110,6 @@ def split_scaling(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     """A state dict as (what an unconverted model has, what its recipes have added)."""
     scaling = {name: tensor for name, tensor in state.items() if not is_weight(name)}
     return {name: tensor for name, tensor in state.items() if name not in scaling}, scaling
-
-
-def is_weight(name: str) -> bool:
-    """Of a tensor of a state dict: whether an unconverted model has it too."""
-    return not SCALING.search(name)
 
 
 def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:

@@ -60,15 +60,16 @@ def layout(text: str, world: int) -> Layout:
     rest, left = divmod(world, known)
     sizes = {key: rest if size == REST else size for key, size in sizes.items()}
     if left or math.prod(sizes.values()) != world:
-        shown = " * ".join(str(size) for size in sizes.values() if size) or "1"
+        factors = [str(size) for size in sizes.values() if size > 1]
+        needed = " * ".join(factors) + f" = {known}" if len(factors) > 1 else str(known)
         ranks = f"{world} ranks" if world > 1 else "1 rank"
         fitting = "fsdp" if "fsdp" in sizes else "dp"
         kept = {key: sizes[key] for key in ("tp", "pp") if sizes.get(key, 1) > 1}
         if world % math.prod(kept.values()) == 0:
             fitting = ",".join([fitting, *(f"{key}={size}" for key, size in kept.items())])
         raise ConfigError(
-            f"parallel = {text!r}: {shown} is {known}, and this run has {ranks}. Start it with torchrun --nproc-per-node {known}, "
-            f"or take parallel = {fitting!r}, which takes all the ranks there are."
+            f"parallel = {text!r} needs {needed} rank{'s' if known > 1 else ''}, and this run has {ranks}. "
+            f"Start it with torchrun --nproc-per-node {known}, or take parallel = {fitting!r}, which takes all the ranks there are."
         )
     return Layout(**sizes)
 

@@ -73,4 +73,4 @@ def trained_weights(model: nn.Module, best: Best) -> dict[str, Tensor]:
     Beside its shard rank 0 holds them once, and while it gathers them one tensor twice.
     """
     chosen = best.weights()
-    return gathered(model, only=state.is_weight) if chosen is None else chosen
+    return gathered(model) if chosen is None else chosen

@@ -173,7 +173,7 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
         )
     if config.weights != "16bit" and sizes.fsdp == 1:
         raise ConfigError(
-            f"weights = {config.weights!r}: a rank with a copy of the model gathers none. Take parallel = 'fsdp', or leave it out."
+            f"weights = {config.weights!r}: a rank with a copy of the model gathers none. Take parallel = 'fsdp', or leave weights out."
         )
     if config.compile and config.weights != "16bit":
         raise ConfigError(

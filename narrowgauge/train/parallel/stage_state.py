@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.structure import is_weight
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.checkpoint.store import Tensors
 
@@ -25,7 +26,7 @@ class WholeNumbers:
         found = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         self.numbers = {name: number for number, name in enumerate(found)}
         self.groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
-        self.weights = {name for name in model.state_dict() if state.is_weight(name)}
+        self.weights = {name for name in model.state_dict() if is_weight(name)}
 
     def of_rank(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
         """Number of a parameter in this rank's optimizer -> its number in the whole."""
