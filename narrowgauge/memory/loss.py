@@ -20,42 +20,22 @@ instructions multiplies 16-bit operands in float32, which holds the same values.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, DataError, ShapeError
+from narrowgauge.memory.loss_options import LossOptions
 from narrowgauge.nn.autograd_rules import alias_while_compiling, no_double_backward
 from narrowgauge.ops.registry import device_facts
-
-if TYPE_CHECKING:
-    from narrowgauge.memory.loss_parallel import VocabularyShard
 
 IGNORED = -100
 # Of a chunk's logits in float32. The CPU's is measured: below 8 MiB the many small products cost more than the cache gives
 # (docs/limited-memory.md). A GPU's is an estimate: enough rows to fill the multiprocessors.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+FEWEST_WORDS = 256
 FEWEST_ROWS = {"cpu": 32, "cuda": 256}
-
-
-@dataclass(frozen=True)
-class _LossOptions:
-    """softcap and z_loss are 0 when they are off. has_ignored: ignored tokens are among the rows. shard: of a head that ranks share."""
-
-    rows: int
-    computes_in: torch.dtype
-    multiplies_in: torch.dtype
-    softcap: float
-    z_loss: float
-    needs_gradients: bool
-    has_ignored: bool
-    shard: VocabularyShard | None = None
-
-    def operand(self, x: Tensor) -> Tensor:
-        """As it enters a product: rounded to the type of the computation, held in that of the multiplication."""
-        return x.to(self.computes_in).to(self.multiplies_in)
 
 
 def chunked_cross_entropy(
@@ -69,6 +49,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     checked: bool = False,
+    slices: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sum of -log softmax(hidden @ weight.T + bias)[target] over the valid targets, and their number.
 
@@ -76,7 +57,9 @@ def chunked_cross_entropy(
     targets  [...] int64, of hidden's leading shape; ignore_index marks the ones that do not count
     softcap  logits become softcap * tanh(logits / softcap)
     z_loss   this times the squared log-sum-exp is added for each valid target
-    chunk    tokens of a chunk; None: as many as make a few MiB of logits on the CPU, 256 MiB on a GPU
+    chunk    tokens of a chunk, and words of a slice; None: as many as make a few MiB of logits on the CPU, 256 MiB on a GPU
+    slices   backward computes the logits again, over slices of the vocabulary: no gradient of the head is held in float32, for one product
+             with the head more (loss_slices.py)
     checked  the caller knows that targets lie in range: nothing is read back from a GPU, and ignored tokens are computed
     ->       loss float32 (float64 for float64), count int64, both 0-d; 0 and 0 if no target is valid
 
@@ -107,8 +90,15 @@ def chunked_cross_entropy(
     device_type = hidden.device.type
     autocasts = hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type)
     computes_in = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
-    options = _LossOptions(
+    if slices and shard is not None:
+        raise ConfigError(
+            "chunked_cross_entropy: slices = True, but ranks share the words of the head, a DTensor. Leave slices out: its gradient is "
+            "divided among them already."
+        )
+    limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
+    options = LossOptions(
         rows=chunk or _rows(device_type, words if shard is None else shard.most),
+        words=chunk or max(FEWEST_WORDS, limit // (4 * max(len(labels), 1))),
         computes_in=computes_in,
         multiplies_in=_multiplies_in(computes_in, hidden.device),
         softcap=softcap or 0.0,
@@ -119,7 +109,12 @@ def chunked_cross_entropy(
     )
     # Autocast would round the operands of these products again, and multiply in bfloat16 where float32 was chosen for speed.
     with torch.autocast(device_type, enabled=False):
-        loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels.where(valid, 0), valid, options)
+        labels = labels.where(valid, 0)
+        if slices:
+            from narrowgauge.memory.loss_slices import sliced
+
+            return sliced(states, weight, bias, labels, valid, options), count
+        loss = _ChunkedCrossEntropy.apply(states, weight, bias, labels, valid, options)
     return loss, count
 
 
@@ -132,9 +127,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         valid: Tensor,
-        options: _LossOptions,
+        options: LossOptions,
     ) -> Tensor:
-        wide = torch.float64 if options.computes_in == torch.float64 else torch.float32
+        wide = options.wide
         needs = [options.needs_gradients and need for need in ctx.needs_input_grad[:3]]
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
@@ -144,8 +139,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], options.rows):
             rows = slice(start, start + options.rows)
             lhs = options.operand(hidden[rows])
-            product = lhs @ rhs.T if bias is None else torch.addmm(options.operand(bias), lhs, rhs.T)
-            logits = product.to(options.computes_in).to(wide)
+            logits = options.logits(lhs, rhs, bias)
             chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], options, any(needs))
             loss += chunk_loss
             if grad is None:
@@ -180,10 +174,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_gradient(
-    logits: Tensor, labels: Tensor, valid: Tensor, options: _LossOptions, needs_gradient: bool
+    logits: Tensor, labels: Tensor, valid: Tensor, options: LossOptions, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Sum over the chunk, and its gradient with respect to the logits before the softcap [rows, V]."""
-    capped = torch.tanh(logits / options.softcap) * options.softcap if options.softcap else logits
+    capped = options.capped(logits)
     weight = valid[:, None].to(capped.dtype)
     if options.shard is not None:
         p, log_sum, target = options.shard.softmax(capped, labels)

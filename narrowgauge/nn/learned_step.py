@@ -106,8 +106,7 @@ class LearnedSteps(LayerState):
         for (total, count), role in zip(self.found, self.settings, strict=True):
             parameter = _own_part(getattr(self, role))
             if self.is_cold:
-                mean = (total / count).to(torch.float32)
-                parameter.copy_(torch.where(count > 0, mean, parameter))
+                parameter.copy_(torch.where(count > 0, total / count, parameter))
             parameter.clamp_(min=math.log(SMALLEST_STEP) / RATE, max=math.log(LARGEST_STEP) / RATE)
         if self.is_cold:
             self.cold_left -= (self.found[:, 1] > 0).all().to(self.cold_left.dtype)

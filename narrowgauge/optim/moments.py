@@ -139,7 +139,7 @@ class UnsignedE5M3(Moment):
     def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None) -> Encoded:
         scale, inverse, x = scaled(x, POW2_DROPS)
         code = (((x * inverse).view(torch.int32) + noise * 16 + 8) >> 20) - 761
-        return Encoded(torch.maximum(code, (x > 0).to(torch.int32)).to(torch.uint8), scale)
+        return Encoded(torch.maximum(code, x > 0).to(torch.uint8), scale)
 
     def decode(self, state: Encoded) -> Tensor:
         t = ((state.codes.to(torch.int32) + 761) << 20).view(torch.float32)

@@ -265,3 +265,86 @@ def test_autocast_does_not_choose_the_type_of_the_products(device_is):
 def test_options_that_would_make_the_loss_nan_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         chunked_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), **options)
+
+
+# --- over slices of the vocabulary ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40, None])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "ignored": 0.4, "softcap": 2.0, "z_loss": 0.1},
+        {"ignored": 1.0},
+        {"tokens": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("checked", [False, True])
+def test_slices_equal_the_plain_path(options, chunk, checked):
+    extra = {key: options[key] for key in ("softcap", "z_loss") if key in options}
+    tensors = made(**{key: value for key, value in options.items() if key not in extra})
+    loss, count = chunked_cross_entropy(
+        tensors[0], tensors[1], tensors[3], bias=tensors[2], chunk=chunk, slices=True, checked=checked, **extra
+    )
+    expected, expected_count = plain(*tensors, **extra)
+    assert_same(count, expected_count)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=SAME)
+    for found, reference in zip(gradients(loss, tensors[:3]), gradients(expected, tensors[:3]), strict=True):
+        assert distance(found, reference) <= SAME
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_slices_round_where_the_plain_path_rounds(dtype, autocast):
+    """As near to it as its own gradients in another order of sums: a rounding of the logits decides at most."""
+    x, weight, _, targets = made(64, 48, 512, torch.float32 if autocast else dtype)
+    found = []
+    for slices in (False, True):
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            loss, _ = chunked_cross_entropy(x, weight, targets, chunk=64, slices=slices)
+        found.append(gradients(loss, (x, weight)))
+    for sliced, chunked in zip(found[1], found[0], strict=True):
+        assert_sqnr(sliced, chunked, 40)
+
+
+def test_slices_keep_a_number_per_token():
+    """Beside hidden and weight, which exist: lse. And one of them frozen gets no gradient."""
+    x, weight, _, targets = made(64, 16, 4096)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss, _ = chunked_cross_entropy(x, weight, targets, slices=True)
+    own = [
+        each for each in kept if each.data_ptr() not in (x.data_ptr(), weight.data_ptr()) and each.is_floating_point()
+    ]
+    assert [tuple(each.shape) for each in own] == [(64,)]
+    loss.backward()
+    assert x.grad is not None and weight.grad is not None
+    x.requires_grad_(False)
+    chunked_cross_entropy(x, weight, targets, slices=True)[0].backward()
+    assert (
+        x.grad is not None
+        and distance(weight.grad, 2 * gradients(plain(x, weight, None, targets)[0] * 7, (weight,))[0]) < SAME
+    )
+
+
+def test_slices_by_finite_differences():
+    *tensors, targets = made(5, 4, 6, torch.float64, bias=True, ignored=0.3)
+
+    def value(x, weight, bias):
+        return chunked_cross_entropy(x, weight, targets, bias=bias, softcap=1.5, z_loss=0.2, chunk=2, slices=True)[0]
+
+    assert torch.autograd.gradcheck(value, tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_slices_compile():
+    x, weight, _, targets = made(12, 8, 30)
+
+    def step(x, weight):
+        return chunked_cross_entropy(x, weight, targets, chunk=10, slices=True)[0]
+
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(x, weight)
+    for a, b in zip(gradients(found, (x, weight)), gradients(step(x, weight), (x, weight)), strict=True):
+        assert distance(a, b) <= SAME

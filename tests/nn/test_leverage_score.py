@@ -117,6 +117,13 @@ def test_the_ends_of_the_noise_draw_as_many_rows(offset):
         assert int((sample.weights > 0).sum()) == n
 
 
+def test_a_point_at_zero_hits_the_row_that_begins_there():
+    """Four rows of one half, in their order, two points one apart from 0 on: the first and the third, and no fourth."""
+    noise = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0])
+    sample = leverage_score.systematic(torch.full((4,), 0.5, dtype=torch.float64), 2, noise)
+    assert sample.rows.tolist() == [0, 2] and sample.weights.tolist() == [2.0, 2.0]
+
+
 def test_rows_are_drawn_with_their_probability():
     """Statistical: each row's count over 20,000 draws is binomial in its p. 12 comparisons, false alarm rate 1e-6."""
     scores, draws = torch.tensor([0.0, 1e-3, 0.1, 0.3, 0.5, 1, 1, 2, 3, 5, 8, 30]), 20_000
