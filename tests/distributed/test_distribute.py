@@ -85,6 +85,19 @@ def test_weights_go_back_from_codes_before_any_travelled(ranks):
         assert "weight of '0.up' has travelled as codes" in said and 'weights="codes"' in said
 
 
+def _compiled():
+    try:
+        ng.distribute(torch.compile(DistributedDataParallel(build("fp8-current"))))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_around_a_ddp_is_told_to_pass_it(ranks):
+    for said in ranks(2)(_compiled):
+        assert "this OptimizedModule has a DistributedDataParallel inside. Pass that one to distribute" in said
+
+
 def _refusal(options):
     try:
         ng.distribute(DistributedDataParallel(build(options.pop("recipe", "fp8-current"))), **options)
