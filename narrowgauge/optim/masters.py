@@ -93,7 +93,7 @@ def store(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x [r, t, tile] float32 -> (weight of dtype, what is kept, its scale)."""
     if kind is None or dtype == torch.float32:
-        return x.to(dtype), None, None
+        return x, None, None  # 16 bits without a master are refused
     if kind == "stochastic":
         return round_to_bfloat16(x, noise.bits(key, index)), None, None
     if kind == "fp16-scaled":
