@@ -60,9 +60,10 @@ def distribute(
     seed         of the random numbers of recipes, equal on all ranks; None: that of torch's generator on rank 0
 
     Works without a process group too, as one rank: the run that others are compared with. Calling it again arranges all anew, after
-    another `convert` for instance. `agreement_of(model)` counts steps and messages, and has the state for a checkpoint. Costs one
-    small all-reduce per group of ranks in each `advance`, which every rank must reach. Raises ConfigError, on all ranks, for what
-    cannot be had and where ranks ask for different things.
+    another `convert` for instance, and nothing of before stays; weights that have travelled as codes must go on so.
+    `agreement_of(model)` counts steps and messages, and has the state for a checkpoint. Costs one small all-reduce per group of ranks in
+    each `advance`, which every rank must reach. Raises ConfigError, on all ranks, for what cannot be had and where ranks ask for
+    different things.
     """
     from narrowgauge.distributed.arrange import arrange  # torch.distributed.fsdp and tensor take a second to import
 

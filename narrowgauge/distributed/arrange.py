@@ -28,20 +28,10 @@ def arrange(
     replicas: dist.ProcessGroup | None, seed: int | None,
 ) -> Model:  # fmt: skip
     """See `distribute`."""
-    for name, value, known in (("weights", weights, Weights), ("activations", activations, Activations)):
-        if value not in get_args(known):
-            raise ConfigError(f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(known))}.")
-    if replicas is not None and not dist.is_initialized():
-        raise ConfigError(
-            "distribute: replicas needs a process group. Call torch.distributed.init_process_group first."
-        )
     stages: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     are_stages = bool(stages) and all(pipeline.is_stage(each) for each in stages)
-    if not are_stages and not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"distribute: a {type(model).__name__} is no nn.Module and no PipelineStage. Pass the model, a stage, or all of this rank."
-        )
-    agreed, agreements = _agreed_seed(seed), []
+    wrong = _wrong(model, weights, activations, replicas, is_model=are_stages or isinstance(model, nn.Module))
+    agreed, agreements = _agreed_seed(seed, wrong), []
     for module in [each.submod for each in stages] if are_stages else stages:
         agreement = Agreement(seed=agreed, arrange=partial(_arrange, replicas=replicas, weights=weights))
         topology = agreement.attach(module)
@@ -79,8 +69,10 @@ def _arrange(
         gathers = weight_gathers.install(model, topology, agreement)
         if dist.is_initialized() and dist.get_world_size() > 1:
             agreement.tells["weight"] = lambda layer: f"weight as {gathers.travels(layer)}"
-    elif topology.fsdp and dist.get_world_size() > 1:
-        agreement.tells["weight"] = _gathers_whole
+    else:
+        weight_gathers.leave(agreement)
+        if topology.fsdp and dist.get_world_size() > 1:
+            agreement.tells["weight"] = _gathers_whole
     return topology
 
 
@@ -101,17 +93,33 @@ def _recipe_words(layer: QLinear) -> str:
     return f"{recipe.name} ({products}, {recipe.save}, {recipe.backward})"
 
 
-def _agreed_seed(seed: int | None) -> int:
-    """Rank 0's, on all ranks. Raises ConfigError on all ranks if one has another."""
+def _wrong(model: Any, weights: Any, activations: Any, replicas: Any, is_model: bool) -> str:
+    """What this rank cannot have, a sentence with the next step, or ''."""
+    for name, value, known in (("weights", weights, Weights), ("activations", activations, Activations)):
+        if value not in get_args(known):
+            return f"{name} is {value!r}; choose one of {', '.join(get_args(known))}."
+    if replicas is not None and not dist.is_initialized():
+        return "replicas needs a process group. Call torch.distributed.init_process_group first."
+    if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
+        return f"replicas is {replicas!r}, no process group that this rank is in. Pass torch.distributed.group.WORLD, or one of new_group."
+    if not is_model:
+        return f"a {type(model).__name__} is no nn.Module and no PipelineStage. Pass the model, a stage, or all of this rank."
+    return ""
+
+
+def _agreed_seed(seed: int | None, wrong: str) -> int:
+    """Rank 0's, on all ranks. Raises ConfigError on all ranks if one has another, or something `wrong`: else they would wait for it."""
     own = torch.initial_seed() if seed is None else seed
     if not dist.is_initialized() or dist.get_world_size() == 1:
+        if wrong:
+            raise ConfigError(f"distribute: {wrong}")
         return own
-    gathered: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, None if seed is None else own)
-    if len(set(gathered)) > 1:
-        raise ConfigError(f"distribute: ranks have seeds {gathered}. Pass the same on all of them.")
-    if seed is not None:
-        return own
-    found = [own]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (wrong, own, seed))
+    for rank, (words, _, _) in enumerate(told):
+        if words:
+            raise ConfigError(f"rank {rank}: distribute: {words}")
+    seeds = [each for _, _, each in told]
+    if len(set(seeds)) > 1:
+        raise ConfigError(f"distribute: ranks have seeds {seeds}. Pass the same on all of them.")
+    return int(told[0][1])

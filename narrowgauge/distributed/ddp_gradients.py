@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +26,7 @@ from narrowgauge.distributed.shared_scale import Pieces
 from narrowgauge.errors import ConfigError
 
 Future = torch.futures.Future[Tensor]
+HOOK = "_narrowgauge_hook"  # of a DistributedDataParallel
 
 
 class Bucket(Protocol):
@@ -49,6 +51,8 @@ def install(model: DistributedDataParallel, made: Gradients, mesh: DeviceMesh | 
         _register(model, NarrowHook(made, names, within, across))
     elif made.reduce == "sum":
         _register(model, lambda bucket: _summed_by_torch(group, bucket))
+    elif isinstance(model.__dict__.get(HOOK), _Hook):
+        _register(model, lambda bucket: allreduce_hook(group, bucket))  # torch's mean
 
 
 class NarrowHook:
@@ -100,18 +104,34 @@ def _summed_by_torch(group: dist.ProcessGroup, bucket: Bucket) -> Future:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def _register(model: DistributedDataParallel, hook: Callable[[Bucket], Future]) -> None:
+class _Hook:
+    """What DDP's communication hook calls: torch takes one hook and keeps it, and a model may be distributed anew."""
+
+    def __init__(self, call: Callable[[Bucket], Future]) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ()  # a copy of the model has no hook
+
+
+def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) -> None:
+    if isinstance(before := model.__dict__.get(HOOK), _Hook):
+        before.call = call
+        return
+    own = _Hook(call)
+
     # Without annotations, which DDP compares with classes; a function, since DDP asks for its name.
     def narrowgauge_gradients(state, bucket):  # type: ignore[no-untyped-def]
-        return hook(bucket)
+        return own.call(bucket)
 
     try:
         model.register_comm_hook(None, narrowgauge_gradients)
     except RuntimeError as error:
         raise ConfigError(
             f"distribute: this DistributedDataParallel refuses a communication hook: {str(error).splitlines()[0]} "
-            "Register none yourself, and distribute a model once."
+            "Register none yourself."
         ) from error
+    model.__dict__[HOOK] = own
 
 
 def _hops(made: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None) -> tuple[Link, Link | None]:

@@ -8,9 +8,9 @@ streams of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,17 @@ from narrowgauge.distributed import messages
 from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.messages import Link
 from narrowgauge.distributed.shared_scale import Pieces
-from narrowgauge.distributed.torch_private import ReduceScatter
+from narrowgauge.distributed.torch_private import DefaultReduceScatter, ReduceScatter
 from narrowgauge.errors import ConfigError
 
 Parameters = Sequence[tuple[str, Tensor]]
+CHANGED = "_narrowgauge_changed"  # of a module of fully_shard: what `distribute` has set in it
+TORCHS: dict[str, Callable[[], Any]] = {  # as torch has it
+    "set_force_sum_reduction_for_comms": lambda: False,
+    "set_gradient_divide_factor": lambda: None,
+    "set_custom_reduce_scatter": DefaultReduceScatter,
+    "set_all_reduce_hook": lambda: None,
+}
 
 
 def install(model: nn.Module, made: Gradients, mesh: DeviceMesh | None) -> None:
@@ -53,29 +60,29 @@ def install(model: nn.Module, made: Gradients, mesh: DeviceMesh | None) -> None:
 
 
 def _install(block: FSDPModule, made: Gradients, comm: ReduceScatter, across: Link | None) -> None:
+    for method in block.__dict__.pop(CHANGED, ()):  # it was distributed before
+        getattr(block, method)(TORCHS[method]())
     if made.reduce == "sum" or made.numbers != "16bit":
-        _needs(block, "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
-        block.set_force_sum_reduction_for_comms(True)  # the other way, PREMUL_SUM, is not in gloo
+        _set(block, "set_force_sum_reduction_for_comms", True)  # the other way, PREMUL_SUM, is not in gloo
     if made.reduce == "sum":
-        block.set_gradient_divide_factor(1.0)
+        _set(block, "set_gradient_divide_factor", 1.0)
     try:
         if made.numbers != "16bit":
-            _needs(block, "set_custom_reduce_scatter")
-            block.set_custom_reduce_scatter(comm)
+            _set(block, "set_custom_reduce_scatter", comm)
         if across is not None:
-            _needs(block, "set_all_reduce_hook")
-            block.set_all_reduce_hook(partial(_join, made, across))
+            _set(block, "set_all_reduce_hook", partial(_join, made, across))
     except ValueError as error:
         raise ConfigError(f"distribute: {error} Shard each module over one mesh.") from error
 
 
-def _needs(block: FSDPModule, *methods: str) -> None:
-    for method in methods:
-        if not hasattr(block, method):
-            raise ConfigError(
-                f"distribute: torch {torch.__version__} has no FSDPModule.{method}, which these gradient messages need. "
-                'Install a newer torch, or use gradients="16bit" with reduce="mean".'
-            )
+def _set(block: FSDPModule, method: str, value: Any) -> None:
+    if not hasattr(block, method):
+        raise ConfigError(
+            f"distribute: torch {torch.__version__} has no FSDPModule.{method}, which these gradient messages need. "
+            'Install a newer torch, or use gradients="16bit" with reduce="mean".'
+        )
+    getattr(block, method)(value)
+    block.__dict__.setdefault(CHANGED, []).append(method)
 
 
 def _own_parameters(prefix: str, block: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -45,6 +45,13 @@ def install(
     mesh   for several nodes, (nodes, ranks of a node): then messages between nodes are narrow too. FSDP2 modules must be sharded over
            its last axis alone (`fully_shard(block, mesh=mesh["..."])`), with the same weights in every node.
     """
+    if not isinstance(model, DistributedDataParallel) and any(
+        isinstance(each, DistributedDataParallel) for each in model.modules()
+    ):
+        raise ConfigError(
+            f"distribute: this {type(model).__name__} has a DistributedDataParallel inside. Pass that one to distribute, and compile or "
+            "wrap it afterwards."
+        )
     if not isinstance(model, DistributedDataParallel) and not _has_shards(model):
         raise ConfigError(
             f"distribute: {type(model).__name__} is neither DistributedDataParallel nor has modules of FSDP2, so no gradients travel. "

@@ -1,6 +1,7 @@
 """What is private of torch and used here nonetheless, gathered in one place. Checked on torch 2.11 and 2.13.
 
 ReduceScatter        base class of what `FSDPModule.set_custom_reduce_scatter`, which is public, takes; it has no public address
+DefaultReduceScatter that of torch, to go back to
 in_backward          activation checkpointing repeats a forward pass inside a backward pass, and nothing public says that one runs
 parameter_group      of a module of fully_shard: its mesh, and how it reshards after the forward pass
 local_tensor         the tensor that a DTensor holds: hooks of fully_shard are attributes of it, and `to_local` gives another object
@@ -20,14 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.errors import BackendError
 
 __all__ = [
-    "STAGES", "ReduceScatter", "in_backward", "is_rehearsal", "leave_out_of_ddp", "leave_out_of_later_ddp", "local_tensor",
-    "parameter_group", "parameters_of_ddp",
+    "STAGES", "DefaultReduceScatter", "ReduceScatter", "in_backward", "is_rehearsal", "leave_out_of_ddp", "leave_out_of_later_ddp",
+    "local_tensor", "parameter_group", "parameters_of_ddp",
 ]  # fmt: skip
 
 STAGES = "torch.distributed.pipelining.stage"

@@ -109,6 +109,11 @@ class GatheredWeight:
         for hook in _HOOKS:
             setattr(local, hook, getattr(self, hook))
 
+    def detach(self) -> None:
+        local: Any = local_tensor(self.parameter)
+        for hook in _HOOKS:
+            vars(local).pop(hook, None)
+
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], tuple[str, bool]]:
         """Called by FSDP: what this rank sends."""
         if not isinstance(self.layer, QLinear):
@@ -315,6 +320,20 @@ def install(model: nn.Module, topology: Topology, agreement: Agreement) -> Weigh
         agreement.follow(module.register_forward_pre_hook(partial(_release, layers)))
     agreement.weights = WeightGathers(gathered, reasons, agreement.count)
     return agreement.weights
+
+
+def leave(agreement: Agreement) -> None:
+    """Weights travel as torch sends them again, for a model that is distributed anew. Raises ConfigError once codes have travelled."""
+    for layer, peers in agreement.layers.items():
+        if layer.gathered is None:
+            continue
+        if layer.gathered.was_gathered:
+            raise ConfigError(
+                f"distribute: the weight of {peers.name!r} has travelled as codes, which fully_shard goes on with. "
+                'Take weights="codes", or build the model anew.'
+            )
+        layer.gathered.detach()
+        layer.gathered = None
 
 
 def _by_owner(topology: Topology, layers: Iterable[QLinear]) -> dict[nn.Module, list[QLinear]]:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.errors import CheckpointError, ConfigError
-from tests.distributed.models import build, train
+from tests.distributed.models import build, micro_batch, train
 
 
 def _said(gradients):
@@ -42,6 +42,63 @@ def test_describe_says_what_travels(ranks):
     assert ranks(1)(_said, "fp8")[0][:2] == ([""] * 4, [""] * 4)  # one rank sends nothing
 
 
+def _gradients(model):
+    (model(micro_batch(0, dist.get_rank())[0]) ** 2).sum().backward()
+    return [getattr(each.grad, "full_tensor", lambda grad=each.grad: grad)() for each in model.parameters()]
+
+
+def _anew(wrap, *options):
+    """Gradients of a model that was distributed with each of the options, one after the other, and trained in between."""
+    model = build("fp8-current")
+    model = DistributedDataParallel(model) if wrap == "ddp" else [fully_shard(each) for each in (*model, model)][-1]
+    for each in options:
+        model.zero_grad()
+        found = _gradients(ng.distribute(model, **each))
+    return found
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_model_that_is_distributed_anew_has_nothing_of_before(ranks, wrap):
+    narrow, plain = {"gradients": "fp8", "reduce": "sum"}, {}
+    for first, then in ((narrow, plain), (plain, narrow), ({"reduce": "sum"}, plain)):
+        again, once = ranks(2)(_anew, wrap, first, then), ranks(2)(_anew, wrap, then)
+        assert all(map(torch.equal, again[1], once[1]))
+
+
+def _codes_no_more(trains):
+    model = build("fp8-current")
+    for each in (*model, model):
+        fully_shard(each)
+    ng.distribute(model, weights="codes")
+    if trains:
+        _gradients(model)
+    try:
+        ng.distribute(model)
+    except ConfigError as error:
+        return str(error)
+    model.zero_grad()
+    return all(map(torch.equal, _gradients(model), _anew("fsdp", {})))
+
+
+def test_weights_go_back_from_codes_before_any_travelled(ranks):
+    assert ranks(2)(_codes_no_more, False) == [True, True]
+    for said in ranks(2)(_codes_no_more, True):
+        assert "weight of '0.up' has travelled as codes" in said and 'weights="codes"' in said
+
+
+def _compiled():
+    try:
+        ng.distribute(torch.compile(DistributedDataParallel(build("fp8-current"))))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_around_a_ddp_is_told_to_pass_it(ranks):
+    for said in ranks(2)(_compiled):
+        assert "this OptimizedModule has a DistributedDataParallel inside. Pass that one to distribute" in said
+
+
 def _refusal(options):
     try:
         ng.distribute(DistributedDataParallel(build(options.pop("recipe", "fp8-current"))), **options)
@@ -59,6 +116,8 @@ def _refusals(per_rank):
     [
         ([{"recipe": "int8"}, {}], "ranks differ in layers and their recipes: '0.up: int8 ("),
         ([{"seed": 1}, {"seed": 2}], "ranks have seeds [1, 2]"),
+        ([{"weights": "8bit"}, {}], "rank 0: distribute: weights is '8bit'; choose one of 16bit, codes."),
+        ([{}, {"replicas": 3}], "rank 1: distribute: replicas"),
         ([{"weights": "8bit"}] * 2, "weights is '8bit'; choose one of 16bit, codes."),
         ([{"gradients": "fp8"}, {}], "ranks differ in gradients: 'fp8' on rank 0; '16bit' on rank 1"),
         ([{"activations": "fp8"}] * 2, "no module was parallelised by GatherInput or RowwiseParallel"),

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from narrowgauge import recipes
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, PeerError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import parallel_syntax
@@ -265,6 +265,34 @@ def test_one_process_refuses_two(make):
 def test_a_batch_that_ranks_cannot_share_is_refused(ranks, make):  # noqa: F811
     said = sorted(ranks(2)(trained, make(batch_size=3)))
     assert "batch_size = 3: must be a multiple of 2, the micro-batches of 2 ranks" in "".join(said)
+
+
+def joined(monkeypatch, **variables):
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **variables}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with Ranks.join("cpu", 1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "first"}, "RANK = 'first' in the environment: is no whole number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE = ''"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK = '-1'"),
+        ({"MASTER_PORT": "auto"}, "MASTER_PORT = 'auto'"),
+        ({"RANK": "2"}, "RANK = 2, WORLD_SIZE = 2: ranks count from 0"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_set_is_refused(monkeypatch, variables, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        joined(monkeypatch, **variables)
+
+
+def test_ranks_that_never_come_are_told_within_the_time_out(monkeypatch):
+    with pytest.raises(PeerError, match=r"rank 0 of 2 did not meet the others at 127\.0\.0\.1:0 .* within 1 s"):
+        joined(monkeypatch)
 
 
 # --- under torchrun

@@ -73,17 +73,16 @@ class Ranks:
         if not under_torchrun():
             yield cls()
             return
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local, limit = _number("LOCAL_RANK", "0"), timedelta(seconds=timeout_s)
         uses_cuda = device != "cpu" and torch.cuda.is_available()
         if uses_cuda:
             torch.cuda.set_device(_own_device(device, local))
-        limit = timedelta(seconds=timeout_s)
         store, rank, world = _met(limit)
         backend = "cpu:gloo,cuda:nccl" if uses_cuda else "gloo"
         own = PrefixStore("group", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=limit)
         ranks = cls(rank, world, local, PrefixStore("run", store), timeout_s)
         with ranks.ending_together():
+            dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=limit)
             yield ranks
         dist.destroy_process_group()
 
@@ -225,7 +224,7 @@ class Ranks:
             return PeerError(
                 f"{self.place}: the store of torchrun is gone, and another rank with it: {first_line} {AGAIN}"
             )
-        hung = "imed out" in str(error)
+        hung = re.search("imed out|timeout", str(error)) is not None
         if missing:
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
             did = (
@@ -275,14 +274,38 @@ def _own_device(device: str, local: int) -> int:
 
 
 def _met(limit: timedelta) -> tuple[Any, int, int]:
-    """(store, rank, ranks). torchrun may keep the store from start to start, so each start has names of its own in it."""
-    store, rank, world = next(rendezvous("env://", timeout=limit))
+    """(store, rank, ranks). torchrun may keep the store from start to start, so each start has names of its own in it.
+
+    Raises ConfigError for variables that are no numbers of ranks, PeerError where too few ranks come.
+    """
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= world:
+        raise ConfigError(f"RANK = {rank}, WORLD_SIZE = {world}: ranks count from 0. Start the run with torchrun.")
+    _number("MASTER_PORT")
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+    except (RuntimeError, ValueError, OSError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+        raise PeerError(
+            f"rank {rank} of {world} did not meet the others at {place} within {limit.total_seconds():g} s (timeout_s): "
+            f"{str(error).strip().splitlines()[0][:200]} Start all ranks, with the same address."
+        ) from error
     return PrefixStore(f"narrowgauge-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{world}", store), rank, world
+
+
+def _number(name: str, default: str = "") -> int:
+    """Of a variable that torchrun sets."""
+    text = os.environ.get(name, default)
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise ConfigError(
+            f"{name} = {text!r} in the environment: is no whole number. Start the run with torchrun, which sets it."
+        )
+    return int(text)
 
 
 def failed_before(error: NarrowgaugeError) -> bool:
     """Whether another rank has failed already, of an error before this rank joined the others; tells them of it."""
-    with contextlib.suppress(RuntimeError, ValueError, StopIteration):
+    with contextlib.suppress(RuntimeError, ValueError, StopIteration, NarrowgaugeError):
         store, rank, world = _met(timedelta(seconds=10))
         return not Ranks(rank, world, store=PrefixStore("run", store))._fails(error.exit_code, str(error))
     return False
