@@ -142,3 +142,9 @@ def test_second_moments_of_8_bit_floats_are_looked_at():
     assert list(state._impossible_tensors({"state.0.exp_avg_sq": squares})) == [
         "state.0.exp_avg_sq holds -2, and is never negative"
     ]
+
+
+@pytest.mark.parametrize(("scale", "fits"), [(2.0**-149, True), (2.0**127, True), (2.0**128, False), (0.0, False)])
+def test_the_scale_of_a_loss_scaler_is_a_number_of_float32(scale, fits):
+    own = torch.amp.GradScaler("cpu").state_dict()
+    assert (list(state._impossible_scaler(own, {**own, "scale": scale})) == []) is fits
