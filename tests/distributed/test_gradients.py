@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -414,9 +415,9 @@ def _refused(make: Callable[[], Any]) -> str:
     return "nothing was refused"
 
 
-def _twice() -> None:
+def _beside_another_hook() -> None:
     parallel = DistributedDataParallel(model())
-    install(parallel, gradients="fp8")
+    parallel.register_comm_hook(None, allreduce_hook)
     install(parallel, gradients="fp8")
 
 
@@ -433,7 +434,7 @@ def _foreign_mesh() -> None:
 
 
 def test_what_cannot_be_is_refused_in_sentences_on_every_rank(ranks):
-    assert all("refuses a communication hook: " in words for words in ranks(2)(_refused, _twice))
+    assert all("refuses a communication hook: " in words for words in ranks(2)(_refused, _beside_another_hook))
     assert all("layers.0" in words or "embed" in words for words in ranks(4)(_refused, _sharded_over_all))
     assert all("has the ranks [0, 1, 2, 3], but the model's group has" in w for w in ranks(4)(_refused, _foreign_mesh))
     with pytest.raises(ConfigError, match=r"Model is neither DistributedDataParallel nor has modules of FSDP2"):
