@@ -2,9 +2,9 @@
 
 The first step has no moments and no casts of weights yet; the second is what every later one is like. Phases of a step:
 
-    forward K, forward K end       the block number K, and what follows it
-    backward K, backward K end     from the gradient of its output to that of its input
-    loss, backward, step           the rest
+    forward, forward K, forward K end, head      before the blocks, the block number K, what follows it, what follows the last one
+    backward, backward K                         of the head, and from the gradient of a block's output on
+    step                                         clipping, the optimizer, `advance`
 
 Parts of what is alive: weights, gradients, states (the optimizer's), codes (casts of weights that are kept), saved (made in a forward
 pass and alive at its end, for backward), head (that, behind the last block: logits and what the loss keeps), batch, and transient.

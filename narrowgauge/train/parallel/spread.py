@@ -213,9 +213,13 @@ def _sum_within_blocks(model: nn.Module) -> None:
 
     All blocks of a decoder read the encoder's output, in two products each. fully_shard puts an autograd function of its own around
     the inputs of a block (RegisterPostBackwardFunction), so the sum there is (k1 + v1) + (k0 + v0), and without it
-    ((k1 + v1) + k0) + v0: other last bits.
+    ((k1 + v1) + k0) + v0: other last bits. Where no stack has two blocks there is one order alone.
     """
-    for block in find_blocks(model, verb="parallel").values():
+    try:
+        blocks = find_blocks(model, verb="parallel")
+    except ConfigError:
+        return
+    for block in blocks.values():
         block.register_forward_pre_hook(_own_inputs, with_kwargs=True)
 
 

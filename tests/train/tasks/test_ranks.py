@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.train import loop
+from narrowgauge.train.parallel import spread
 from tests.distributed.conftest import ranks  # noqa: F401
 from tests.selection import quick
 from tests.train import tiny
@@ -70,3 +71,14 @@ def test_a_task_on_two_ranks_that_share_products_learns_as_one_process_does(rank
     ours, theirs = ([event["loss"] for event in tiny.events(Path(each.output), "eval")] for each in (config, reference))
     assert ours == pytest.approx(theirs, rel=2e-2)
     assert (Path(config.output) / "final" / "model.safetensors").exists()
+
+
+def test_an_encoder_decoder_of_one_block_each_trains():
+    """It has no stack of blocks in which gradients could be summed in another order."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "vocab_size": 64}
+    for layers in (1, 2):
+        config = transformers.T5Config(num_layers=layers, num_decoder_layers=layers, **sizes)
+        model = transformers.T5ForConditionalGeneration(config)
+        spread._sum_within_blocks(model)
+        assert sum(bool(module._forward_pre_hooks) for module in model.modules()) == (0 if layers == 1 else 4)
