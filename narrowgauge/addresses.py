@@ -16,7 +16,7 @@ knows to be zero (that of `sgn`) has none.
     holds_numbers   whether there is data to look at
     cached      keeps constants, but never fake ones
     own         gives a tensor a memory of its own on the CPU, to be written to a file
-    rehearsal   a step of fake tensors that is only counted: kernels allocate what they return, and none runs
+    dry_run     a step of fake tensors that is only counted: kernels allocate what they return, and none runs
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ _PLAIN = Tensor.__torch_dispatch__
 _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional: not what users define
 
 
-_REHEARSAL: ContextVar[Any] = ContextVar("narrowgauge_rehearsal", default=None)
+_DRY_RUN: ContextVar[Any] = ContextVar("narrowgauge_dry_run", default=None)
 
 
 @contextmanager
-def rehearsal(device: Any) -> Iterator[None]:
+def dry_run(device: Any) -> Iterator[None]:
     """For a step of fake tensors that is counted: they count as tensors on `device` (an `ops.registry.Device`), whatever they say.
 
     Kernels are chosen as on that device, allocate what they return, and run nothing.
     """
-    token = _REHEARSAL.set(device)
+    token = _DRY_RUN.set(device)
     try:
         yield
     finally:
-        _REHEARSAL.reset(token)
+        _DRY_RUN.reset(token)
 
 
-def rehearsed_on() -> Any:
-    """The device of the rehearsal that is going on, or None."""
-    return _REHEARSAL.get()
+def dry_run_on() -> Any:
+    """The device of the dry run that is going on, or None."""
+    return _DRY_RUN.get()
 
 
 def number(x: Tensor) -> float:
-    """What x [1] holds, for a kernel that takes it by value; of a fake one, in a rehearsal, any."""
-    return float(x) if rehearsed_on() is None else 1.0
+    """What x [1] holds, for a kernel that takes it by value; of a fake one, in a dry run, any."""
+    return float(x) if dry_run_on() is None else 1.0
 
 
 def wrapper(*tensors: Tensor | None) -> str:
@@ -93,7 +93,7 @@ def wrapper(*tensors: Tensor | None) -> str:
 
 def refuse_wrappers(*tensors: object) -> None:
     """Raises BackendError for what `address` refuses. For a kernel whose launcher takes the addresses itself."""
-    if rehearsed_on() is not None:
+    if dry_run_on() is not None:
         return
     for x in tensors:
         if isinstance(x, Tensor) and (type(x).__torch_dispatch__ is not _PLAIN or x.is_neg() or x._is_zerotensor()):
@@ -105,7 +105,7 @@ def address(x: Tensor | None) -> int:
     if x is None:
         return 0
     found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
-    if (found == 0 or x.is_neg()) and x.numel() and rehearsed_on() is None:
+    if (found == 0 or x.is_neg()) and x.numel() and dry_run_on() is None:
         why = "whose memory holds the negatives of its numbers" if found else "whose memory is elsewhere"
         raise BackendError(
             f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, {why}. "
@@ -139,10 +139,10 @@ def cached(build: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def identity(x: Tensor) -> int:
-    """x's address; of a wrapper the object's own identity, in a rehearsal that of the memory that it stands for."""
+    """x's address; of a wrapper the object's own identity, in a dry run that of the memory that it stands for."""
     if type(x).__torch_dispatch__ is _PLAIN:
         return x.data_ptr()
-    return id(x) if rehearsed_on() is None else x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
+    return id(x) if dry_run_on() is None else x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
 
 
 Key = tuple[Any, ...]

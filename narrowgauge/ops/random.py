@@ -24,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import cached, rehearsed_on, wrapper
+from narrowgauge.addresses import cached, dry_run_on, wrapper
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import refuse as refuse_triton
 
@@ -97,16 +97,16 @@ def reference(
 def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = None, *names: str) -> Key | Tensor:
     """Noise for a tensor of `shape` on `device`: from torch's generator, or the draw of a stream with these names (role, which)."""
     facts = device_facts(device.type, device.index)
-    rehearsed = not torch.compiler.is_compiling() and rehearsed_on() is not None
+    is_dry_run = not torch.compiler.is_compiling() and dry_run_on() is not None
     cuda = facts.type == "cuda" and refuse_triton("cuda", facts.capability) is None
     if stream is not None and not torch.compiler.is_compiling():
         key = stream.key(*names)
-        return key if (cuda or facts.type == "cpu") and (rehearsed or not wrapper()) else key.uniform(shape).to(device)
-    if wrapper() and not rehearsed:  # a key that is fake has no numbers
+        return key if (cuda or facts.type == "cpu") and (is_dry_run or not wrapper()) else key.uniform(shape).to(device)
+    if wrapper() and not is_dry_run:  # a key that is fake has no numbers
         return torch.rand(shape, dtype=torch.float32, device=device)
     if cuda:
         return Key(torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device))
-    if rehearsed and facts.type == "cpu":
+    if is_dry_run and facts.type == "cpu":
         return Key((0, 0))
     if facts.type != "cpu" or torch.compiler.is_compiling():
         return torch.rand(shape, dtype=torch.float32, device=device)

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import rehearsed_on, wrapper
+from narrowgauge.addresses import dry_run_on, wrapper
 from narrowgauge.errors import BackendError, closest
 from narrowgauge.recipe import Cast
 
@@ -79,8 +79,8 @@ def constant_while_compiling(function: Callable[..., Any]) -> Callable[..., Any]
 @constant_while_compiling
 def device_facts(device_type: str, index: int | None) -> Device:
     """The Device behind a torch.device."""
-    if (rehearsed := rehearsed_on()) is not None:
-        return rehearsed
+    if (pretended := dry_run_on()) is not None:
+        return pretended
     if device_type == "cuda" and torch.version.hip is None:
         return cuda_facts(index)
     if device_type == "cpu":
@@ -95,7 +95,7 @@ def device_of(x: Tensor, *others: Tensor | None) -> Device:
 
 def facts_of(device: torch.device, hidden_by: str) -> Device:
     """The Device behind a torch.device, of tensors that are hidden by a wrapper or, with "", plain."""
-    if not hidden_by or rehearsed_on() is not None:
+    if not hidden_by or dry_run_on() is not None:
         return device_facts(device.type, device.index)
     if device.type == "cuda" and not torch.cuda.is_available():  # fake tensors may name devices that are not here
         return Device("cuda", wrapper=hidden_by)

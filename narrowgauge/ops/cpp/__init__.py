@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import address, rehearsed_on
+from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Refusal
 
@@ -57,7 +57,7 @@ class Library:
         """NAME over all rows, on as many threads as the elements are worth. Tensors are given by their addresses."""
         from narrowgauge.ops.cpp.build import in_shares, parts
 
-        if rehearsed_on() is not None:
+        if dry_run_on() is not None:
             return
         function = getattr(self.loaded, f"narrowgauge_{name}")
         values = [address(each) if each is None or isinstance(each, Tensor) else each for each in given]

@@ -24,7 +24,7 @@ from importlib import metadata
 
 import torch
 
-from narrowgauge.addresses import rehearsed_on
+from narrowgauge.addresses import dry_run_on
 from narrowgauge.ops.registry import Device, Refusal, constant_while_compiling
 
 OLDEST = (3, 6)  # what torch 2.11, the oldest that is supported, comes with
@@ -44,7 +44,7 @@ def refuse(device: str, capability: tuple[int, int]) -> Refusal | None:
         return Refusal("capability", "written for NVIDIA GPUs")
     if capability < LEAST_CAPABILITY:
         return Refusal("capability", f"compute capability {_dotted(capability)}, needs {_dotted(LEAST_CAPABILITY)}")
-    missing = "" if rehearsed_on() is not None else unavailable()  # what that device's machine has is not known here
+    missing = "" if dry_run_on() is not None else unavailable()  # what that device's machine has is not known here
     return Refusal("toolchain", missing) if missing else None
 
 

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-from narrowgauge.addresses import address, rehearsed_on
+from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 from narrowgauge.optim import masters, rules
@@ -61,7 +61,7 @@ def refuse() -> str:
 
 def step(param_steps: Sequence[ParamStep]) -> None:
     """All steps, on as many threads as torch uses. Raises BackendError if there is no compiler."""
-    if rehearsed_on() is not None:
+    if dry_run_on() is not None:
         return
     library = _library()
     param_steps = [each for each in param_steps if each.elements]
