@@ -44,9 +44,11 @@ def build(
     """
     precision = precisions.get(config.precision)
     seed_all(config.seed)
-    model = make().to(device).train()
+    model = make().train()
     for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
         parameter.data = parameter.data.to(precision.weights)
+    if device.type != "cpu":
+        model.to(device)  # now: a GPU that holds the weights in 16 bits may not hold them in 32
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     # else there is nothing to convert, and a model needs no Linear
