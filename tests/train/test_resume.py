@@ -60,7 +60,10 @@ OPTIMIZERS = [
 ]
 
 
-OTHERS = [{"loss": "slices", "precision": "bf16-o2", "keep_float32": "norms,lm_head"}, {"loss": "whole"}]
+OTHERS = [
+    {"states": "8bit", "loss": "slices", "precision": "bf16-o2", "keep_float32": "norms,lm_head"},
+    {"states": "8bit", "loss": "whole"},
+]
 
 
 @pytest.mark.parametrize("settings", quick([*OPTIMIZERS[1:3], OTHERS[0]], OPTIMIZERS + OTHERS), ids=str)
