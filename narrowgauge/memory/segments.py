@@ -29,12 +29,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from narrowgauge.addresses import Key, validity
 from narrowgauge.errors import ConfigError
+from narrowgauge.memory.blocks import is_compiled
 from narrowgauge.memory.generators import Surroundings
 
 
@@ -73,10 +75,17 @@ class SegmentMember:
         self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What `forward` returns, of which backward keeps how it was called."""
-        if torch.compiler.is_compiling():
+        return self._eagerly(torch.compiler.is_compiling(), block, forward, args, kwargs)
+
+    @_disable_dynamo
+    def _eagerly(
+        self, is_traced: bool, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
+        """Between two graphs of a compiled model."""
+        if is_traced and not is_compiled(block):
             raise ConfigError(
-                f"checkpoint: {self.name} is in a segment of blocks, which compiled code of a whole model cannot repeat block by block. "
-                "Compile each block instead, block.forward = torch.compile(block.forward), before `checkpoint`; or take 'full' or 'selective'."
+                f"checkpoint: {self.name} is in a segment of blocks, which code compiled for a whole model cannot repeat one by one. "
+                "Call narrowgauge.memory.compile_blocks(model) before `checkpoint`, which compiles each; or take 'full' or 'selective'."
             )
         previous = self.before.last() if self.before is not None else None
         call = Call(block, forward, args, kwargs, previous)

@@ -18,14 +18,18 @@ from narrowgauge.plan.moments import Moment, in_order
 
 FEW, MORE = 3, 4  # layers that are counted
 _OF_BLOCK = re.compile(r"(forward|backward) (\d+)( end)?")
-Place = tuple[str, int]  # the phase with # for its block; the block from the start (0, 1) or, below 0, from the end (-1, -2)
+Place = tuple[
+    str, int
+]  # the phase with # for its block; the block from the start (0, 1) or, below 0, from the end (-1, -2)
 
 
 def extrapolated(few: list[Moment], more: list[Moment], layers: int) -> list[Moment]:
     """The moments of a model of `layers` blocks; those of blocks in the middle lie on the line between their neighbours'."""
     found = []
     for (_, first), (_, second) in zip(in_order(few), in_order(more), strict=True):
-        at = {place: _on_line(each, by_place(second, MORE)[place], layers) for place, each in by_place(first, FEW).items()}
+        at = {
+            place: _on_line(each, by_place(second, MORE)[place], layers) for place, each in by_place(first, FEW).items()
+        }
         for place in _order(second, layers):
             found.append(_renamed(at, place, layers))
     return found
