@@ -1,4 +1,4 @@
-"""What a step is made of, for a run (`trainer`) and for the plan of one (`planning`): the objective of a model, its gradient, the update."""
+"""What a step is made of, for a run (`trainer`) and for the plan of one (`planning`): objective, loss, clipping, update."""
 
 from __future__ import annotations
 

@@ -74,6 +74,14 @@ def layout(text: str, world: int) -> Layout:
     return Layout(**sizes)
 
 
+def named(text: str) -> Layout:
+    """The sizes for as many ranks as the text names; a key without a number is 1."""
+    sizes, wrong = _read(text)
+    if wrong:
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
+    return Layout(**{key: size or 1 for key, size in sizes.items()})
+
+
 def problems(text: str) -> list[str]:
     """What is wrong with the text whatever the number of ranks, in sentences."""
     return _read(text)[1]
