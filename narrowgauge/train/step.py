@@ -1,4 +1,4 @@
-"""What a step is made of, for a run (`trainer`) and for the plan of one (`planning`): the objective of a model, its gradient, the update."""
+"""What a step is made of, for a run (`trainer`) and for the plan of one (`planning`): objective, gradient, update."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.conversion import advance
 from narrowgauge.optim import Precision
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
@@ -47,12 +46,12 @@ def clipped(config: TrainConfig, model: nn.Module, stages: Any = None) -> Tensor
     return clip_gradients(model.parameters(), config.clip or None, wide=True, stages=stages)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-    """The optimizer's step, and what follows it."""
+def update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, advance: Callable[[], None]) -> None:
+    """The optimizer's step, and what follows it. advance: `narrowgauge.advance` of the model."""
     if scaler:
         scaler.step(optimizer)
         scaler.update()
     else:
         optimizer.step()
-    advance(model)
+    advance()
     optimizer.zero_grad()

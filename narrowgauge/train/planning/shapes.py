@@ -17,7 +17,6 @@ import torch
 
 from narrowgauge import data
 from narrowgauge.data.rows import round_up
-from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM, ModelClass, own_configuration

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.ops.registry import Device
 from narrowgauge.optim import precision as precisions
 from narrowgauge.plan import Step
 from narrowgauge.train import step
@@ -56,28 +55,30 @@ class Source:
             kind = replace(kind, options={**kind.options, **changed})
         return pretrained(config, kind)
 
-    def builder(self, device: Device, layers: int = 0) -> Callable[[], Step]:
-        """Builds the step, on fake tensors that stand for ones on `device`."""
+    def builder(self, layers: int = 0, place: torch.device = HOST, real: bool = False) -> Callable[[], Step]:
+        """Builds the step, on fake tensors or, if `real`, on real ones that lie on `place`."""
         batch = batch_of(self.config, self.task, self.shape)
-        return partial(self._build, device, layers, batch)
+        return partial(self._build, layers, place, real, batch)
 
-    def _build(self, device: Device, layers: int, given: Batch) -> Step:
+    def _build(self, layers: int, place: torch.device, real: bool, given: Batch) -> Step:
         config, task = replace(self.config, compile=False, cuda_graph=False), self.task
         precision = precisions.get(config.precision)
-        model = build(config, partial(self.model, layers), HOST, self.shape.tokens, None)
-        batch = {name: torch.zeros_like(value) for name, value in given.items()}
+        model = build(config, partial(self.model, layers), place, self.shape.tokens, None)
+        batch = {name: value.to(place) if real else torch.zeros_like(value) for name, value in given.items()}
         batch = task.align(batch, model) if isinstance(task, TableTask) else batch
-        notes, objective = step.ready(config, task, model, precision, HOST, lambda: batch, on_gpu=True)
+        _, objective = step.ready(
+            config, task, model, precision, place, lambda: batch, on_gpu=place.type == "cuda" or not real
+        )
         parallel = Parallel(config, model, Ranks(), objective, lambda: batch)
         optimizer = build_optimizer(config, model, precision)
         cast_in_step(self.config, optimizer, model)
 
         def loss() -> Tensor:
-            return step.loss_of(parallel, objective, batch, HOST, precision, 1, True)
+            return step.loss_of(parallel, objective, batch, place, precision, 1, True)
 
         def update() -> None:
             step.clipped(config, model)
-            step.update(model, optimizer, None)
+            step.update(optimizer, None, partial(parallel.advance, model))
 
         parts = min(config.micro_batches, MOST_MICRO_BATCHES)
         return Step(model, loss, update, lambda: _states(optimizer), batch, parts)
