@@ -2,7 +2,7 @@
 
     python -m benchmarks.planned_time            half a minute; rows appended to benchmarks/results/planned_time.jsonl
 
-Steps are counted with 3 and 4 layers, their time is on a line with the number of layers (`Time.deeper`). Published, all of eager mode:
+Steps are counted with 3 and 4 layers, their work lies on a line with the number of layers (`plan.tally`). Published, all of eager mode:
 
     torchtune   README of 2024-11-18, Llama 3.2 3B, packed: 7,075 tokens/s on an A100
     TE          docs/examples/te_llama of TransformerEngine, the baseline without it: Llama 3 8B of transformers, bfloat16, fused AdamW,
@@ -24,14 +24,15 @@ from benchmarks.steps_of_torchtune import Torchtune, torchtune_step
 from narrowgauge.plan import Step, count
 from narrowgauge.plan.cards import Card, card
 from narrowgauge.plan.roofline import Time, time
+from narrowgauge.plan.tally import deeper, tally
 
 FEW = 3
 
 
 def deep(step: Callable[[int], Callable[[], Step]], layers: int, on: Card) -> Time:
     assert on.device is not None
-    few, more = (time(count(step(number), on.device), on) for number in (FEW, FEW + 1))
-    return few.deeper(more, layers - FEW)
+    few, more = (tally(count(step(number), on.device)) for number in (FEW, FEW + 1))
+    return time(deeper(few, more, layers - FEW), on)
 
 
 def llama(run: Run) -> Callable[[int], Callable[[], Step]]:

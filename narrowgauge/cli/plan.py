@@ -52,9 +52,9 @@ def plan(
         if may_be_kept:
             cache.store(question, answer)
     if picture:
-        from narrowgauge.train.planning import command
+        from narrowgauge.report.memory_picture import draw
 
-        command.draw(answer, Path(picture))
+        draw(answer, Path(picture))
     text = answer.pop("text")
     print(json_format.dumps(answer, indent=2) if json else text)
     return OutOfMemoryError.exit_code if answer["fits"] is False else 0

@@ -18,11 +18,11 @@ sizes, clocks that power limits. So it is what a step takes at least; published 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.plan.cards import Card
-from narrowgauge.plan.count import Count
-from narrowgauge.plan.work import KINDS, Work
+from narrowgauge.plan.tally import KINDS, PHASES, Done, Tally
 
 PRODUCTS, ATTENTION, BYTES = 0.78, 0.5, 0.9
 SUMS = {"fast": 1.0, "split": 1.13, "blocks": 1.22}
@@ -48,8 +48,8 @@ class Time:
     by_phase: dict[str, float]
     host: float
     launches: int
-    flops: int
-    model_flops: int
+    flops: float
+    model_flops: float
 
     @property
     def device(self) -> float:
@@ -72,63 +72,62 @@ class Time:
         """Of the peak in bfloat16, by the model's FLOPs."""
         return self.model_flops / (self.seconds * card.peak["bf16"])
 
-    def deeper(self, more: Time, layers: int) -> Time:
-        """Of a model of so many layers more than this one, of which `more` has one more: all of it lies on a line."""
 
-        def line(a: float, b: float) -> float:
-            return a + layers * (b - a)
-
-        return Time(
-            by_kind={kind: line(each, more.by_kind[kind]) for kind, each in self.by_kind.items()},
-            by_phase={phase: line(each, more.by_phase[phase]) for phase, each in self.by_phase.items()},
-            host=line(self.host, more.host), launches=round(line(self.launches, more.launches)),
-            flops=round(line(self.flops, more.flops)), model_flops=round(line(self.model_flops, more.model_flops)),
-        )  # fmt: skip
-
-
-def time(found: Count, card: Card) -> Time:
-    """The second step of a count on a card. Raises ConfigError for one whose rates are not known, or that has no unit for a product."""
+def time(done: Tally, card: Card) -> Time:
+    """Of a step on a card. Raises ConfigError for one whose rates are not known, or that has no unit for a product."""
     if not card.peak or not card.bandwidth:
         raise ConfigError(
             f"plan: how fast {card.name} is, is not known, so the time of a step is not either. Name a card, as in --card h100."
         )
-    names = [name for _, name in found.trace.phases]
-    second = next(at for at, (place, _) in enumerate(found.trace.phases) if at and place >= found.second)
-    by_kind, by_phase = dict.fromkeys(KINDS, 0.0), {"forward": 0.0, "backward": 0.0, "step": 0.0}
-    host, launches, flops, forward = 0.0, 0, 0, 0
-    for each in found.trace.work:
-        if each.phase < second:
-            continue
-        name = names[each.phase]
-        phase = "forward" if name == "head" else name.split()[0]
-        seconds = _seconds(each, card)
-        by_kind[_kind(each, name)] += seconds
-        by_phase[phase] += seconds
-        host += HOST_KERNEL if each.own else HOST_OPERATOR
-        launches += 1
-        flops += each.flops
-        forward += each.flops if phase == "forward" else 0
+    by_kind, by_phase = dict.fromkeys(KINDS, 0.0), dict.fromkeys(PHASES, 0.0)
+    host, launches, flops, forward = 0.0, 0.0, 0.0, 0.0
+    for each, times in done.items():
+        seconds = times * _seconds(each, card)
+        by_kind[each.kind] += seconds
+        by_phase[each.phase] += seconds
+        host += times * (HOST_KERNEL if each.own else HOST_OPERATOR)
+        launches += times
+        flops += times * each.flops
+        forward += times * each.flops if each.phase == "forward" else 0.0
     return Time(
-        by_kind=by_kind, by_phase=by_phase, host=host, launches=launches, flops=flops, model_flops=min(3 * forward, flops)
+        by_kind=by_kind, by_phase=by_phase, host=host, launches=round(launches), flops=flops, model_flops=min(3 * forward, flops)
     )  # fmt: skip
 
 
-def _seconds(work: Work, card: Card) -> float:
+def _seconds(each: Done, card: Card) -> float:
     compute = 0.0
-    if work.flops:
-        if work.operands not in card.peak:
+    if each.flops:
+        if each.operands not in card.peak:
             raise ConfigError(
-                f"plan: {card.name} has no unit for {work.operation} of {work.operands or 'such'} operands. "
+                f"plan: {card.name} has no unit for {each.operation} of {each.operands or 'such'} operands. "
                 f"It multiplies {', '.join(card.peak)}; choose a recipe of those, or another card."
             )
-        share = ATTENTION if work.kind == "attention" else PRODUCTS / SUMS[work.sums]
-        compute = work.flops / (share * card.peak[work.operands])
-    return max(compute, work.nbytes / (BYTES * card.bandwidth), LAUNCH)
+        share = ATTENTION if each.kind == "attention" else PRODUCTS / SUMS[each.sums]
+        compute = each.flops / (share * card.peak[each.operands])
+    return max(compute, each.nbytes / (BYTES * card.bandwidth), LAUNCH)
 
 
-def _kind(work: Work, phase: str) -> str:
-    if work.kind in ("products", "attention"):
-        return work.kind
-    if phase == "step":
-        return "optimizer"
-    return "loss" if phase in ("head", "backward") and work.kind == "elementwise" else work.kind
+WORDS = {
+    "products": "products", "attention": "attention", "casts": "casts", "elementwise": "norms, activations and the like",
+    "loss": "loss", "optimizer": "update",
+}  # fmt: skip
+
+
+def as_dict(found: Time, card: Card, tokens: int) -> dict[str, Any]:
+    """In JSON's types, with `lines` for people; tokens: of a step, all micro-batches."""
+    low, high = found.likely
+    rate = f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s"
+    bound = "bound by launching, which Python does" if found.is_launch_bound else "bound by the device"
+    most = sorted(found.by_kind, key=lambda kind: -found.by_kind[kind])
+    shares = ", ".join(
+        f"{WORDS[kind]} {100 * found.by_kind[kind] / found.device:.0f} %" for kind in most if found.by_kind[kind]
+    )
+    return {
+        "seconds": found.seconds, "likely_seconds": [low, high], "tokens_per_s": [tokens / high, tokens / low],
+        "device_seconds": found.device, "host_seconds": found.host, "launches": found.launches,
+        "utilisation": found.utilisation(card), "by_kind_seconds": found.by_kind, "by_phase_seconds": found.by_phase,
+        "lines": [
+            f"A step takes {found.seconds:.3g} s at least by roofline, in eager mode, {bound}; likely {low:.2g} to {high:.2g} s, {rate}.",
+            f"Of the device's time: {shares}.",
+        ],
+    }  # fmt: skip

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-KINDS = ("products", "attention", "casts", "elementwise", "loss", "optimizer")
 OPERANDS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float4_e2m1fn_x2: "fp4", torch.uint8: "fp8",
@@ -30,7 +29,7 @@ SETTLES = ("settle_both", "settle_stepped")  # kernels of ours that are handed w
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """operands: what is multiplied, a key of `Card.peak`, or "". own: a kernel of ours.
+    """kind: products, attention, casts or elementwise. operands: what is multiplied, a key of `Card.peak`, or "". own: a kernel of ours.
 
     sums  of products in 8 bits: "fast", "split" where they leave the tensor core early, "blocks" where a scale multiplies each part
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import cpu_facts
 from narrowgauge.plan import Count, Step, count
 from narrowgauge.plan.cards import card, of_memory
-from narrowgauge.plan.roofline import BYTES, LAUNCH, PRODUCTS, SUMS, time
+from narrowgauge.plan.roofline import BYTES, LAUNCH, PRODUCTS, SUMS, as_dict, time
+from narrowgauge.plan.tally import as_rows, deeper, from_rows, repeated, tally
 from narrowgauge.plan.work import Work
 
 H100 = card("h100")
@@ -109,29 +111,38 @@ def test_bytes_that_an_optimizer_reaches_by_address(states, moments):
 def test_time_is_that_of_what_bounds_it():
     found = count(linear("fp8-current"), H100.device)
     flops = 2 * ROWS * WIDTH * OUT
-    whole = time(found, H100)
+    whole = time(tally(found), H100)
     assert whole.by_kind["products"] == pytest.approx(3 * flops * SUMS["split"] / (PRODUCTS * H100.peak["fp8"]))
     (adamw,) = [each for each in second(found) if "adamw" in each.operation]
     assert whole.by_kind["optimizer"] >= adamw.nbytes / (BYTES * H100.bandwidth)
     assert whole.launches * LAUNCH <= whole.device <= whole.seconds == max(whole.device, whole.host)
     assert sum(whole.by_phase.values()) == pytest.approx(whole.device) and whole.flops == 3 * flops == whole.model_flops
     twice = replace(H100, bandwidth=H100.bandwidth / 2, peak={kind: rate / 2 for kind, rate in H100.peak.items()})
-    assert time(found, twice).device <= 2 * whole.device
+    assert time(tally(found), twice).device <= 2 * whole.device
 
 
 def test_a_small_step_is_bound_by_its_launches():
     found = count(linear("fp8-current"), H100.device)
     fast = replace(H100, bandwidth=1e18, peak=dict.fromkeys(H100.peak, 1e24))
-    whole = time(found, fast)
+    whole = time(tally(found), fast)
     assert whole.is_launch_bound and whole.device == pytest.approx(whole.launches * LAUNCH)
+
+
+def test_an_answer_of_it():
+    found = time(tally(count(linear("fp8-current"), H100.device)), H100)
+    answer = as_dict(found, H100, tokens=ROWS)
+    low, high = answer["likely_seconds"]
+    assert found.seconds < low < high and answer["tokens_per_s"] == [ROWS / high, ROWS / low]
+    assert f"{found.seconds:.3g} s at least" in answer["lines"][0] and "products" in answer["lines"][1]
+    assert json.loads(json.dumps(answer)) == answer
 
 
 def test_what_cannot_be_timed():
     found = count(linear("fp8-current"), H100.device)
     with pytest.raises(ConfigError, match="Name a card"):
-        time(found, of_memory("24GiB"))
+        time(tally(found), of_memory("24GiB"))
     with pytest.raises(ConfigError, match="no unit for _scaled_mm of fp8"):
-        time(found, card("a100"))
+        time(tally(found), card("a100"))
 
 
 @pytest.mark.slow
@@ -149,9 +160,18 @@ def test_a_deep_model_lies_on_a_line():
 
     def at(layers: int):
         run = Run(recipe="fp8-current", tokens=512, model=sizes | {"num_hidden_layers": layers})
-        return time(count(llama_step(run), H100.device), H100)
+        return tally(count(llama_step(run), H100.device))
 
     few, more, deep = (at(layers) for layers in (3, 4, 6))
-    found = few.deeper(more, 3)
+    found = deeper(few, more, 3)
+    assert from_rows(as_rows(found)) == found
+    found, deep = time(found, H100), time(deep, H100)
     assert found.launches == deep.launches and found.flops == deep.flops and found.device == pytest.approx(deep.device)
     assert found.by_kind == pytest.approx(deep.by_kind) and found.host == pytest.approx(deep.host)
+
+
+def test_more_micro_batches_repeat_all_but_the_update():
+    done = tally(count(linear("fp8-current"), H100.device))
+    once, four = time(done, H100), time(repeated(done, 4), H100)
+    assert four.by_phase["step"] == once.by_phase["step"]
+    assert four.by_phase["backward"] == pytest.approx(4 * once.by_phase["backward"])

@@ -12,13 +12,16 @@ from typing import Any
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Device
+from narrowgauge.plan import roofline
 from narrowgauge.plan.cards import Card
 from narrowgauge.plan.forecast import Forecast
+from narrowgauge.plan.tally import repeated
 from narrowgauge.plan.text import gib
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
+from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, Technique, lines
 
 KEPT_FREE = 0.02  # of what a card can give: for what lies between segments, and kernels' workspaces
@@ -29,16 +32,19 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of a card, or none that is known."""
+    """The memory of a card, or none that is known. card: with its rates, where they are."""
 
     name: str
     memory: int
     usable: int
     device: Device
+    card: Card | None = None
 
     @classmethod
     def of(cls, card: Card, stand_in: Device) -> Room:
-        return cls(card.name, card.memory, card.usable, card.device or stand_in)
+        return cls(
+            card.name, card.memory, card.usable, card.device or stand_in, card if card.device and card.peak else None
+        )
 
     def fits(self, found: Forecast) -> bool:
         return found.allocated * (1 + max(found.allocated_error, KEPT_FREE)) <= self.usable
@@ -80,6 +86,8 @@ class Answers:
             "fits": room.fits(found) if room.usable else None,
             "verdict": room.verdict(found),
         }
+        if room.card is not None and config.parallel == "":
+            answer["time"] = self.time(found, shape, room.card)
         if room.usable:
             answer["largest"] = self.largest_batch(shape)
             if not room.fits(found):
@@ -89,6 +97,12 @@ class Answers:
         if table:
             answer["table"] = list(self.table(found))
         return answer
+
+    def time(self, found: Forecast, shape: Shape, card: Card) -> dict[str, Any]:
+        """Of a step by roofline; of one process: messages are not counted."""
+        parts = self.config.micro_batches
+        done = repeated(found.work, parts / min(parts, MOST_MICRO_BATCHES))
+        return roofline.as_dict(roofline.time(done, card), card, shape.rows * shape.width * parts)
 
     def largest_batch(self, shape: Shape) -> dict[str, int]:
         """The most rows of a micro-batch that fit, other settings as they are; 0 if not even one does.
