@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.conversion import advance
 from narrowgauge.optim import Precision
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
@@ -47,7 +46,12 @@ def clipped(config: TrainConfig, model: nn.Module, stages: Any = None) -> Tensor
     return clip_gradients(model.parameters(), config.clip or None, wide=True, stages=stages)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+def update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    advance: Callable[[nn.Module], None],
+) -> None:
     """The optimizer's step, and what follows it."""
     if scaler:
         scaler.step(optimizer)

@@ -82,6 +82,11 @@ def named(text: str) -> Layout:
     return Layout(**{key: size or 1 for key, size in sizes.items()})
 
 
+def names(text: str, key: str) -> bool:
+    """Whether the text asks for more than one rank along `key`, or for those that are left."""
+    return _read(text)[0].get(key, 1) != 1
+
+
 def problems(text: str) -> list[str]:
     """What is wrong with the text whatever the number of ranks, in sentences."""
     return _read(text)[1]

@@ -12,6 +12,7 @@ from narrowgauge.plan.text import rendered
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning.answer import Answers, Room
 from narrowgauge.train.planning.counts import Counts
+from narrowgauge.train.planning.measured import measured
 
 HOPPER = CARDS["h100"].device
 
@@ -23,8 +24,6 @@ def answered(
     room = room_of(config, card_name, memory)
     answer = Answers(config, room, Counts(room.device, full)).answer(table)
     if measure:
-        from narrowgauge.train.planning.measured import measured
-
         answer["measured"] = measured(config)
     answer["text"] = rendered(answer)
     return answer
