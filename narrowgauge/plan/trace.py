@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.addresses import dry_run
 from narrowgauge.ops.registry import Device
-from narrowgauge.plan.autocast import widened
+from narrowgauge.plan.autocast import narrowed, widened
 
 
 @dataclass
@@ -132,6 +132,7 @@ class _OnDevice(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
+            args, kwargs = narrowed(args, kwargs)
             return self.attention(*args, **kwargs)
         if func is Tensor.backward:  # a mode is off within a function that it sees, and checkpointing computes there
             with self:
