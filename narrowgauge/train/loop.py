@@ -18,6 +18,7 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import (
     keep_freed_memory,
+    peak_bytes,
     refuse_without_compiler,
     reset_peak,
     use_own_caches,
@@ -27,6 +28,7 @@ from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.checkpoints import trained_weights
 from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
 from narrowgauge.train.parallel.spread import shared
+from narrowgauge.train.planning import of_run
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TASKS, TrainTask
@@ -171,6 +173,8 @@ def _train_and_log(
                 folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
+            if line := of_run.last_line(memory_plan, peak_bytes(trainer.device) if has_own_peak else 0, trainer.device):
+                show.say(line)
             if reason == "finished":
                 weights = trained_weights(trainer.model, trainer.best)
                 ranks.first(
