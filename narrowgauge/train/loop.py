@@ -163,9 +163,13 @@ def _train_and_log(
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
+            memory_plan = ranks.first(lambda: of_run.planned(config, device, trainer.feed.probe())) or {}
             known = run_metadata.of_run(trainer) | {"freed_memory": freed_memory}
+            known |= {"planned": memory_plan} if memory_plan else {}
             folder.write_run(known)
             run_metadata.announce(trainer, show, is_first)
+            if line := of_run.first_line(memory_plan):
+                show.say(line)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
@@ -173,7 +177,7 @@ def _train_and_log(
                 folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
-            if line := of_run.last_line(memory_plan, peak_bytes(trainer.device) if has_own_peak else 0, trainer.device):
+            if line := of_run.last_line(memory_plan, peak_bytes(device) if has_own_peak else 0, device):
                 show.say(line)
             if reason == "finished":
                 weights = trained_weights(trainer.model, trainer.best)

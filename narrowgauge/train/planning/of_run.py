@@ -21,10 +21,10 @@ from narrowgauge.train.planning.shapes import Shape
 
 
 def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str, Any]:
-    """For run.json: `allocated_bytes`, `reserved_bytes`, `allocated_error`, `usable_bytes`, `peak`, `counted`; `reason` where it is
-    not planned, a clause; {} where nobody asked. Whatever goes wrong in it, the run goes on.
+    """For run.json; {} where nobody asked. Whatever goes wrong in it, the run goes on.
 
     probe  the largest micro-batch of the first step
+    ->     allocated_bytes, allocated_error, reserved_bytes, reserved_error, usable_bytes, peak, counted; or the `reason` why not
     """
     if config.plan == "never" or (config.plan == "auto" and device.type != "cuda"):
         return {}
