@@ -7,7 +7,7 @@ themselves are in linear_function.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.nn.caches import PrecastSource, SharedInputs, WeightCache
+from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
@@ -100,6 +100,7 @@ class QLinear(nn.Linear):
         self.gathered: Any = None  # the weight as the codes that ranks sent (distributed.weights.GatheredWeight)
         self.warned_of_ranks = False
         self.weight_codes: WeightCodes = "auto"  # see `recasts`
+        self.reads_last = False  # whether nobody read its last input after it
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
         self._written = (0, 0)
@@ -235,10 +236,16 @@ class QLinear(nn.Linear):
 
             local = Locals(x, weight, bias, None if torch.compiler.is_compiling() else self._any_state())
             x, weight, bias, owner = local.x, local.weight, local.bias, local.owner
-        context = self.context(x, self._cache if torch.is_grad_enabled() else None)
+        context, inputs = self.context(x, self._cache if torch.is_grad_enabled() else None), None
         if not torch.compiler.is_compiling():
             if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self, owner)) is not None:
                 context.sources["x"] = [inputs]
+            if (window := self.window("x")) is not None:
+                context.x_window = self._window_key(window, inputs)
+            if context.grads and self._recipe.save == "quantized" and self.recasts:
+                from narrowgauge.nn.kept_inputs import stays  # where codes of an input are kept
+
+                context.x_stays = stays(x)
             if context.grads and self.training and (self.scaling or self.steps or self.sampling):
                 self.step_ended = False
                 self._expect_advance(weight)
@@ -248,6 +255,15 @@ class QLinear(nn.Linear):
             return y if local is None else local.wrap(y)
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
+            if inputs is not None:
+                inputs.was_read(self)
+
+    def _window_key(self, window: AmaxHistory, inputs: InputCasts | None) -> Hashable:
+        """See `LinearContext.x_window`. From now on the window has seen the input."""
+        lineage, groups = window.lineage(), () if self.peers is None else tuple(map(id, self.peers.groups))
+        if self.training:
+            window.saw(next(NUMBERS) if inputs is None else inputs.number)
+        return None if inputs is None or lineage is None else (lineage, groups)
 
     @_disable_dynamo
     def _forward_eagerly(self, x: Tensor) -> Tensor:
