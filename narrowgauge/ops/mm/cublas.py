@@ -36,7 +36,7 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
 from narrowgauge.qtensor import QTensor
-from narrowgauge.scaling import WHOLE
+from narrowgauge.scaling import WHOLE, to_exponents
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
@@ -155,5 +155,4 @@ def swizzled(scale: Tensor) -> Tensor:
 
 def to_e8m0(scale: Tensor) -> Tensor:
     """Powers of two, 2**-126 to 2**127, or NaN, float32 -> float8_e8m0fnu of the same shape: the exponent bits as they are."""
-    exponents = (scale.contiguous().view(torch.int32) >> 23) & 0xFF  # NaN has 0xFF there, which is E8M0's NaN
-    return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return to_exponents(scale).view(torch.float8_e8m0fnu)
