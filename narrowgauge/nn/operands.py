@@ -22,7 +22,7 @@ from narrowgauge.ops.quantize import dequantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Hadamard, Window
-from narrowgauge.scaling import WHOLE
+from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key, Stream
@@ -70,6 +70,7 @@ class Casts:
     amax        [1, 1], by which its window had it cast; None without a window
     state       of the window that saw it
     keys        (w) of the random numbers of its rows and cols, so that they can be cast again to the same bits
+    kept        (of x) what backward keeps of cols, the same tensors for all layers that share them
     codes       of a straight-through operand, with what backward keeps of them (straight_through.Coded)
     """
 
@@ -78,6 +79,7 @@ class Casts:
     amax: Tensor | None = None
     state: Tensor | None = None
     keys: dict[str, Any] = field(default_factory=dict)
+    kept: Saved | None = None
     codes: Any = None
 
     @property
@@ -262,7 +264,7 @@ class Operand:
     @property
     def keeps_codes(self) -> bool:
         """(x) whether the codes of x.T are kept for backward instead of x."""
-        return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.x_stays
+        return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.keeps_x
 
     def share_key(self) -> tuple[Any, ...] | None:
         """(x) what layers whose casts of the same tensor are equal have in common; None: nobody else's are."""
@@ -280,6 +282,13 @@ class Operand:
         casts, plan = self.casts, self.plan
         if plan.role != "x" or not self.keeps_codes:
             return casts.amax, self.tensor if plan.role == "w" or self.needs[1] else None
+        if casts.kept is None:
+            casts.kept = self._kept_codes()
+        return casts.amax, *casts.kept
+
+    def _kept_codes(self) -> Saved:
+        """(codes, scale, global scale) of x.T; scales that are powers of two as their exponents, a byte each."""
+        casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
             keeps_values = rows.is_expanded and rows.device.type == "cpu"
@@ -289,7 +298,8 @@ class Operand:
             casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
-        return casts.amax, codes.data, codes.scale, codes.global_scale
+        scale = to_exponents(codes.scale) if codes.cast.scale.power_of_two else codes.scale
+        return codes.data, scale, codes.global_scale
 
     def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
         """Itself, in backward, made without a tensor, as forward left it. shape: of t."""
@@ -301,6 +311,8 @@ class Operand:
         if codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
+            if plan.cols.scale.power_of_two:
+                scale = from_exponents(scale)
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
             casts.cols = QTensor(
                 data=tensor, scale=scale, cast=plan.cols, inner=-(-shape[0] // block) * block, global_scale=global_scale, checked=True,
