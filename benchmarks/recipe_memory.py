@@ -158,7 +158,9 @@ def step(
                 return whole
             hidden = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
             targets = batch["labels"][:, 1:]
-            total, tokens = ng.memory.chunked_cross_entropy(hidden[:, :-1], model.lm_head.weight, targets, slices=True, checked=True)
+            total, tokens = ng.memory.chunked_cross_entropy(
+                hidden[:, :-1], model.lm_head.weight, targets, slices=True, checked=True
+            )
             return total / tokens
 
         def update() -> None:
