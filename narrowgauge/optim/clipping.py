@@ -44,9 +44,9 @@ def clip_gradients(
     if largest is None or not trained:
         return norm
     if blocks is not None and math.isfinite(float(norm)):
-        coefficient = min(float(torch.tensor(largest, dtype=torch.float32) / (norm + 1e-6)), 1.0)
-        if coefficient < 1.0:
-            blocks.multiply(coefficient)
+        factor = float(torch.clamp(largest / (norm + 1e-6), max=1.0))
+        if factor < 1.0:
+            blocks.multiply(factor)
         return norm
     if not any(map(shards.is_sharded, gradients)):
         clip_grads_with_norm_(trained, largest, norm)
