@@ -27,7 +27,7 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import holds_numbers, identity, in_memory
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, moments, noise, param_groups, rules, shards
+from narrowgauge.optim import backends, moments, noise, param_groups, rules, shards, states
 from narrowgauge.optim.cuda_graph import ReplayedStep
 from narrowgauge.optim.masters import Master
 from narrowgauge.optim.moments import States
@@ -124,7 +124,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         kind, rule = type(self).__name__, self._rule_of(group)
-        param_groups.check(kind, group, {"rule": None, **self.defaults, **rule.options})
+        param_groups.check(kind, group, {"rule": None, **self.defaults, **rule.options}, rule)
         if self.backend != "auto":
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
                 if reason := backends.refuse(self.backend, device, rule):
@@ -294,8 +294,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _kept_as(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Rule, States, Master]:
         """What `new_state` and `ParamStep.of` make of a parameter is decided by."""
-        states = param_groups.kept_as(parameter, group)[0]
-        return self._rule_of(group), moments.STATES[states], param_groups.master_of(parameter, group, states)
+        kept = states.named(param_groups.kept_as(parameter, group)[0])
+        return self._rule_of(group), kept, param_groups.master_of(parameter, group, kept.tile)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
         """Of a DTensor DTensors; on the device "meta" plain tensors of the whole."""

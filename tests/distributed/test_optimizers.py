@@ -16,6 +16,7 @@ import narrowgauge as ng
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import rules, shards
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.states import named
 from tests.compare import assert_same
 
 OPTIMIZERS = {"adamw": ng.optim.AdamW, "lion": ng.optim.Lion, "sgd": ng.optim.SGD}
@@ -104,6 +105,15 @@ QUICK = [
     STATES_OF_RULES[12],
     *WITH_MASTERS[4:],
 ]  # every rule, state and master
+PAIRS = [  # one quick one of two new formats, of which the tiles of one are smaller
+    ("adamw", {"states": "fp16/4bit", "master": "fp16-scaled"}, BF16),
+    ("adamw", {"states": "8bit/fp32"}, FP32),
+    ("adamw", {"states": "fp8/e4m3", "master": "stochastic"}, BF16),
+    ("adamw", {"states": "4bit/fp16"}, FP32),
+    ("lion", {"states": "fp16"}, FP32),
+]
+QUICK.append(PAIRS[0])
+STATES_OF_RULES += PAIRS[1:]
 OTHERS = [each for each in STATES_OF_RULES + WITH_MASTERS if each not in QUICK]
 
 
@@ -128,7 +138,7 @@ def compare_columns(calls: list[tuple[Any, ...]]) -> None:
         assert {name for name in SHAPES if shards.fits(sharded[0][name], 256)} == {"few", "norm", "even", "short"}
         found, expected = whole(*sharded), whole(*one)
         for place, name in enumerate(SHAPES):
-            if shards.fits(sharded[0][name], STATES[options["states"]].tile):
+            if shards.fits(sharded[0][name], named(options["states"]).tile):
                 at = f"{name} of {rule}, {options}"
                 assert_same(found[0][name], expected[0][name], at=at)
                 assert_same(found[1][place], expected[1][place], at=at)

@@ -166,7 +166,7 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
 
 
 @triton.jit
-def _updated(w, g, m, v, step_args, F: tl.constexpr, SECOND: tl.constexpr):
+def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """`rules`: (weight, first moment, second moment, where the first only decays)."""
     decay, one_minus_beta1, one_minus_beta2 = _constant(step_args, 0), _constant(step_args, 1), _constant(step_args, 3)
     step_size = _constant(step_args, 5)
@@ -175,7 +175,7 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, SECOND: tl.constexpr):
         m = m + (g - m) * one_minus_beta1
         v = v * _constant(step_args, 2) + g * one_minus_beta2 * g
         root = tl.sqrt_rn(v)
-        if SECOND.kind != WIDE:
+        if FIRST.kind != WIDE or SECOND.kind != WIDE:
             limit = root * _constant(step_args, 8)
             held = tl.abs(m) > limit
             m = tl.where(held, number_of(bits_of(limit) | (bits_of(m) & -0x80000000)), m)
@@ -323,7 +323,7 @@ def step(which, table, step_args, tables, F: tl.constexpr):
     w = _read_weight(line, offset, mask, tile, inside, F)
     m = _read_moment(line, 7, place, tables, F, FIRST)
     v = _read_moment(line, 10, place, tables, F, SECOND)
-    w, m, v, decays = _updated(w, g, m, v, step_args, F, SECOND)
+    w, m, v, decays = _updated(w, g, m, v, step_args, F, FIRST, SECOND)
     w = tl.where(mask, w, 0.0)
     noise = noise_bits(key, first, within)
     _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)

@@ -78,13 +78,34 @@ class Matching:
         return self.description
 
 
+@dataclass(frozen=True)
+class OneOrPair:
+    """One of `names`, or two of `parts` as "first/second"."""
+
+    names: tuple[str, ...]
+    parts: tuple[str, ...]
+
+    def refuse(self, value: str) -> str:
+        pair = value.split("/")
+        if value in (*self.names, *self.parts) or (len(pair) == 2 and set(pair) <= set(self.parts)):
+            return ""
+        wrong = next((part for part in pair if part not in self.parts), value)
+        near = closest(wrong, (*self.names, *self.parts), limit=1)
+        return f"{self}{f'. Closest: {near}' if near else ''}"
+
+    def __str__(self) -> str:
+        pair = f"a pair of {', '.join(map(repr, self.parts))}, as '{self.parts[2]}/{self.parts[1]}'"
+        return f"one of {', '.join(map(repr, self.names))}, or {pair}"
+
+
 NOT_EMPTY = Matching(r"(?s).+", "not empty")
 COUNT = Range(1, 2**31 - 1)
 COUNT_OR_ZERO = Range(0, 2**31 - 1)
+Rule = Range | OneOf | OneOrPair | Matching
 
 
 def setting(
-    group: str, default: Any, help: str, rule: Range | OneOf | Matching | None = None, key: str = "", tasks: Sequence[str] = TASKS
+    group: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = TASKS
 ) -> Any:  # fmt: skip
     """One entry of the table, which means something in these tasks. A mutable default is a type such as `dict`."""
     metadata = {"group": group, "help": help, "rule": rule, "key": key, "tasks": tasks}
@@ -230,7 +251,8 @@ class TrainConfig:
     min_learning_rate: float = TRAINING(0.0, "Learning rate after the last step.", Range(0, 1))
     warmup_steps: int = TRAINING(20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
     optimizer: str = TRAINING("adamw", "Rule of the updates.", OneOf(("adamw", "lion", "sgd")))
-    states: str = TRAINING("fp32", "Numbers of the optimizer's moments.", OneOf(("fp32", "8bit", "fp8", "fp8-lm", "4bit")))
+    states: str = TRAINING("fp32", "Numbers of the optimizer's moments; 'first/second': of each.",
+        OneOrPair(("fp32", "8bit", "fp8", "fp8-lm", "4bit"), ("fp32", "fp16", "8bit", "fp8", "e4m3", "4bit")))
     embedding_states: str = TRAINING("fp32", "Moments of embeddings: float32, or the same as all.", OneOf(("fp32", "same")))
     master: str = TRAINING("", "What keeps the low bits of 16-bit weights; empty: as the precision says.",
         OneOf(("", "fp32", "fp16-scaled", "bf16-remainder", "stochastic")))
@@ -387,6 +409,9 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         (c.master and not c.precision.startswith("bf16-o"), "master precision",
          f"master = {c.master!r}: has no effect with precision = {c.precision!r}, whose weights are float32. "
          "Remove it, or take precision bf16-o2."),
+        ("/" in c.states and c.optimizer != "adamw", "states optimizer",
+         f"states = {c.states!r}: names two moments, and {c.optimizer} keeps one. Give one, as states = "
+         f"{c.states.partition('/')[0]!r}."),
         (c.min_learning_rate > c.learning_rate, "min_learning_rate learning_rate",
          f"min_learning_rate = {c.min_learning_rate}: must not exceed learning_rate = {c.learning_rate}."),
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from narrowgauge.train.config.settings import (
     SCORES,
     TABLE,
     OneOf,
+    OneOrPair,
     Range,
     TrainConfig,
     by_key,
@@ -202,6 +203,9 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.booleans()
     if isinstance(rule, OneOf):
         return st.sampled_from(rule.names)
+    if isinstance(rule, OneOrPair):
+        pairs = st.tuples(*[st.sampled_from(rule.parts)] * 2).map("/".join)
+        return st.sampled_from((*rule.names, *rule.parts)) | pairs
     if each.name == "device":
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
     if each.name == "parallel":
@@ -255,6 +259,8 @@ def configurations(draw) -> TrainConfig:
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
     if not drawn["precision"].startswith("bf16-o"):
         drawn["master"] = ""
+    if drawn["optimizer"] != "adamw":
+        drawn["states"] = drawn["states"].partition("/")[0]
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"
     if drawn["tokenizer"]:
