@@ -8,6 +8,8 @@ the bits are else torch's; on a GPU, where to look would mean to wait, all squar
 
 Of DTensors the squares of the local parts are summed in float64, and the ranks' sums gathered and added in one order: every rank has the
 same norm, to the bit, and waits for nothing. A float32 norm of another sharding differs only where 2^-50 of it decides its rounding.
+
+`NormInParts` has the same norm of gradients that come one after another, of which each is gone when the next one comes.
 """
 
 from __future__ import annotations
@@ -38,18 +40,24 @@ def clip_gradients(
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     norm = gradient_norm(gradients, wide=wide, stages=stages)
-    if largest is None or not trained:
-        return norm
+    if largest is not None and trained:
+        scale_gradients(trained, largest, norm)
+    return norm
+
+
+@torch.no_grad()
+def scale_gradients(trained: list[Tensor], largest: float, norm: Tensor) -> None:
+    """Multiplies the gradients of parameters that have one by min(1, largest / (norm + 1e-6)); norm 0-d float32."""
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     if not any(map(shards.is_sharded, gradients)):
         clip_grads_with_norm_(trained, largest, norm)
-        return norm
+        return
     coefficient = torch.clamp(largest / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in map(shards.local, gradients):
         by_device.setdefault(each.device, []).append(each)
     for device, members in by_device.items():
         torch._foreach_mul_(members, coefficient.to(device))
-    return norm
 
 
 @torch.no_grad()
@@ -67,10 +75,72 @@ def gradient_norm(gradients: list[Tensor], *, wide: bool = False, stages: Any = 
 
 def _wide_norm(gradients: list[Tensor]) -> Tensor:
     """0-d float64, on the device of the first."""
+    return _joined(*_parts(gradients))
+
+
+def _parts(gradients: list[Tensor]) -> tuple[list[Tensor], bool]:
+    """Of each gradient 0-d float64, and whether they are squares: on a CPU, else norms."""
     if gradients and all(each.device.type == "cpu" for each in gradients):
-        return sum((_square_on_cpu(each) for each in gradients), torch.zeros((), dtype=torch.float64)).sqrt()
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
+        return [_square_on_cpu(each) for each in gradients], True
+    return list(torch._foreach_norm(gradients, 2.0, dtype=torch.float64)), False
+
+
+def _joined(parts: list[Tensor], are_squares: bool) -> Tensor:
+    """The norm of all, 0-d float64, on the device of the first."""
+    if are_squares:
+        return sum(parts, torch.zeros((), dtype=torch.float64)).sqrt()
+    return torch.linalg.vector_norm(torch.stack([norm.to(parts[0].device) for norm in parts]))
+
+
+class NormInParts:
+    """`gradient_norm(gradients, wide=True)` of gradients that are not there together, to the bit; `place` is a gradient's in that list.
+
+    Of the places that were seen; a second gradient at a place is the caller's mistake. Of a DTensor, `add` sends nothing and `norm` once
+    for each mesh; `so_far` sends 8 bytes for each gradient, and every rank of its mesh has to call it.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[
+            int, tuple[Any, Tensor, bool]
+        ] = {}  # place -> mesh and axes that cut, part, whether it is a square
+        self._known: Tensor | None = None  # square of what `so_far` has seen
+
+    def __contains__(self, place: int) -> bool:
+        return place in self._parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @torch.no_grad()
+    def add(self, place: int, gradient: Tensor) -> None:
+        key = None
+        if shards.is_sharded(gradient):
+            gradient = shards.without_partial_sums(gradient)
+            key, gradient = shards.cut_of(gradient), shards.local(gradient)
+        [part], is_square = _parts([gradient])
+        self._parts[place] = key, part, is_square
+
+    @torch.no_grad()
+    def so_far(self, place: int) -> Tensor:
+        """0-d float32: the norm of the gradients for which this was called, this one included."""
+        key, part, is_square = self._parts[place]
+        square = part if is_square else part.square()
+        if key is not None:
+            square = shards.sum_of_shards(square, key)
+        self._known = square if self._known is None else self._known + square.to(self._known.device)
+        return self._known.sqrt().to(torch.float32)
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """0-d float32, of all; of none 0."""
+        groups: dict[Any, list[tuple[Tensor, bool]]] = {}
+        for _, (key, part, is_square) in sorted(self._parts.items(), key=lambda item: item[0]):
+            groups.setdefault(key, []).append((part, is_square))
+        found = {}
+        for key, members in groups.items():
+            all_squares = all(is_square for _, is_square in members)  # else some were beside others on another device
+            found[key] = _joined([x.sqrt() if of and not all_squares else x for x, of in members], all_squares)
+        return _total(found, None).to(torch.float32)
 
 
 def _square_on_cpu(x: Tensor) -> Tensor:
@@ -91,11 +161,18 @@ def _norm_over_ranks(gradients: list[Tensor], stages: Any) -> Tensor:
             groups.setdefault(shards.cut_of(whole), []).append(whole)
         else:
             groups.setdefault(None, []).append(gradient)
-    own = shards.local(gradients[0]).device if gradients else _device_of(stages)
+    return _total(
+        {key: _wide_norm([shards.local(each) for each in members]) for key, members in groups.items()}, stages
+    )
+
+
+def _total(norms: dict[Any, Tensor], stages: Any) -> Tensor:
+    """0-d float64: of the local norms of gradients on the meshes and cut axes that are keys, None: of none."""
+    own = next(iter(norms.values())).device if norms else _device_of(stages)
     total = torch.zeros((), dtype=torch.float64, device=own)
-    for key, members in groups.items():
-        square = _wide_norm([shards.local(each) for each in members]).square()
-        total += square.to(own) if key is None else shards.sum_of_shards(square, members[0]).to(own)
+    for key, norm in norms.items():
+        square = norm.square()
+        total += square.to(own) if key is None else shards.sum_of_shards(square, key).to(own)
     if stages is not None:
         found = [torch.empty_like(total) for _ in range(dist.get_world_size(stages))]
         dist.all_gather(found, total, group=stages)
@@ -105,6 +182,8 @@ def _norm_over_ranks(gradients: list[Tensor], stages: Any) -> Tensor:
 
 def _device_of(group: Any) -> torch.device:
     """Where a group's collectives take their tensors, for a stage without gradients."""
+    if group is None:
+        return torch.device("cpu")
     return (
         torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
     )

@@ -137,6 +137,12 @@ def _other_options(kind: str, saved: Mapping[str, Any], group: Mapping[str, Any]
             yield (
                 f"{option}={was!r}, this optimizer has {option}={here!r}. Build it with {option}={was!r}, or start with a fresh state."
             )
+    norm = saved.get("norm_before", 0.0)
+    if not isinstance(norm, float) or not 0 <= norm < float("inf"):
+        yield (
+            f"norm_before={norm!r}, which is no norm of a gradient. The state is damaged: load another checkpoint, or start with a fresh "
+            "state."
+        )
     if saved.get("maximize"):
         yield f"maximize=True, which {kind} does not know. Minimise the negated loss, with a fresh state."
 
