@@ -39,12 +39,12 @@ Clip = Literal["previous", "two-pass", "parameter"]
 class InBackward:
     """What `in_backward` returns: `remove()` gives the gradients back to the loop.
 
-    norm  0-d float32: of the gradient of the last step that ended, before clipping; None before the first. Only "previous" and "two-pass"
-          know it
+    norm  0-d float32: of the gradient of the last step that ended, before clipping; None before the first, and where nobody asked for it
     """
 
-    def __init__(self, optimizer: NarrowOptimizer, clip: Clip | None, largest: float) -> None:
+    def __init__(self, optimizer: NarrowOptimizer, clip: Clip | None, largest: float, knows_norm: bool) -> None:
         self._optimizer, self._clip, self._largest = optimizer, clip, largest
+        self._knows_norm = knows_norm or clip == "previous"
         self._handles: list[RemovableHandle] = []
         self.norm: Tensor | None = None
         self._parts = NormInParts()
@@ -76,9 +76,18 @@ class InBackward:
 
     def _came(self, place: int, order: int, number: int, parameter: Tensor) -> None:
         """A gradient is whole."""
+        assert parameter.grad is not None
+        if self._knows_norm and not self.takes_two_passes:
+            self._refuse_second(order in self._parts, parameter)
+            self._parts.add(order, parameter.grad)
         if self._clip == "parameter":
             clip_gradients([parameter], self._largest)
-        elif self._clip is not None and self._scaled(order, parameter) is False:
+        elif self._clip == "previous":
+            norm, before = self._parts.so_far(order), self._optimizer.norm_before
+            if before is not None:
+                norm = torch.maximum(norm, torch.as_tensor(before, dtype=torch.float32, device=norm.device))
+            scale_gradients([parameter], self._largest, norm)
+        elif self.takes_two_passes and not self._scaled(order, parameter):
             parameter.grad = None
             return
         group = self._optimizer.param_groups[place]  # looked up now: load_state_dict brings new ones
@@ -86,7 +95,7 @@ class InBackward:
         parameter.grad = None
 
     def _scaled(self, order: int, parameter: Tensor) -> bool:
-        """Clips a gradient by the whole one's norm; False where that is still to be found."""
+        """Of two passes: clips a gradient by the whole one's norm; False where that is still to be found."""
         assert parameter.grad is not None
         if self._pass == "steps":
             assert self.norm is not None
@@ -94,20 +103,18 @@ class InBackward:
             self._stepped.add(order)
             scale_gradients([parameter], self._largest, self.norm)
             return True
-        if self._clip == "two-pass" and self._pass == "none":
+        if self._pass == "none":
             raise ConfigError(
                 'in_backward: clip = "two-pass": a backward pass outside optimizer.step(closure), which is to run it twice. Call '
                 "optimizer.step(closure) with a function that computes the loss, calls backward() and returns the loss."
             )
         self._refuse_second(order in self._parts, parameter)
         self._parts.add(order, parameter.grad)
-        if self._clip == "two-pass":
-            return False
-        norm, before = self._parts.so_far(order), self._optimizer.norm_before
-        if before is not None:
-            norm = torch.maximum(norm, torch.as_tensor(before, dtype=torch.float32, device=norm.device))
-        scale_gradients([parameter], self._largest, norm)
-        return True
+        return False
+
+    @property
+    def takes_two_passes(self) -> bool:
+        return self._clip == "two-pass"
 
     def _refuse_second(self, is_second: bool, parameter: Tensor) -> None:
         if is_second:
@@ -118,7 +125,7 @@ class InBackward:
 
     def run(self, closure: Callable[[], Any]) -> Any:
         """`optimizer.step(closure)`: the closure once, or twice with clip = "two-pass"; returns what it returned last."""
-        if self._clip == "two-pass":
+        if self.takes_two_passes:
             self.measure(closure)
             return self.step_measured(closure)
         return closure()
@@ -156,10 +163,11 @@ class InBackward:
     @torch.no_grad()
     def end_step(self) -> None:
         """After a backward pass: what the next one is clipped by. A norm that is not finite says nothing of it, and is not kept."""
-        if self._clip == "previous" and len(self._parts):
-            self.norm = self._parts.norm()
+        if not len(self._parts):
+            return
+        self.norm, self._parts = self._parts.norm(), NormInParts()
+        if self._clip == "previous":
             self._optimizer.norm_before = torch.where(self.norm.isfinite(), self.norm, 0.0)
-            self._parts = NormInParts()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -176,6 +184,7 @@ def in_backward(
     clip_norm: float | None = None,
     clip: Clip | None = None,
     clip_parameter_norm: float | None = None,
+    knows_norm: bool = False,
 ) -> InBackward:
     """From now on `loss.backward()` also steps. Call `optimizer.step()` after it as ever: it finds no gradients, and ends the step.
 
@@ -184,6 +193,7 @@ def in_backward(
                          loss, calls backward() and returns the loss; torch's generators are put back between its passes, other state
                          that forward changes (running statistics of BatchNorm, generators of numpy) is not
     clip_parameter_norm  the same as clip_norm with clip="parameter"
+    knows_norm           find the norm of every step, for a log, which then needs `optimizer.step()` after each backward pass
     Raises ConfigError for what needs all gradients at once. Schedulers work as ever: they change lr between the passes.
     A second backward pass is a second step. A converted model whose loop has no `optimizer.step()` needs `advance` after backward. Keep
     the optimizer, or what is returned, as long as the model trains: the model does not hold it, and backward raises ConfigError once it
@@ -205,7 +215,7 @@ def in_backward(
         raise ConfigError(
             f"in_backward: this {type(optimizer).__name__} steps in backward already. Call remove() on what the first call returned."
         )
-    stepping = InBackward(optimizer, clip, largest)
+    stepping = InBackward(optimizer, clip, largest, knows_norm)
     for place in range(len(optimizer.param_groups)):
         stepping.hook_group(place)
     if not stepping._handles:

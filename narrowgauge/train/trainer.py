@@ -27,8 +27,9 @@ from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.clipping import clip_gradients
+from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches
+from narrowgauge.train import launches, stepping
 from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
@@ -94,6 +95,8 @@ class Trainer:
         if self.parallel.pipeline is not None:
             self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
         self.optimizer = self._new_optimizer()
+        self.stepping = stepping.begin(config, self.optimizer)
+        self.memory_notes += stepping.summary(config)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self._resume()
@@ -280,8 +283,11 @@ class Trainer:
         targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
-        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
-        self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
+        if self.stepping is not None:
+            loss, grad_norm = self._step_in_backward(self.stepping, micro_batches, targets)
+        else:
+            loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
+            self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()
         else:
@@ -316,6 +322,35 @@ class Trainer:
         )
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
+    def _step_in_backward(self, inside: InBackward, micro_batches: list[Batch], targets: int) -> tuple[float, float]:
+        """The loss of a step and the norm of its gradient, by which its parameters have stepped."""
+        [batch] = micro_batches
+
+        def backward() -> Tensor:
+            self.parallel.follows(True)
+            return self._backward(self.objective, batch, targets)
+
+        def between(loss: Tensor) -> None:
+            assert inside.norm is not None
+            readings = agreed(*read(torch.stack((loss, inside.norm.to(loss.dtype)))), self.ranks)
+            self._refuse_nonfinite(*readings, micro_batches, targets)
+            self._repeat_draws()
+
+        loss = stepping.take(inside, backward, between)
+        inside.end_step()
+        norm = loss.new_zeros(()) if inside.norm is None else inside.norm.to(loss.dtype)
+        found = agreed(*read(torch.stack((loss, norm))), self.ranks)
+        if (error := stepping.lost(self.step + 1, *found)) is not None:
+            self.log.write("step", self.step + 1, loss=found[0], grad_norm=found[1])
+            self.log.write("nonfinite", self.step + 1, where="a step in backward, where it is not looked for")
+            raise error
+        return found
+
+    def _repeat_draws(self) -> None:
+        """The next pass of this step draws what ranks have drawn once more."""
+        for agreement in self.parallel.agreements:
+            agreement.micro_batch = 0
+
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
         with self.precision.context(self.device.type):
@@ -338,15 +373,15 @@ class Trainer:
         self.parallel.follows(False)
 
         def repeat() -> None:
-            for agreement in self.parallel.agreements:
-                agreement.micro_batch = 0  # the same random numbers once more
+            self._repeat_draws()
             if pipeline is not None:
                 pipeline.step(micro_batches, targets)
             for batch in micro_batches if pipeline is None else ():
                 self._backward(whole, batch, targets)
 
         stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
-        where = where_nonfinite(self.model, repeat, loss, self.ranks, *stages)
+        again = repeat if self.stepping is None else partial(self.stepping.measure, repeat)
+        where = where_nonfinite(self.model, again, loss, self.ranks, *stages)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)

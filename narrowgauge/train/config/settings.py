@@ -261,6 +261,9 @@ class TrainConfig:
     beta2: float = TRAINING(0.95, "AdamW's decay of the second moment; Lion's of its only one.", Range(0, 1, open_high=True))
     epsilon: float = TRAINING(1e-8, "AdamW's guard against division by zero.", Range(0, 1, open_low=True))
     clip: float = TRAINING(1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
+    step_in_backward: bool = TRAINING(False, "Step each parameter as soon as its gradient is whole, and free it.")
+    clip_by: str = TRAINING("", "What a step in backward is clipped by: the norm of the step before, of a first forward and backward pass, "
+        "or each parameter's own.", OneOf(("", "previous", "two-pass", "parameter")))
     freeze: str = TRAINING("", "Patterns of layers and parameters that do not train, as embed*,layers.0-3; empty: none.")
     checkpointing: str = TRAINING("none", "What is computed again in backward: none, full, every-N, selective or budget:512MiB.",
         Matching(r"none|full|selective|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
@@ -360,6 +363,8 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         *((config.messages_column, key, "messages_column") for key in ("prompt_column", "completion_column")),
         (is_auto, "save", auto),
         (config.states == "fp32", "embedding_states", "states"),
+        (not config.step_in_backward, "clip_by", "step_in_backward"),
+        (config.clip == 0, "clip_by", "clip"),
     ]
     yield from dict.fromkeys((key, because) for applies, key, because in pairs if applies and _is_set(config, key))
 
@@ -409,6 +414,16 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         (c.master and not c.precision.startswith("bf16-o"), "master precision",
          f"master = {c.master!r}: has no effect with precision = {c.precision!r}, whose weights are float32. "
          "Remove it, or take precision bf16-o2."),
+        (c.step_in_backward and c.clip and not c.clip_by, "step_in_backward clip",
+         f"step_in_backward = true: clip = {c.clip} wants the norm of the whole gradient, which is known only after the last layer has "
+         "stepped. Choose clip_by = 'previous' (the norm of the step before), 'two-pass' (a forward and backward pass more), 'parameter' "
+         "(each by its own norm), or clip = 0."),
+        *((c.step_in_backward and value, f"step_in_backward {key}", f"step_in_backward = true: does not work with {key} = {shown(value)}, "
+           f"{why}. Remove one of them.") for key, value, why in (
+             ("compile", c.compile, "whose backward pass computes all gradients before it gives any"),
+             ("cuda_graph", c.cuda_graph, "which captures the step apart from the backward pass"),
+             ("precision", c.precision == "amp-fp16" and c.precision, "whose loss scaling looks at all gradients before the step"),
+         )),
         ("/" in c.states and c.optimizer != "adamw", "states optimizer",
          f"states = {c.states!r}: names two moments, and {c.optimizer} keeps one. Give one, as states = "
          f"{c.states.partition('/')[0]!r}."),

@@ -97,6 +97,20 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         ({"from_scratch": True}, "from_scratch = true: needs model"),
         ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
         ({"cuda_graph": True, "checkpointing": "full"}, "cuda_graph = true: does not work with checkpointing = 'full'"),
+        ({"step_in_backward": True}, "step_in_backward = true: clip = 1.0 wants the norm of the whole gradient"),
+        ({"clip_by": "previous"}, "clip_by = 'previous': has no effect with step_in_backward = false"),
+        (
+            {"step_in_backward": True, "clip": 0.0, "clip_by": "previous"},
+            "clip_by = 'previous': has no effect with clip = 0.0",
+        ),
+        (
+            {"step_in_backward": True, "clip_by": "two-pass", "compile": True},
+            "does not work with compile = true, whose",
+        ),
+        (
+            {"step_in_backward": True, "clip_by": "two-pass", "precision": "amp-fp16"},
+            "with precision = 'amp-fp16', whose loss scaling",
+        ),
         ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
     ],
 )
@@ -257,6 +271,12 @@ def configurations(draw) -> TrainConfig:
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
+    excluded = drawn["compile"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16"
+    drawn["step_in_backward"] = drawn["step_in_backward"] and not excluded
+    if not drawn["step_in_backward"] or not drawn["clip"]:
+        drawn["clip_by"] = ""
+    elif not drawn["clip_by"]:
+        drawn["clip"] = 0.0
     if not drawn["precision"].startswith("bf16-o"):
         drawn["master"] = ""
     if drawn["optimizer"] != "adamw":
