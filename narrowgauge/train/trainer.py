@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import manifest
-from narrowgauge.conversion import advance, nonfinite_amax
+from narrowgauge.conversion import nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
 from narrowgauge.diagnose import forms
@@ -296,7 +296,7 @@ class Trainer:
                 self.scaler.update()
             else:
                 self.optimizer.step()
-            advance(self.model)
+            self.parallel.advance(self.model)
             self.optimizer.zero_grad()
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.conversion import advance
 from narrowgauge.distributed import agreement_of, distribute
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.errors import ConfigError
@@ -97,6 +98,8 @@ class Parallel:
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
             self.agreements = [agreement_of(module) for module in modules]
+            for each in self.agreements:
+                each.is_counted = not each.layers  # else ranks would leave out the same elements by dropout
         if self.mesh is not None and plan:
             tensor.split_dropout(model, plan, self.mesh["tp"], self.agreements[0])
 
@@ -110,6 +113,13 @@ class Parallel:
         if self.pipeline is not None:
             return compute(*given, **named)  # which calls the stages
         return self.whole(compute, *given, **named)
+
+    def advance(self, model: nn.Module) -> None:
+        """After an optimizer step: `narrowgauge.advance` of the model, and the end of what is counted where no layer is converted."""
+        advance(model)
+        for each in self.agreements:
+            if each.is_counted:
+                each.end_step(())
 
     @property
     def stages_group(self) -> Any:
