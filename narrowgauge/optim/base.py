@@ -47,6 +47,14 @@ class Stepping(Protocol):
     def end_step(self) -> None: ...
 
 
+class Holding(Protocol):
+    """What holds gradients until the step, see `held_gradients`."""
+
+    def hook_group(self, place: int) -> None: ...
+    def step(self) -> None: ...
+    def clear(self) -> None: ...
+
+
 class NarrowOptimizer(torch.optim.Optimizer):
     """Base of AdamW, Lion and SGD. Subclasses name the rule of groups that name none."""
 
@@ -62,6 +70,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._forget_steps()
         self.casting: WeightCasts | None = None
         self.stepping: Stepping | None = None
+        self.holding: Holding | None = None
         self.norm_before: Tensor | float | None = (
             None  # of the gradient of the step before, where a step is clipped by it
         )
@@ -112,6 +121,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.stepping = getattr(
             self, "stepping", None
         )  # of a copy none: the hooks are on the parameters of the original
+        self.holding = getattr(self, "holding", None)
         self.norm_before = getattr(self, "norm_before", None)
         for group in self.param_groups:  # of a state that torch's own optimizer saved
             for name, value in self.defaults.items():
@@ -135,6 +145,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._names |= dict(zip(group["params"], group.get("param_names", ()), strict=False))
         if self.stepping is not None:
             self.stepping.hook_group(len(self.param_groups) - 1)
+        if self.holding is not None:
+            self.holding.hook_group(len(self.param_groups) - 1)
 
     def _rule_of(self, group: Mapping[str, Any]) -> Rule:
         return rules.get(group["rule"], self._rules) if "rule" in group else self.rule
@@ -180,8 +192,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 loss = closure() if self.stepping is None else self.stepping.run(closure)
         if self.stepping is not None:
             self.stepping.end_step()
+        if self.holding is not None:
+            self.holding.step()
         self._step([each for each in self._numbered() if each[0].grad is not None])
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch has it; gradients that are held in FP8 are dropped as well."""
+        super().zero_grad(set_to_none)
+        if self.holding is not None:
+            self.holding.clear()
 
     def _numbered(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
         """Each parameter, its group, and the number that its noise depends on: of its name, else its place."""

@@ -121,9 +121,10 @@ def refuse(parameter: Tensor, master: str | None) -> str:
             f"an update below 1/{512 if parameter.dtype == torch.bfloat16 else 4096} of a weight would be lost in rounding. "
             "Choose master='bf16-remainder', 'fp32', 'fp16-scaled' or 'stochastic', or keep the weights in float32."
         )
-    if parameter.dtype == torch.float16 and master in ("bf16-remainder", "stochastic"):
+    if parameter.dtype == torch.float16 and master == "bf16-remainder":
         return (
-            f"master={master!r} is for bfloat16. Choose master='fp32' or 'fp16-scaled', or load the model in bfloat16."
+            "master='bf16-remainder' is for bfloat16. Choose master='fp32', 'fp16-scaled' or 'stochastic', or load the model in "
+            "bfloat16."
         )
     return ""
 

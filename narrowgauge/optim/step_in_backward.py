@@ -210,6 +210,11 @@ def in_backward(
             f"in_backward: accumulation = {accumulation}: each backward pass steps at once, so gradients of several cannot be "
             "summed. Use accumulation 1, with activation checkpointing if the batch does not fit."
         )
+    if optimizer.holding is not None:
+        raise ConfigError(
+            f"in_backward: this {type(optimizer).__name__} holds gradients in FP8 until its step. Call remove() on what hold_gradients "
+            "returned, or step after backward."
+        )
     clip, largest = _clip_of(clip_norm, clip, clip_parameter_norm)
     if optimizer.stepping is not None:
         raise ConfigError(

@@ -326,7 +326,7 @@ def test_an_empty_parameter_and_a_scalar():
     ("build", "words"),
     [
         (lambda: AdamW([matrix(torch.bfloat16)]), "below 1/512 of a weight would be lost"),
-        (lambda: AdamW([matrix(torch.float16)], master="stochastic"), "master='stochastic' is for bfloat16"),
+        (lambda: AdamW([matrix(torch.float16)], master="bf16-remainder"), "master='bf16-remainder' is for bfloat16"),
         (lambda: AdamW([matrix(torch.float64)]), "trains float32, bfloat16 and float16"),
         (lambda: AdamW([matrix()], states="8bits"), "no states '8bits'. Closest: '8bit'"),
         (lambda: AdamW([matrix()], master="fp23"), "no master 'fp23'. Closest: 'fp32'"),

@@ -321,7 +321,9 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
       return;
     }
     case STOCHASTIC:
-      for (int i = 0; i < n; i++) half[i] = to_bfloat16_stochastic(w[i], noise16(noise, start + i));
+      if (job.weight_dtype == FLOAT16)
+        for (int i = 0; i < n; i++) half[i] = to_float16_stochastic(w[i], noise16(noise, start + i));
+      else for (int i = 0; i < n; i++) half[i] = to_bfloat16_stochastic(w[i], noise16(noise, start + i));
       return;
   }
   narrow(w, job.weight, job.weight_dtype, at.element, n, job.master_kind != DIRECT);

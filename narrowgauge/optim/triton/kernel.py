@@ -34,6 +34,7 @@ from narrowgauge.optim.triton.moment_codes import (
     encode_moment,
     noise_bits,
     number_of,
+    uniform,
 )
 
 HEAD = tl.constexpr(16)
@@ -125,7 +126,16 @@ def _read_weight(line, offset, mask, tile, tiles_inside, F: tl.constexpr):
 @triton.jit
 def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.constexpr):
     """The weight and what is kept beside it, as `masters.store` has it; noise int32, where the master rounds by it."""
-    if F.master == STOCHASTIC:
+    if F.master == STOCHASTIC and F.weight == FLOAT16:
+        size = tl.abs(x)
+        normal = number_of((bits_of(size) + (noise >> 3)) & -8192)
+        part = size * 16777216.0
+        whole = tl.floor(part)
+        subnormal = tl.where(uniform(noise) < part - whole, whole + 1.0, whole) * 5.9604644775390625e-08  # 2^-24
+        size_bits = bits_of(tl.where(size < 6.103515625e-05, subnormal, normal))
+        finite = (bits_of(x) & 0x7F800000) != 0x7F800000
+        seen = tl.where(finite, number_of(size_bits | (bits_of(x) & -0x80000000)), x)
+    elif F.master == STOCHASTIC:
         carried = number_of((bits_of(x) + noise) & -65536)
         finite = (bits_of(x) & 0x7F800000) != 0x7F800000
         seen = tl.where(finite, carried, tl.where(x == x, x, float("nan")))

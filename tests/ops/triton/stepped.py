@@ -40,6 +40,7 @@ MASTERS = [
     *((master, torch.bfloat16) for master in KINDS if master),
     ("fp32", torch.float16),
     ("fp16-scaled", torch.float16),
+    ("stochastic", torch.float16),
 ]
 SHAPES = ((5, 557), (3, 512), (77,))
 INTERPRETED: Kernel[Any] = Kernel("interpreted", lambda spec: None, launch.step)
