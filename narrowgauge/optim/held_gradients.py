@@ -56,11 +56,11 @@ class Fp8Gradient:
         q = quantize(rows, STOCHASTIC if draws else NEAREST, noise=found)
         return cls(E4M3.pack(q.data), E8M0.encode(q.scale), passes)
 
-    def decoded(self) -> Tensor:
-        """float32 [rows, columns]."""
+    def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[rows, columns]; bfloat16 holds it as well."""
         columns = self.codes.shape[1]
         codes = E4M3.unpack(self.codes, columns)
-        return dequantize(QTensor(data=codes, scale=E8M0.decode(self.scale), cast=NEAREST, inner=columns))
+        return dequantize(QTensor(data=codes, scale=E8M0.decode(self.scale), cast=NEAREST, inner=columns), dtype)
 
 
 class HeldGradients:
@@ -136,13 +136,13 @@ class HeldGradients:
                 parameter.grad = None
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
-        """The whole of a parameter's gradient; of one that is held a decoded copy, with what came since it was."""
+        """The whole of a parameter's gradient; of one that is held a decoded copy."""
         held = self._held.get(parameter)
         if held is None:
             return parameter.grad
         local = shards.local(parameter)
-        decoded = held.decoded().view(local.shape).to(parameter.grad_dtype or parameter.dtype)
-        return shards.wrapped(decoded, parameter, parameter.shape)
+        decoded = held.decoded(parameter.grad_dtype or parameter.dtype)
+        return shards.wrapped(decoded.view(local.shape), parameter, parameter.shape)
 
     def clear(self) -> None:
         self._held.clear()
