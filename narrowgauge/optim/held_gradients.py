@@ -78,10 +78,19 @@ class HeldGradients:
         self._handles: list[RemovableHandle] = []
         self.norm: Tensor | None = None
 
-    def hook_group(self, place: int) -> None:
-        """Hooks the matrices of one group that train."""
+    def take_group(self, place: int) -> list[Tensor]:
+        """The matrices of one group that train: from now on `add` takes their gradients."""
         group = self._optimizer.param_groups[place]
         numbers = {parameter: number for parameter, _, number in self._optimizer._numbered()}
+        found = [each for each in group["params"] if each.requires_grad and each.ndim > 1 and each.numel() >= SMALLEST]
+        for parameter in found:
+            self._numbers[parameter] = group["seed"], numbers[parameter]
+            if parameter.dtype == torch.float16:
+                parameter.grad_dtype = torch.bfloat16  # float16 has no gradient below 6e-8
+        return found
+
+    def hook_group(self, place: int) -> None:
+        """Hooks the matrices of one group that train."""
         reference = weakref.ref(self)  # see `step_in_backward`
 
         @torch.no_grad()
@@ -94,15 +103,11 @@ class HeldGradients:
                 )
             held.add(parameter)
 
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.ndim > 1 and parameter.numel() >= SMALLEST:
-                self._numbers[parameter] = group["seed"], numbers[parameter]
-                if parameter.dtype == torch.float16:
-                    parameter.grad_dtype = torch.bfloat16  # float16 has no gradient below 6e-8
-                self._handles.append(parameter.register_post_accumulate_grad_hook(came))
+        for parameter in self.take_group(place):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(came))
 
     def add(self, parameter: Tensor) -> None:
-        """Takes the gradient away from a parameter, into what is held of it."""
+        """Takes the gradient away from a parameter, into what is held of it; of those that `take_group` named."""
         gradient = shards.local_gradient(parameter)
         assert gradient is not None
         rows, held = gradient.reshape(shape_of(gradient)), self._held.get(parameter)
@@ -143,6 +148,23 @@ class HeldGradients:
         local = shards.local(parameter)
         decoded = held.decoded(parameter.grad_dtype or parameter.dtype)
         return shards.wrapped(decoded.view(local.shape), parameter, parameter.shape)
+
+    def hold(self, parameter: Tensor) -> None:
+        """`add`, of those that it takes; of others the gradient stays where autograd adds to it."""
+        if parameter in self._numbers:
+            self.add(parameter)
+
+    def give_back(self, parameter: Tensor) -> None:
+        """Puts what is held of a parameter, with the gradient of a last pass, where autograd has it."""
+        held = self._held.pop(parameter, None)
+        if held is None:
+            return
+        local, last = shards.local(parameter), shards.local_gradient(parameter)
+        whole = held.decoded()
+        if last is not None:
+            whole += last.reshape(whole.shape)
+        whole = whole.to(parameter.grad_dtype or parameter.dtype).view(local.shape)
+        parameter.grad = shards.wrapped(whole, parameter, parameter.shape)
 
     def clear(self) -> None:
         self._held.clear()

@@ -11,7 +11,8 @@ the whole gradient needs them all together, and there are three ways without:
                        numbers of an ordinary clipped step, to the bit, for a forward and backward pass more
     clip="parameter"   each parameter by the norm of its own gradient: another rule, which turns the direction of the step
 
-Accumulation over several backward passes and loss scaling by a GradScaler, which looks at all gradients, cannot be had.
+Over several backward passes (`accumulation`) the sums of matrices are held in FP8 until the last one (held_gradients.py): 1.01 bytes a
+parameter, each pass rounded stochastically. Loss scaling by a GradScaler, which looks at all gradients, cannot be had.
 
 Every rank of FSDP2 has the same norm: for "previous" 8 bytes travel for each parameter, for "two-pass" for each mesh. Under DDP hooks see
 gradients before they travel: use FSDP2, or step after backward.
@@ -32,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.clipping import NormInParts, clip_gradients, scale_gradients
+from narrowgauge.optim.held_gradients import HeldGradients
 
 Clip = Literal["previous", "two-pass", "parameter"]
 
@@ -42,9 +44,15 @@ class InBackward:
     norm  0-d float32: of the gradient of the last step that ended, before clipping; None before the first, and where nobody asked for it
     """
 
-    def __init__(self, optimizer: NarrowOptimizer, clip: Clip | None, largest: float, knows_norm: bool) -> None:
+    def __init__(
+        self, optimizer: NarrowOptimizer, clip: Clip | None, largest: float, knows_norm: bool, accumulation: int
+    ) -> None:
         self._optimizer, self._clip, self._largest = optimizer, clip, largest
         self._knows_norm = knows_norm or clip == "previous"
+        self._accumulation, self._sums = accumulation, HeldGradients(optimizer, None)
+        self._waiting: dict[
+            int, tuple[int, int, int, Tensor]
+        ] = {}  # by place, what came so far: passes, group, number, parameter
         self._handles: list[RemovableHandle] = []
         self.norm: Tensor | None = None
         self._parts = NormInParts()
@@ -58,6 +66,8 @@ class InBackward:
         # A tensor's hooks lie where Python's collector does not see them: holding the optimizer, which holds the tensor, they would
         # keep weights and states for ever.
         reference = weakref.ref(self)
+        if self._accumulation > 1:
+            self._sums.take_group(place)
 
         @torch.no_grad()
         def came(order: int, number: int, parameter: Tensor) -> None:
@@ -75,6 +85,25 @@ class InBackward:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _came(self, place: int, order: int, number: int, parameter: Tensor) -> None:
+        """The gradient of a pass."""
+        if self._accumulation > 1:
+            passes = self._waiting[order][0] + 1 if order in self._waiting else 1
+            if passes < self._accumulation:
+                self._waiting[order] = passes, place, number, parameter
+                self._sums.hold(parameter)
+                return
+            self._waiting.pop(order, None)
+            self._sums.give_back(parameter)
+        self._whole(place, order, number, parameter)
+
+    def _finish(self) -> None:
+        """Of parameters that took part in fewer passes than the others."""
+        for order, (_, place, number, parameter) in list(self._waiting.items()):
+            self._sums.give_back(parameter)
+            self._whole(place, order, number, parameter)
+        self._waiting.clear()
+
+    def _whole(self, place: int, order: int, number: int, parameter: Tensor) -> None:
         """A gradient is whole."""
         assert parameter.grad is not None
         if self._knows_norm and not self.takes_two_passes:
@@ -119,8 +148,8 @@ class InBackward:
     def _refuse_second(self, is_second: bool, parameter: Tensor) -> None:
         if is_second:
             raise ConfigError(
-                f"in_backward: a second gradient of a parameter of {list(parameter.shape)} in one step: its norm is of one backward pass. "
-                "Call optimizer.step() after each backward pass, and run it once for each step; accumulation is not possible."
+                f"in_backward: another gradient of a parameter of {list(parameter.shape)} after the {self._accumulation} of its step. Call "
+                "optimizer.step() after each step's last backward pass, or give the passes of a step as accumulation."
             )
 
     def run(self, closure: Callable[[], Any]) -> Any:
@@ -134,6 +163,7 @@ class InBackward:
         """The first of two passes: finds `norm`, changes no parameter and no state. Generators are put back; returns what closure did."""
         with self._generators_put_back(), self._passing("measures"):
             found = closure()
+            self._finish()
             self.norm = self._parts.norm()
         # Casts of weights that were drawn in this pass must be drawn again in the next, or what is drawn after them would differ.
         torch.autograd.graph.increment_version([each for each, _, _ in self._optimizer._numbered()])
@@ -142,7 +172,9 @@ class InBackward:
     def step_measured(self, closure: Callable[[], Any]) -> Any:
         """The second of two passes, which steps with gradients clipped by `norm`."""
         with self._passing("steps"):
-            return closure()
+            found = closure()
+            self._finish()
+            return found
 
     @contextmanager
     def _passing(self, name: Literal["measures", "steps"]) -> Iterator[None]:
@@ -151,6 +183,8 @@ class InBackward:
             yield
         finally:
             self._pass, self._parts = "none", NormInParts()
+            self._waiting.clear()
+            self._sums.clear()
             self._stepped.clear()
 
     @contextmanager
@@ -162,7 +196,8 @@ class InBackward:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """After a backward pass: what the next one is clipped by. A norm that is not finite says nothing of it, and is not kept."""
+        """After the last backward pass: what the next step is clipped by. A norm that is not finite says nothing of it, and is not kept."""
+        self._finish()
         if not len(self._parts):
             return
         self.norm, self._parts = self._parts.norm(), NormInParts()
@@ -188,6 +223,7 @@ def in_backward(
 ) -> InBackward:
     """From now on `loss.backward()` also steps. Call `optimizer.step()` after it as ever: it finds no gradients, and ends the step.
 
+    accumulation         backward passes of a step; the last one steps. Above 1 the others' sums are held in FP8
     clip_norm, clip      the largest 2-norm, and of what: see the module. "previous" needs `optimizer.step()` after each backward pass, and
                          the norm is part of state_dict(). "two-pass" needs `optimizer.step(closure)`, with a closure that computes the
                          loss, calls backward() and returns the loss; torch's generators are put back between its passes, other state
@@ -195,7 +231,7 @@ def in_backward(
     clip_parameter_norm  the same as clip_norm with clip="parameter"
     knows_norm           find the norm of every step, for a log, which then needs `optimizer.step()` after each backward pass
     Raises ConfigError for what needs all gradients at once. Schedulers work as ever: they change lr between the passes.
-    A second backward pass is a second step. A converted model whose loop has no `optimizer.step()` needs `advance` after backward. Keep
+    Another backward pass is another step. A converted model whose loop has no `optimizer.step()` needs `advance` after backward. Keep
     the optimizer, or what is returned, as long as the model trains: the model does not hold it, and backward raises ConfigError once it
     is gone. A group that add_param_group brings later steps in backward too. A parameter that does not require a gradient when it comes
     is left to `optimizer.step()`.
@@ -205,10 +241,9 @@ def in_backward(
             f"in_backward: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
             'states="fp32" is torch\'s AdamW.'
         )
-    if accumulation != 1:
+    if type(accumulation) is not int or accumulation < 1:
         raise ConfigError(
-            f"in_backward: accumulation = {accumulation}: each backward pass steps at once, so gradients of several cannot be "
-            "summed. Use accumulation 1, with activation checkpointing if the batch does not fit."
+            f"in_backward: accumulation = {accumulation!r}: it is the backward passes of a step, at least 1."
         )
     if optimizer.holding is not None:
         raise ConfigError(
@@ -220,7 +255,7 @@ def in_backward(
         raise ConfigError(
             f"in_backward: this {type(optimizer).__name__} steps in backward already. Call remove() on what the first call returned."
         )
-    stepping = InBackward(optimizer, clip, largest, knows_norm)
+    stepping = InBackward(optimizer, clip, largest, knows_norm, accumulation)
     for place in range(len(optimizer.param_groups)):
         stepping.hook_group(place)
     if not stepping._handles:

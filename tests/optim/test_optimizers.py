@@ -557,8 +557,8 @@ def test_stepping_in_backward_begins_once():
 def test_stepping_in_backward_refuses_what_needs_all_gradients():
     weight = matrix()
     optimizer = AdamW([weight])
-    with pytest.raises(ConfigError, match="accumulation = 4"):
-        in_backward(optimizer, accumulation=4)
+    with pytest.raises(ConfigError, match="accumulation = 0: it is the backward passes of a step, at least 1"):
+        in_backward(optimizer, accumulation=0)
     with pytest.raises(ConfigError, match=r"clip_norm = 1.0: the norm of the whole gradient is known only after"):
         in_backward(optimizer, clip_norm=1.0)
     with pytest.raises(ConfigError, match="AdamW cannot step one parameter"):
