@@ -2,8 +2,9 @@
 
     python -m benchmarks.held_gradients            a minute on one core; rows in results/held_gradients.jsonl
 
-The small Llama of `optimizer_convergence` after 40 steps; gradients of 1 to 16 micro-batches of its matrices, summed in float32 and in
-E4M3: tiles of 1 x 128 or one scale a tensor (FP8-LM's, mu = 1), sums rounded to nearest or stochastically. Reported: the signal beside
+The small Llama of `optimizer_convergence` after 40 steps; gradients of 1 to 64 micro-batches of its matrices ("batches"), or the first
+one so many times ("equal", the worst case of small addends), summed in float32 and in E4M3: tiles of 1 x 128 or one scale a tensor
+(FP8-LM's, mu = 1), sums rounded to nearest, stochastically, or stochastically after the eighth pass ("ours"). Reported: the signal beside
 its error in dB, all matrices together and the worst one, and the share of the sum that is left, <g, g'> / <g, g>.
 """
 
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from benchmarks.harness import RESULTS, record
 from benchmarks.optimizer_convergence import BATCH, SIZES, TOKENS, corpus, loss
+from narrowgauge.optim.held_gradients import NEAREST_PASSES
 
-PASSES = (1, 2, 4, 8, 16)
+PASSES = (1, 2, 4, 8, 16, 64)
 
 
 def main() -> None:
@@ -27,17 +29,17 @@ def main() -> None:
     torch.set_num_threads(1)
     passes = gradients(max(PASSES))
     lines = []
-    for count in PASSES:
-        for tile in ("1 x 128", "tensor"):
-            for sums in ("nearest", "stochastic") if count > 1 else ("nearest",):
-                lines.append({"passes": count, "tile": tile, "sums": sums} | measured(passes[:count], tile, sums))
-                print(
-                    " ".join(
-                        f"{name} {value:.4g}" if isinstance(value, float) else f"{value}"
-                        for name, value in lines[-1].items()
-                    ),
-                    flush=True,
-                )
+    for data in ("batches", "equal"):
+        for count in PASSES:
+            summed = passes[:count] if data == "batches" else passes[:1] * count
+            for tile in ("1 x 128", "tensor"):
+                for sums in ("nearest", "stochastic", "ours") if count > 1 else ("nearest",):
+                    if sums == "ours" and (tile == "tensor" or count <= NEAREST_PASSES):
+                        continue  # the same as nearest
+                    lines.append(
+                        {"data": data, "passes": count, "tile": tile, "sums": sums} | measured(summed, tile, sums)
+                    )
+                    print(*(f"{x:.4g}" if isinstance(x, float) else x for x in lines[-1].values()), flush=True)
     record("held-gradients", lines, RESULTS / "held_gradients.jsonl")
 
 
@@ -75,11 +77,12 @@ def measured(passes: list[list[Tensor]], tile: str, sums: str) -> dict[str, Any]
     for place in range(len(passes[0])):
         whole = torch.stack([each[place] for each in passes]).sum(0)
         held = dequantize(quantize(passes[0][place], nearest))
-        for each in passes[1:]:
+        for turn, each in enumerate(passes[1:], 2):
             added = held + each[place]
-            held = dequantize(
-                quantize(added, nearest) if sums == "nearest" else quantize(added, drawn, noise=torch.rand_like(added))
-            )
+            if sums == "nearest" or (sums == "ours" and turn <= NEAREST_PASSES):
+                held = dequantize(quantize(added, nearest))
+            else:
+                held = dequantize(quantize(added, drawn, noise=torch.rand_like(added)))
         own_signal, own_error = float(whole.square().sum()), float((held - whole).square().sum())
         signal, error, kept = signal + own_signal, error + own_error, kept + float((held * whole).sum())
         worst = min(worst, 10 * math.log10(own_signal / own_error))

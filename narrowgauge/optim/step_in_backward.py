@@ -6,13 +6,14 @@ the whole gradient needs them all together, and there are three ways without:
     clip="previous"    by the larger of two norms: of the step before, and of the gradients that this pass has shown so far. Nothing is
                        computed twice. A step is clipped less than it would be where its norm is larger than that of the step before
                        and shows late: the first gradients of a spike are limited to `clip_norm` each, all together to
-                       clip_norm sqrt(1 + ln(norm / first part)). The first step knows no norm before it
+                       clip_norm sqrt(1 + 2 ln(norm / first part)). The first step knows no norm before it. What a pass has shown
+                       depends on the order in which gradients come: FSDP2 has another than one process
     clip="two-pass"    a first forward and backward pass for the norm, which frees gradients as they come, and a second one that steps: the
                        numbers of an ordinary clipped step, to the bit, for a forward and backward pass more
     clip="parameter"   each parameter by the norm of its own gradient: another rule, which turns the direction of the step
 
 Over several backward passes (`accumulation`) the sums of matrices are held in FP8 until the last one (held_gradients.py): 1.01 bytes a
-parameter, each pass rounded stochastically. Loss scaling by a GradScaler, which looks at all gradients, cannot be had.
+parameter. Loss scaling by a GradScaler, which looks at all gradients, cannot be had.
 
 Every rank of FSDP2 has the same norm: for "previous" 8 bytes travel for each parameter, for "two-pass" for each mesh. Under DDP hooks see
 gradients before they travel: use FSDP2, or step after backward.
@@ -49,7 +50,7 @@ class InBackward:
     ) -> None:
         self._optimizer, self._clip, self._largest = optimizer, clip, largest
         self._knows_norm = knows_norm or clip == "previous"
-        self._accumulation, self._sums = accumulation, HeldGradients(optimizer, None)
+        self.accumulation, self._sums = accumulation, HeldGradients(optimizer, None)
         self._waiting: dict[
             int, tuple[int, int, int, Tensor]
         ] = {}  # by place, what came so far: passes, group, number, parameter
@@ -66,7 +67,7 @@ class InBackward:
         # A tensor's hooks lie where Python's collector does not see them: holding the optimizer, which holds the tensor, they would
         # keep weights and states for ever.
         reference = weakref.ref(self)
-        if self._accumulation > 1:
+        if self.accumulation > 1:
             self._sums.take_group(place)
 
         @torch.no_grad()
@@ -86,9 +87,9 @@ class InBackward:
 
     def _came(self, place: int, order: int, number: int, parameter: Tensor) -> None:
         """The gradient of a pass."""
-        if self._accumulation > 1:
+        if self.accumulation > 1:
             passes = self._waiting[order][0] + 1 if order in self._waiting else 1
-            if passes < self._accumulation:
+            if passes < self.accumulation:
                 self._waiting[order] = passes, place, number, parameter
                 self._sums.hold(parameter)
                 return
@@ -148,7 +149,7 @@ class InBackward:
     def _refuse_second(self, is_second: bool, parameter: Tensor) -> None:
         if is_second:
             raise ConfigError(
-                f"in_backward: another gradient of a parameter of {list(parameter.shape)} after the {self._accumulation} of its step. Call "
+                f"in_backward: another gradient of a parameter of {list(parameter.shape)} after the {self.accumulation} of its step. Call "
                 "optimizer.step() after each step's last backward pass, or give the passes of a step as accumulation."
             )
 

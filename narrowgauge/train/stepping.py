@@ -1,4 +1,7 @@
-"""A run whose optimizer steps inside the backward pass (`step_in_backward`): what it excludes, and its one micro-batch of a step."""
+"""A run that steps inside the backward pass (`step_in_backward`), or whose gradients wait for the step in FP8 (`held_gradients`).
+
+What these exclude, what is said of them, and how a step of the first is taken.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, NumericsError
-from narrowgauge.optim import in_backward
+from narrowgauge.optim import hold_gradients, in_backward
+from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.train.config.parallel_syntax import Layout
-from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig, shown
 
 WORDS = {
     "": "is not clipped",
@@ -23,43 +27,45 @@ WORDS = {
 
 
 def refuse(config: TrainConfig, layout: Layout) -> None:
-    """ConfigError where ranks do not see whole gradients in backward. config: as it was given, with micro-batches of one rank."""
-    if not config.step_in_backward:
-        return
-    if config.micro_batches > 1:
+    """ConfigError where ranks do not see whole gradients in backward."""
+    key = "step_in_backward" if config.step_in_backward else "held_gradients" if config.held_gradients == "fp8" else ""
+    if key and layout.world > 1 and (layout.fsdp == 1 or layout.tp * layout.pp > 1):
         raise ConfigError(
-            f"step_in_backward = true: each backward pass steps at once, so the {config.micro_batches} micro_batches of a step cannot be "
-            "summed. Take micro_batches = 1, with checkpointing if the batch does not fit."
-        )
-    if layout.world > 1 and (layout.fsdp == 1 or layout.tp * layout.pp > 1):
-        raise ConfigError(
-            f"step_in_backward = true: with parallel = {str(layout)!r} a gradient is not whole in backward, but summed over ranks later. "
-            "Take parallel = 'fsdp', or leave one of them out."
+            f"{key} = {shown(getattr(config, key))}: with parallel = {str(layout)!r} a gradient is not whole in backward, but summed "
+            "over ranks later. Take parallel = 'fsdp', or leave one of them out."
         )
 
 
-def begin(config: TrainConfig, optimizer: Any) -> InBackward | None:
-    """Lets the optimizer step in backward if the run is to; it knows the norm of each step either way."""
+def begin(config: TrainConfig, optimizer: Any, ranks: int) -> InBackward | HeldGradients | None:
+    """Lets the optimizer step in backward, or hold gradients in FP8, if the run is to. ranks: that share config.micro_batches."""
+    if config.held_gradients == "fp8":
+        return hold_gradients(optimizer, clip_norm=config.clip or None)
     if not config.step_in_backward:
         return None
     clip: Any = config.clip_by or None
-    return in_backward(optimizer, clip=clip, clip_norm=config.clip if clip else None, knows_norm=True)
+    passes = config.micro_batches // ranks
+    return in_backward(
+        optimizer, accumulation=passes, clip=clip, clip_norm=config.clip if clip else None, knows_norm=True
+    )
 
 
-def summary(config: TrainConfig) -> list[str]:
+def summary(config: TrainConfig, begun: InBackward | HeldGradients | None) -> list[str]:
     """What a run says of it."""
-    if not config.step_in_backward:
+    if isinstance(begun, HeldGradients):
+        return [f"{begun.matrices} matrices hold their gradients in FP8 until the step, which decodes them one by one."]
+    if begun is None:
         return []
-    return [f"Each parameter steps as soon as its gradient is whole, which {WORDS[config.clip_by]} and freed."]
+    words = f"Each parameter steps as soon as its gradient is whole, which {WORDS[config.clip_by]} and freed."
+    return [words + (" Sums of micro-batches are held in FP8." if begun.accumulation > 1 else "")]
 
 
 def take(stepping: InBackward, backward: Callable[[], Tensor], between: Callable[[Tensor], None]) -> Tensor:
-    """The pass, or the two passes, of a step; returns the loss. between: called with the loss of the first one before the second steps."""
+    """`backward` once, or twice with two passes; returns its losses. between: called with those of the first before the second."""
     if not stepping.takes_two_passes:
         return backward()
     between(stepping.measure(backward))
-    loss: Tensor = stepping.step_measured(backward)
-    return loss
+    losses: Tensor = stepping.step_measured(backward)
+    return losses
 
 
 def lost(step: int, loss: float, norm: float) -> NumericsError | None:

@@ -27,6 +27,7 @@ from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.clipping import clip_gradients
+from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
 from narrowgauge.train import launches, stepping
@@ -95,8 +96,10 @@ class Trainer:
         if self.parallel.pipeline is not None:
             self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
         self.optimizer = self._new_optimizer()
-        self.stepping = stepping.begin(config, self.optimizer)
-        self.memory_notes += stepping.summary(config)
+        begun = stepping.begin(config, self.optimizer, ranks.layout.data)
+        self.stepping = begun if isinstance(begun, InBackward) else None
+        self.holding = begun if isinstance(begun, HeldGradients) else None
+        self.memory_notes += stepping.summary(config, begun)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self._resume()
@@ -317,29 +320,32 @@ class Trainer:
             losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(
-            self.model.parameters(), self.config.clip or None, wide=True, stages=self.parallel.stages_group
+        norm = (
+            self.holding.measure()
+            if self.holding is not None
+            else clip_gradients(
+                self.model.parameters(), self.config.clip or None, wide=True, stages=self.parallel.stages_group
+            )
         )
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def _step_in_backward(self, inside: InBackward, micro_batches: list[Batch], targets: int) -> tuple[float, float]:
-        """The loss of a step and the norm of its gradient, by which its parameters have stepped."""
-        [batch] = micro_batches
+        """The loss of a step and the norm of its gradient; its parameters have stepped in its last backward pass."""
 
         def backward() -> Tensor:
-            self.parallel.follows(True)
-            return self._backward(self.objective, batch, targets)
+            self.parallel.follows(True)  # each micro-batch: what is summed in FP8 is the part of this rank
+            return torch.stack([self._backward(self.objective, batch, targets) for batch in micro_batches])
 
-        def between(loss: Tensor) -> None:
+        def between(losses: Tensor) -> None:
             assert inside.norm is not None
-            readings = agreed(*read(torch.stack((loss, inside.norm.to(loss.dtype)))), self.ranks)
+            readings = agreed(*read(torch.cat((losses, inside.norm.to(losses.dtype)[None]))), self.ranks)
             self._refuse_nonfinite(*readings, micro_batches, targets)
             self._repeat_draws()
 
-        loss = stepping.take(inside, backward, between)
+        losses = stepping.take(inside, backward, between)
         inside.end_step()
-        norm = loss.new_zeros(()) if inside.norm is None else inside.norm.to(loss.dtype)
-        found = agreed(*read(torch.stack((loss, norm))), self.ranks)
+        norm = losses.new_zeros(()) if inside.norm is None else inside.norm.to(losses.dtype)
+        found = agreed(*read(torch.cat((losses, norm[None]))), self.ranks)
         if (error := stepping.lost(self.step + 1, *found)) is not None:
             self.log.write("step", self.step + 1, loss=found[0], grad_norm=found[1])
             self.log.write("nonfinite", self.step + 1, where="a step in backward, where it is not looked for")

@@ -239,6 +239,45 @@ def test_a_loop_under_fsdp_has_them(ranks, in_backward):
         ranks(2)(fsdp, {"states": "4bit", "master": master}, in_backward)
 
 
+def fsdp_in_fp8(clips: str) -> None:
+    """Two micro-batches whose sums are held, or step in the second one, on shards and on one process.
+
+    Not with clip="previous", where the order counts in which gradients come: FSDP2 calls hooks in another one than autograd.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for is_sharded in (True, False):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(64, 129), nn.ReLU(), nn.Linear(129, 65), nn.LayerNorm(65)).to(BF16)
+        if is_sharded:
+            fully_shard(model)
+        optimizer = ng.optim.AdamW(model, lr=1e-2, states="8bit/fp16", master="stochastic")
+        if clips == "held":
+            handle = ng.optim.hold_gradients(optimizer, clip_norm=0.1)
+        else:
+            handle = ng.optim.in_backward(optimizer, clip_norm=0.1, clip=clips, accumulation=2)
+
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> None:
+                for turn in range(2):
+                    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + turn)).to(BF16)
+                    model(x).float().square().sum().backward()  # noqa: B023
+
+            if clips != "two-pass":
+                closure()
+            optimizer.step(closure if clips == "two-pass" else None)
+            optimizer.zero_grad()
+        found.append((*whole(dict(model.named_parameters()), optimizer), handle.norm))
+    assert_same(*found)
+
+
+def test_gradients_in_fp8_and_their_norms_are_those_of_one_process(ranks):
+    for clips in ("held", "two-pass"):
+        ranks(2)(fsdp_in_fp8, clips)
+
+
 # --- names -----------------------------------------------------------------------------------------------------------------------
 
 

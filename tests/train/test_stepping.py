@@ -59,6 +59,13 @@ def test_a_resumed_run_is_the_one_that_never_stopped(make, before_step, clip_by)
 
 
 @pytest.mark.slow
+def test_two_ranks_with_shards_sum_in_fp8(ranks, make):  # noqa: F811
+    common = {**SIZES, "states": "8bit", "recipe": "fp8-current", "parallel": "fsdp", "micro_batches": 2}
+    for name, changes in (("inside", {**INSIDE, "clip_by": "previous"}), ("held", {"held_gradients": "fp8"})):
+        assert ranks(2)(trained, make(name, **common, **changes)) == [0, 0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_by", ["previous", "two-pass"])
 def test_two_ranks_with_shards_are_clipped_alike(ranks, make, clip_by):  # noqa: F811
     """The ranks compare their norms each step; two passes are the ordinary run of two ranks."""
@@ -70,6 +77,30 @@ def test_two_ranks_with_shards_are_clipped_alike(ranks, make, clip_by):  # noqa:
     if clip_by == "two-pass":
         assert tiny.losses(Path(inside.output)) == tiny.losses(Path(after.output))
         assert tiny.digests(Path(inside.output)) == tiny.digests(Path(after.output))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    quick([{"held_gradients": "fp8"}], [{"held_gradients": "fp8"}, {**INSIDE, "clip_by": "two-pass"}]),
+    ids=str,
+)
+def test_sums_in_fp8_resume_exactly_and_learn_as_sums_of_16_bits(make, before_step, changes):
+    """Two micro-batches. Losses of the first steps are those of an ordinary run within one part in a hundred."""
+    common = {**SIZES, "states": "fp8-lm", "recipe": "fp8-current", "precision": "bf16-o3", "micro_batches": 2}
+    ordinary, reference, config = (
+        make("ordinary", **common),
+        make("reference", **common, **changes),
+        make("stopped", **common, **changes),
+    )
+    for each in (ordinary, reference):
+        assert loop.run(each) == 0
+    before_step(3, lambda trainer: signal.raise_signal(signal.SIGTERM))
+    assert loop.run(config) == 75
+    assert loop.run(replace(config, resume=True)) == 0
+    assert tiny.losses(Path(config.output)) == tiny.losses(Path(reference.output))
+    assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
+    truth, found = tiny.losses(Path(ordinary.output)), tiny.losses(Path(reference.output))
+    assert truth != found and all(found[step] == pytest.approx(truth[step], rel=0.01) for step in truth)
 
 
 def poison(trainer):
@@ -97,5 +128,7 @@ def test_what_steps_in_backward_cannot_have_is_refused(make):
             stepping.refuse(config, layout(text, world))
     stepping.refuse(config, layout("fsdp", 2))
     stepping.refuse(make(micro_batches=2), layout("dp", 2))
-    with pytest.raises(ConfigError, match="the 2 micro_batches of a step cannot be summed"):
-        loop.run(make(**INSIDE, clip_by="previous", micro_batches=2))
+    with pytest.raises(
+        ConfigError, match="held_gradients = 'fp8': with parallel = 'dp=2' a gradient is not whole in backward"
+    ):
+        stepping.refuse(make(held_gradients="fp8"), layout("dp", 2))

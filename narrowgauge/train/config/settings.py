@@ -261,9 +261,11 @@ class TrainConfig:
     beta2: float = TRAINING(0.95, "AdamW's decay of the second moment; Lion's of its only one.", Range(0, 1, open_high=True))
     epsilon: float = TRAINING(1e-8, "AdamW's guard against division by zero.", Range(0, 1, open_low=True))
     clip: float = TRAINING(1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
-    step_in_backward: bool = TRAINING(False, "Step each parameter as soon as its gradient is whole, and free it.")
+    step_in_backward: bool = TRAINING(False, "Step each parameter as soon as its gradient is whole, and free it; sums of several "
+        "micro-batches are held in FP8.")
     clip_by: str = TRAINING("", "What a step in backward is clipped by: the norm of the step before, of a first forward and backward pass, "
         "or each parameter's own.", OneOf(("", "previous", "two-pass", "parameter")))
+    held_gradients: str = TRAINING("16bit", "How gradients of matrices wait for the step: as they are, or in FP8.", OneOf(("16bit", "fp8")))
     freeze: str = TRAINING("", "Patterns of layers and parameters that do not train, as embed*,layers.0-3; empty: none.")
     checkpointing: str = TRAINING("none", "What is computed again in backward: none, full, every-N, selective or budget:512MiB.",
         Matching(r"none|full|selective|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
@@ -398,6 +400,28 @@ def _task_checks(c: TrainConfig) -> list[Check]:
     ]  # fmt: skip
 
 
+def _excluded_in_backward(c: TrainConfig) -> Iterator[Check]:
+    """By steps in backward, and by gradients that wait in FP8."""
+    scaling = ("precision", c.precision == "amp-fp16", "whose loss scaling looks at all gradients before the step")
+    excluded = {
+        ("step_in_backward", c.step_in_backward): (
+            ("compile", c.compile, "whose backward pass computes all gradients before it gives any"),
+            ("cuda_graph", c.cuda_graph, "which captures the step apart from the backward pass"),
+            ("held_gradients", c.held_gradients == "fp8", "since it holds none"),
+            scaling,
+        ),
+        ("held_gradients", c.held_gradients == "fp8"): (
+            ("cuda_graph", c.cuda_graph, "which captures the step with gradients at fixed places"),
+            scaling,
+        ),
+    }
+    for (key, applies), others in excluded.items():
+        for other, is_broken, why in others:
+            value = shown(getattr(c, key))
+            yield (applies and is_broken, f"{key} {other}",
+                   f"{key} = {value}: does not work with {other} = {shown(getattr(c, other))}, {why}. Remove one of them.")  # fmt: skip
+
+
 def _training_checks(c: TrainConfig) -> list[Check]:
     problems = () if c.epochs else switch_syntax.problems(c.switch, c.steps)  # of epochs the steps are known later
     return [
@@ -418,12 +442,7 @@ def _training_checks(c: TrainConfig) -> list[Check]:
          f"step_in_backward = true: clip = {c.clip} wants the norm of the whole gradient, which is known only after the last layer has "
          "stepped. Choose clip_by = 'previous' (the norm of the step before), 'two-pass' (a forward and backward pass more), 'parameter' "
          "(each by its own norm), or clip = 0."),
-        *((c.step_in_backward and value, f"step_in_backward {key}", f"step_in_backward = true: does not work with {key} = {shown(value)}, "
-           f"{why}. Remove one of them.") for key, value, why in (
-             ("compile", c.compile, "whose backward pass computes all gradients before it gives any"),
-             ("cuda_graph", c.cuda_graph, "which captures the step apart from the backward pass"),
-             ("precision", c.precision == "amp-fp16" and c.precision, "whose loss scaling looks at all gradients before the step"),
-         )),
+        *_excluded_in_backward(c),
         ("/" in c.states and c.optimizer != "adamw", "states optimizer",
          f"states = {c.states!r}: names two moments, and {c.optimizer} keeps one. Give one, as states = "
          f"{c.states.partition('/')[0]!r}."),

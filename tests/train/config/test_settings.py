@@ -98,6 +98,11 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
         ({"cuda_graph": True, "checkpointing": "full"}, "cuda_graph = true: does not work with checkpointing = 'full'"),
         ({"step_in_backward": True}, "step_in_backward = true: clip = 1.0 wants the norm of the whole gradient"),
+        (
+            {"step_in_backward": True, "clip": 0.0, "held_gradients": "fp8"},
+            "with held_gradients = 'fp8', since it holds none",
+        ),
+        ({"held_gradients": "fp8", "cuda_graph": True}, "held_gradients = 'fp8': does not work with cuda_graph = true"),
         ({"clip_by": "previous"}, "clip_by = 'previous': has no effect with step_in_backward = false"),
         (
             {"step_in_backward": True, "clip": 0.0, "clip_by": "previous"},
@@ -273,6 +278,8 @@ def configurations(draw) -> TrainConfig:
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
     excluded = drawn["compile"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16"
     drawn["step_in_backward"] = drawn["step_in_backward"] and not excluded
+    if drawn["step_in_backward"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16":
+        drawn["held_gradients"] = "16bit"
     if not drawn["step_in_backward"] or not drawn["clip"]:
         drawn["clip_by"] = ""
     elif not drawn["clip_by"]:
