@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import E4M3, E8M0
 from narrowgauge.nn.linear import QLinear
@@ -118,7 +119,7 @@ class HeldGradients:
         if held is not None:
             rows = held.decoded() + rows
         state, (seed, number) = self._optimizer.state.get(parameter, {}), self._numbers[parameter]
-        step = int(state["step"]) if state else 0
+        step = int(state["step"]) if state and holds_numbers(state["step"]) else 0
         key = noise.key(noise.step_key(seed, step), number)
         self._held[parameter] = Fp8Gradient.of(rows, key, 1 if held is None else held.passes + 1)
         parameter.grad = None

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.addresses import dry_run
 from narrowgauge.ops.registry import Device
+from narrowgauge.plan.autocast import widened
 
 
 @dataclass
@@ -116,11 +117,15 @@ class _Dispatch(TorchDispatchMode):
         return found
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention is one kernel, which keeps its output and a number per row; of fake tensors torch would compose it of products."""
+class _OnDevice(TorchFunctionMode):
+    """What torch does on the device and not with fake tensors.
 
-    def __init__(self, attention: Callable[..., Tensor]) -> None:
-        self.attention = attention
+    Attention is one kernel, which keeps its output and a number per row, and is not composed of products. And a GPU's autocast.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.attention = _on_gpu if self.on_gpu else _on_cpu
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,7 +133,22 @@ class _FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
+        if func is Tensor.backward:  # a mode is off within a function that it sees, and checkpointing computes there
+            with self:
+                return _backward(*args, **kwargs)
+        if self.on_gpu:
+            args, kwargs = widened(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _backward(
+    loss: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = ()
+) -> None:  # fmt: skip
+    """Tensor.backward, but not through torch.autograd.backward, which a mode sees as well and is off within."""
+    seed = torch.ones_like(loss) if gradient is None else gradient
+    keep = create_graph if retain_graph is None else retain_graph
+    run = torch.autograd.graph._engine_run_backward
+    run((loss,), (seed,), keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
 
 
 def _on_gpu(
@@ -186,6 +206,6 @@ def recording(device: Device) -> Iterator[Recorder]:
         stack.enter_context(dry_run(device))
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(_FusedAttention(_on_gpu if device.type == "cuda" else _on_cpu))
+        stack.enter_context(_OnDevice(device))
         stack.enter_context(_Dispatch(recorder))
         yield recorder

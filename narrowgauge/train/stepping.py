@@ -36,14 +36,13 @@ def refuse(config: TrainConfig, layout: Layout) -> None:
         )
 
 
-def begin(config: TrainConfig, optimizer: Any, ranks: int) -> InBackward | HeldGradients | None:
-    """Lets the optimizer step in backward, or hold gradients in FP8, if the run is to. ranks: that share config.micro_batches."""
+def begin(config: TrainConfig, optimizer: Any, passes: int) -> InBackward | HeldGradients | None:
+    """Lets the optimizer step in backward, or hold gradients in FP8, if the run is to. passes: backward passes of a step on this rank."""
     if config.held_gradients == "fp8":
         return hold_gradients(optimizer, clip_norm=config.clip or None)
     if not config.step_in_backward:
         return None
     clip: Any = config.clip_by or None
-    passes = config.micro_batches // ranks
     return in_backward(
         optimizer, accumulation=passes, clip=clip, clip_norm=config.clip if clip else None, knows_norm=True
     )

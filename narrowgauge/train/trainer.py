@@ -26,12 +26,10 @@ from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
-from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches, stepping
-from narrowgauge.train.attention import use_attention_of_whole_rows
+from narrowgauge.train import launches, step, stepping
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
@@ -39,7 +37,7 @@ from narrowgauge.train.device import peak_bytes
 from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
-from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
+from narrowgauge.train.optimizer import build_optimizer, cast_in_step
 from narrowgauge.train.parallel import checkpoints, digest
 from narrowgauge.train.parallel.evaluation import readings
 from narrowgauge.train.parallel.ranks import Ranks
@@ -81,11 +79,9 @@ class Trainer:
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
         self.feed.share = ranks.layout.share(ranks.rank)
-        if device.type == "cuda":
-            use_attention_of_whole_rows(self.model, self.feed.probe())
-        # before the optimizer: it holds what trains, no more
-        self.memory_notes = apply_memory_options(config, self.model, self.precision, self._probe)
-        self.objective = task.objective(self.model, self.precision.computes_in)
+        self.memory_notes, self.objective = step.ready(
+            config, task, self.model, self.precision, device, self.feed.probe, on_gpu=device.type == "cuda"
+        )
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
@@ -96,7 +92,7 @@ class Trainer:
         if self.parallel.pipeline is not None:
             self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
         self.optimizer = self._new_optimizer()
-        begun = stepping.begin(config, self.optimizer, ranks.layout.data)
+        begun = stepping.begin(config, self.optimizer, config.micro_batches // ranks.layout.data)
         self.stepping = begun if isinstance(begun, InBackward) else None
         self.holding = begun if isinstance(begun, HeldGradients) else None
         self.memory_notes += stepping.summary(config, begun)
@@ -179,10 +175,12 @@ class Trainer:
             raise CheckpointError(
                 f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
             )
+        # Of checkpoints that do not say it; where they say nothing of others either, they have what the run has.
+        before = {"keep_float32": "none", "loss": "chunks"}
         for key, own in self._numeric_settings().items():
-            if facts.get(key, own) != own:  # checkpoints of before have no optimizer, states and master
+            if facts.get(key, before.get(key, own)) != own:
                 raise CheckpointError(
-                    f"{found.path}: was written with {key} = {facts[key]!r}, this run has {own!r}. "
+                    f"{found.path}: was written with {key} = {facts.get(key, before.get(key))!r}, this run has {own!r}. "
                     "Resume with the settings that wrote it, or start anew in another --output."
                 )
         for key, own in self.task.identity.items():
@@ -204,8 +202,11 @@ class Trainer:
 
     def _numeric_settings(self) -> dict[str, Any]:
         """Settings that change the arithmetic but not the tensors' names and shapes."""
-        own = {key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master")}
-        return own | {"recipes": dict(self.config.layers_recipe), "auto": self.auto}
+        own = {
+            key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master", "loss")
+        }
+        kept = ",".join(self.precision.keep_list(self.config.keep_float32)) or "none"
+        return own | {"keep_float32": kept, "recipes": dict(self.config.layers_recipe), "auto": self.auto}
 
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
@@ -294,13 +295,7 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.update()
         else:
-            if self.scaler:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                self.optimizer.step()
-            self.parallel.advance(self.model)
-            self.optimizer.zero_grad()
+            step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model))
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
         return {**numbers, **facts}, step_batch.inputs
@@ -320,13 +315,7 @@ class Trainer:
             losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = (
-            self.holding.measure()
-            if self.holding is not None
-            else clip_gradients(
-                self.model.parameters(), self.config.clip or None, wide=True, stages=self.parallel.stages_group
-            )
-        )
+        norm = step.clipped(self.config, self.model, self.parallel.stages_group, self.holding)
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def _step_in_backward(self, inside: InBackward, micro_batches: list[Batch], targets: int) -> tuple[float, float]:
@@ -359,8 +348,7 @@ class Trainer:
 
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
-        with self.precision.context(self.device.type):
-            loss = self.parallel(objective, batch, self.device, checked=checked) / targets
+        loss = step.loss_of(self.parallel, objective, batch, self.device, self.precision, targets, checked)
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 

@@ -28,6 +28,7 @@ from narrowgauge.distributed import agreement_of, distribute
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.nn.float32_modules import kept_modules
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
@@ -264,7 +265,9 @@ def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
 
 def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
     """Blocks one by one, and what is around them together."""
-    types = {parameter.dtype for parameter in model.parameters()}
+    kept = kept_modules(whole)
+    wide = {id(parameter) for module in kept.values() for parameter in module.parameters()}
+    types = {parameter.dtype for parameter in model.parameters() if id(parameter) not in wide}
     if len(types) > 1:
         learned = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
         why = ": learned steps are float32" if learned else ""
@@ -273,5 +276,14 @@ def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
             "Take precision amp-bf16, or parallel = 'dp'."
         )
     readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
-    for module in (*find_blocks(model, verb="parallel").values(), whole):
+    # What stays in float32 beside 16 bits is gathered apart: of a block together.
+    blocks = (*find_blocks(model, verb="parallel").values(), whole)
+    for module in blocks:
+        own = [
+            each
+            for each in kept_modules(module).values()
+            if any(True for _ in each.parameters()) and not isinstance(each, FSDPModule)
+        ]
+        if own:
+            fully_shard(own, mesh=readers)
         fully_shard(module, mesh=readers)
