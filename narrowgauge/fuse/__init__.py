@@ -22,23 +22,33 @@ With delayed scaling the window of the first reader is the window of all: they s
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from narrowgauge.errors import ConfigError
 from narrowgauge.fuse.forward import FusedForward, Fusion
+from narrowgauge.fuse.keeping import Save
 from narrowgauge.fuse.patterns import Place, places
 from narrowgauge.fuse.precast import FusedMlp, FusedModule
 from narrowgauge.fuse.probe import gated, kind_of, refuse_rotary
 from narrowgauge.fuse.rotary import FusedAttention, function_of
 from narrowgauge.nn.linear import QLinear
 
-__all__ = ["Fusion", "fuse", "fusions", "unfuse"]
+__all__ = ["Fusion", "Save", "fuse", "fusions", "unfuse"]
 
 
-def fuse(model: nn.Module) -> list[Fusion]:
-    """Puts fused functions where the structure of the model and its recipes allow them; in place. Those of before are made anew."""
+def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
+    """Puts fused functions where the structure of the model and its recipes allow them; in place. Those of before are made anew.
+
+    save  what they keep for backward: "exact", or "fp8" with other gradients (keeping.py), where no kernel computes as well, by the
+          definition in plain torch; None: "exact" where a kernel computes, and elsewhere the module's own code with what it keeps
+    """
+    if save not in (None, *get_args(Save)):
+        names = ", ".join(map(repr, get_args(Save)))
+        raise ConfigError(f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.")
     unfuse(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     holders = Counter(child for module in model.modules() for child in module.children())
@@ -46,11 +56,14 @@ def fuse(model: nn.Module) -> list[Fusion]:
     for place in places(model):
         # On the CPU and with numbers, whatever the default device is, or a mode that makes tensors fake.
         with torch.device("cpu"), _disable_current_modes():
-            found = _fused(place, modules, holders)
+            found = _fused(place, modules, holders, save)
         if isinstance(found, str):
             refused[place.name] = found
         else:
             modules[place.name].__dict__["forward"] = found
+    for module in model.modules():
+        if isinstance(module, QLinear):
+            module.remakes = True if save is not None else None
     model.__dict__["_not_fused"] = refused
     return fusions(model)
 
@@ -60,6 +73,8 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), FusedForward):
             del module.__dict__["forward"]
+        if isinstance(module, QLinear):
+            module.remakes = False
     model.__dict__.pop("_not_fused", None)
 
 
@@ -78,7 +93,9 @@ def fusions(model: nn.Module) -> list[Fusion]:
     return found
 
 
-def _fused(place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Module]) -> FusedForward | str:
+def _fused(
+    place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Module], save: Save | None
+) -> FusedForward | str:
     """What stands in for a module's forward, or why nothing does. holders: by how many modules each is held."""
     module = modules[place.name]
     if place.form != "rotary" and not place.readers:
@@ -88,7 +105,7 @@ def _fused(place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Modu
     if place.form == "rotary":
         function = function_of(module)
         assert function is not None
-        return refuse_rotary(function) or FusedAttention(module, function)
+        return refuse_rotary(function) or FusedAttention(module, function, save=save)
     shared = [name for name in (place.name, *place.readers, *place.sources) if holders[modules[name]] > 1]
     if shared:
         return f"several modules share {shared[0]}"
@@ -98,7 +115,7 @@ def _fused(place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Modu
         return f"{place.readers[0]} is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}, which has no recipe"
     if place.form == "module":
         found = kind_of(module)
-        return found if isinstance(found, str) else FusedModule(module, found, readers, sources)
+        return found if isinstance(found, str) else FusedModule(module, found, readers, sources, save=save)
     names = [name.rpartition(".")[2] for name in (*place.sources, *place.readers)]
     found = gated(module, *names)
-    return found if isinstance(found, str) else FusedMlp(module, found, readers, sources, names=tuple(names))
+    return found if isinstance(found, str) else FusedMlp(module, found, readers, sources, names=tuple(names), save=save)

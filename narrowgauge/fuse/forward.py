@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from narrowgauge.ops.registry import Kernel, Registry, Spec
+
+if TYPE_CHECKING:
+    from narrowgauge.fuse.keeping import Save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +42,13 @@ class Fusion:
 
 @dataclass(eq=False)
 class FusedForward:
-    """Called in the place of the `forward` of `module`, whose own code runs under torch.compile and where no kernel computes."""
+    """Called in the place of the `forward` of `module`, whose own code runs under torch.compile and where no kernel computes.
+
+    save    what is kept for backward (keeping.py); None: "exact" where a kernel computes, and elsewhere what the own code keeps
+    """
 
     module: nn.Module
+    save: Save | None = field(default=None, kw_only=True)
     _kernels: dict[Hashable, Kernel[Any] | None] = field(default_factory=dict, init=False, repr=False)
 
     def own(self, *given: Any, **options: Any) -> Any:
@@ -50,11 +57,11 @@ class FusedForward:
         return forward(self.module, *given, **options)
 
     def kernel(self, registry: Registry[Spec], spec: Spec) -> Kernel[Spec] | None:
-        """The kernel that computes; None: the module's own code does, which the definition would only repeat."""
+        """The kernel that computes; None: the module's own code does, which the definition would only repeat, unless `save` asks for it."""
         key = registry.op, spec
         if key not in self._kernels:
             found = registry.choose(spec).kernel
-            self._kernels[key] = None if found.by_torch else found
+            self._kernels[key] = None if found.by_torch and self.save is None else found
         return self._kernels[key]
 
     def backend_words(self, registry: Registry[Spec], spec: Spec) -> str:

@@ -19,12 +19,16 @@ from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
 from narrowgauge.fuse.forward import FusedForward, Fusion
+from narrowgauge.fuse.keeping import Form, Keeps, Remade, narrow
+from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
+from narrowgauge.ops.norm_act.spec import Given, Kept
 from narrowgauge.ops.registry import device_facts
+from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import LearnedStep, Window
 
 
@@ -66,17 +70,27 @@ class FusedModule(FusedForward):
         if reader is None or x.numel() == 0:
             return otherwise()
         operand, kernel = _operand(reader, x), None
-        wanted = _wanted_cast(operand)
-        if isinstance(wanted, CastRequest):
-            kernel = self.kernel(FORWARD, NormActSpec.of(self.kind, tensors, (wanted,)))
+        keeps = self.keeps(operand)
+        wanted = _wanted_cast(operand, keeps)
+        request = wanted if isinstance(wanted, CastRequest) else None
+        if request is not None or self.save is not None:
+            kernel = self.kernel(FORWARD, NormActSpec.of(self.kind, tensors, (request,)))
         if kernel is None:
             y = otherwise()
-            self._hand_over(y, reader, _operand(reader, y))
+            operand = _operand(reader, y)
         else:
             flat = tuple(each.reshape(-1, x.shape[-1]) if each.ndim > 1 else each for each in tensors)
-            y = _Function.apply(self, wanted, kernel, operand.casts, *flat).reshape(x.shape)
-            self._hand_over(y, reader, operand)
+            y = _Function.apply(self, keeps, request, kernel, operand, *flat).reshape(x.shape)
+        self._hand_over(y, reader, operand)
         return y
+
+    def keeps(self, operand: Operand) -> Keeps:
+        """What backward needs that is kept. operand: of the first reader."""
+        if not operand.context.grads:
+            return "both"
+        if self.save == "fp8" and self.kind.is_norm and operand.keeps_codes and operand.plan.transposes:
+            return "outputs"
+        return "inputs" if operand.can_be_made_again else "both"
 
     @torch.no_grad()
     def _hand_over(self, y: Tensor, reader: QLinear, operand: Operand) -> None:
@@ -84,11 +98,8 @@ class FusedModule(FusedForward):
         inputs = None if reader.shared_inputs is None else reader.shared_inputs.of(y)
         if inputs is None or y.shape[-1] != reader.in_features:
             return
-        operand.tensor = y.detach().reshape(-1, y.shape[-1])
         if operand.casts.is_empty:
-            operand.read()
-            operand.rows(Rotation())
-            operand.saved()
+            fill(operand, y.detach().reshape(-1, y.shape[-1]))
         inputs.put(operand, self.stats)
         if operand.state is None or not operand.context.records:
             return
@@ -98,7 +109,7 @@ class FusedModule(FusedForward):
         if windows:
             torch._foreach_copy_(windows, [operand.state] * len(windows))
 
-    def gradient_requests(self, tensors: Sequence[Tensor]) -> list[CastRequest | None]:
+    def gradient_requests(self, tensors: Sequence[Given]) -> list[CastRequest | None]:
         """The casts that the sources want of the gradients, each that a kernel makes beside those before it."""
         wanted: list[CastRequest | None] = []
         for layer in self.sources or (None,) * (1 if self.kind.is_norm else len(tensors)):
@@ -115,7 +126,8 @@ class FusedModule(FusedForward):
             reason = next((each for each in reasons if each), "no reader was converted")
             return Fusion(name=name, readers=readers, reason=reason)
         weight = reader.weight
-        wanted = _wanted_cast(_operand(reader, weight))
+        operand = _operand(reader, weight)
+        wanted = _wanted_cast(operand, self.keeps(operand))
         if isinstance(wanted, str):
             backend = f"own code ({wanted})"
         else:
@@ -146,22 +158,38 @@ class FusedMlp(FusedModule):
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, fused: FusedModule, wanted: CastRequest, kernel: Any, casts: Casts, *tensors: Tensor
-    ) -> Tensor:
-        """casts: takes what comes out besides y."""
-        made, statistics = kernel.run(fused.kind, tensors, wanted)
-        casts.rows, casts.cols, casts.amax = made.plain, made.transposed, made.amax
-        ctx.save_for_backward(*tensors, *statistics)
-        ctx.count, ctx.fused = len(tensors), fused
+        ctx: Any, fused: FusedModule, keeps: Keeps, request: CastRequest | None, kernel: Any, operand: Operand,
+        *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """operand: takes what comes out besides y."""
+        made, statistics = kernel.run(fused.kind, tensors, request)
         value: Tensor = made.value
+        casts = operand.casts
+        casts.rows, casts.cols, casts.amax = made.plain, made.transposed, made.amax
+        ctx.fused, ctx.again = fused, Remade(fused) if keeps == "inputs" else None
+        kept: Sequence[Given] = tensors
+        if fused.save == "fp8" and not fused.kind.is_norm:
+            kept = [narrow(each) for each in tensors]
+        if ctx.again is not None:
+            ctx.again.form = Form.of(kept)
+            flat = Form.flat(kept, statistics)
+            casts.origin = Origin(tuple(None if each is None else each.detach() for each in flat), ctx.again)
+        if casts.rows is None:
+            fill(operand, value)
+        if keeps == "outputs":
+            assert isinstance(casts.cols, QTensor)
+            kept, statistics = [Kept(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]], (None, statistics[1])
+        ctx.form = Form.of(kept)
+        ctx.save_for_backward(*Form.flat(kept, statistics))
         return value
 
     @staticmethod
     @no_double_backward("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         fused: FusedModule = ctx.fused
-        saved = ctx.saved_tensors  # read once: torch's checkpointing hands it out once
-        tensors, statistics = saved[: ctx.count], saved[ctx.count :]
+        tensors, statistics = ctx.form.read(ctx.saved_tensors)  # read once: torch's checkpointing hands it out once
+        if ctx.again is not None:
+            ctx.again.clear()
         requests = fused.gradient_requests(tensors)
         kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
         made, of_parameters = kernel.run(fused.kind, tensors, statistics, in_memory(gy).contiguous(), requests)
@@ -169,7 +197,7 @@ class _Function(torch.autograd.Function):
             if each.plain is not None:
                 shared: Any = layer.shared_inputs
                 shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
-        return None, None, None, None, *(each.value for each in made), *of_parameters
+        return None, None, None, None, None, *(each.value for each in made), *of_parameters
 
 
 def refuse_reader(layer: QLinear) -> str | None:
@@ -196,9 +224,18 @@ def _operand(reader: QLinear, x: Tensor) -> Operand:
     return Operand(x, context.plan.x, context, (True, trains), reader.amax_state("x"))
 
 
-def _wanted_cast(operand: Operand) -> CastRequest | str:
+def fill(operand: Operand, y: Tensor) -> None:
+    """Makes the casts of y [T, K] that the reader itself would make of it in forward."""
+    operand.tensor = y
+    operand.read()
+    operand.rows(Rotation())
+    if operand.casts.origin is None:
+        operand.saved()
+
+
+def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
     """The cast of x that a kernel may make, or why none makes the one that is asked for, whatever the device."""
-    plan, cast, transposed = operand.plan, operand.plan.rows, operand.keeps_codes
+    plan, cast, transposed = operand.plan, operand.plan.rows, operand.keeps_codes and keeps != "inputs"
     if cast is None or isinstance(cast.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:

@@ -47,6 +47,8 @@ class LinearFunction(torch.autograd.Function):
         y: Tensor = run(lhs, rhs, bias, context.out_dtype, fast)
 
         ctx.context, ctx.wants, ctx.x_kept = context, wants, len(kept)
+        origin = x_operand.casts.origin
+        ctx.again = origin.again if origin is not None and wants[1] else None
         ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype if bias is not None and needs[2] else None
         ctx.gy_state = gy_state  # an attribute: saved tensors may not change before backward, and this one does
         ctx.save_for_backward(*kept, *w_operand.saved())
@@ -60,7 +62,9 @@ class LinearFunction(torch.autograd.Function):
         plan: LinearPlan = context.plan
         recipe, weight = plan.recipe, saved[ctx.x_kept + 1]
         x = plan.x.kind(None, plan.x, context, wants, None)
-        x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy)
+        kept, shape = saved[: ctx.x_kept], (gy.shape[0], weight.shape[1])
+        if ctx.again is None:
+            x = x.restore(kept, shape, gy)
         w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape, gy)
         wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
@@ -73,6 +77,8 @@ class LinearFunction(torch.autograd.Function):
             d, x_step = x.gradient(g.finished("grad_input", d))
             grad_input = d.to(ctx.x_dtype)
         if wants[1]:
+            if ctx.again is not None:
+                x = ctx.again.restore(x, kept, shape, gy)
             rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
             d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, weight.dtype)

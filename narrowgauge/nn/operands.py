@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import in_memory, is_compiling
+from narrowgauge.nn.again import OF_ATTENTION, Origin, attention_keeps
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
@@ -69,12 +70,14 @@ class Casts:
     rows, cols  see the module
     amax        [1, 1], by which its window had it cast; None without a window
     codes       of a straight-through operand, with what backward keeps of them (straight_through.Coded)
+    origin      (x) what backward makes cols from again, instead of keeping them; None: they are kept
     """
 
     rows: QTensor | Tensor | None = None
     cols: QTensor | Tensor | None = None
     amax: Tensor | None = None
     codes: Any = None
+    origin: Origin | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -149,7 +152,7 @@ class Operand:
             keeps = context.cache is not None and not context.cache.recasts
             return needs[0] and keeps and not stochastic and not self.tensor.is_inference()
         # Noise is drawn alike with a backward pass and without: checkpointing repeats a forward pass that had none.
-        return self.keeps_codes and (context.grads or stochastic)
+        return self.keeps_codes and self.casts.origin is None and (context.grads or stochastic)
 
     def rows(self, rotation: Rotation) -> QTensor | Tensor:
         """The operand of the product that reads t as it is."""
@@ -225,6 +228,12 @@ class Operand:
         """(x) whether the codes of x.T are kept for backward instead of x."""
         return self.needs[1] and self.context.plan.recipe.save == "quantized"
 
+    @property
+    def can_be_made_again(self) -> bool:
+        """(x) whether backward gets the same cols from x made again: those that are kept now draw no random numbers."""
+        plan = self.plan
+        return self.needs[1] and plan.kind is Operand and (plan.serves_a_step[1] or not self.keeps_codes)
+
     def share_key(self) -> tuple[Any, ...] | None:
         """(x) what layers whose casts of the same tensor are equal have in common; None: nobody else's are."""
         plan, context, codes = self.plan, self.context, self.keeps_codes
@@ -236,6 +245,9 @@ class Operand:
     def saved(self) -> Saved:
         """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w."""
         casts, plan = self.casts, self.plan
+        if casts.origin is not None and self.needs[1]:
+            casts.origin.again.use()
+            return casts.amax, *casts.origin.tensors
         if plan.role != "x" or not self.keeps_codes:
             return casts.amax, self.tensor if plan.role == "w" or self.needs[1] else None
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
@@ -294,5 +306,8 @@ def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, b
         if (casts := source.lookup(operand)) is not None:
             operand.casts = casts
             break
+    remakes = role == "x" and context.remakes and operand.keeps_codes and operand.can_be_made_again
+    if remakes and operand.casts.origin is None and attention_keeps(tensor):
+        operand.casts.origin = Origin((tensor,), OF_ATTENTION)
     operand.read()
     return operand

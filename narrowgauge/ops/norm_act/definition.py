@@ -7,6 +7,8 @@ layer-norm   dx = r (w h - mean(w h) - n mean(w h n)),      dw = sum h n,   db =
 swiglu       dg = h u p (1 + g (1 - p)),  du = h g p,       p = 1 / (1 + e^-g)
 gelu         dx = h (P(x) + x e^(-x^2 / 2) / sqrt(2 pi))
 gelu-tanh    dx = h (p + x p (1 - p) t'),  p = 1 / (1 + e^-t),  t = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+
+Of a norm whose codes of y are kept n = y / w, or (y - b) / w, and 0 where w is 0: such a weight gets no gradient.
 """
 
 from __future__ import annotations
@@ -17,24 +19,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Requests, Statistics
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Given, Kept, Kind, Requests, Statistics
+from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.pair import quantize_pair
 
 ROOT = math.sqrt(2 / math.pi)
 CUBE = 0.044715
 
 
-def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:
+def forward(kind: Kind, tensors: Sequence[Given], request: CastRequest | None) -> tuple[CastResult, Statistics]:
     """See `ops.norm_act`."""
-    return cast(value(kind, tensors), request), statistics(kind, tensors)
+    plain = [opened(each) for each in tensors]
+    return cast(value(kind, plain), request), statistics(kind, plain)
 
 
 def backward(
-    kind: Kind, tensors: Sequence[Tensor], found: Statistics, gy: Tensor, requests: Requests
+    kind: Kind, tensors: Sequence[Given], found: Statistics, gy: Tensor, requests: Requests
 ) -> tuple[list[CastResult], list[Tensor]]:
     """See `ops.norm_act`."""
-    wide, h = [each.to(torch.float32) for each in tensors], gy.to(torch.float32)
-    gradients = _norm_gradients(wide, found, h) if kind.is_norm else _activation_gradients(kind, wide, h)
+    wide, h = [opened(each, torch.float32) for each in tensors], gy.to(torch.float32)
+    if kind.is_norm:
+        gradients = _norm_gradients(kind, wide, _normal(wide, found, isinstance(tensors[0], Kept)), found, h)
+    else:
+        gradients = _activation_gradients(kind, wide, h)
     rounded = [gradient.to(each.dtype) for gradient, each in zip(gradients, tensors, strict=True)]
     count = len(requests)
     return [cast(*each) for each in zip(rounded[:count], requests, strict=True)], rounded[count:]
@@ -68,13 +75,32 @@ def _centered(x: Tensor, mean: Tensor | None) -> Tensor:
     return x if mean is None else x - mean[:, None]
 
 
-def _norm_gradients(tensors: Sequence[Tensor], found: Statistics, h: Tensor) -> tuple[Tensor, ...]:
-    """Of x and w, or of x, w and b; all float32."""
-    (x, w, *_), (mean, rate) = tensors, found
+def opened(x: Given, dtype: torch.dtype | None = None) -> Tensor:
+    """Its numbers, [rows, columns], in its own type unless told otherwise."""
+    if isinstance(x, Tensor):
+        return x if dtype is None else x.to(dtype)
+    values = dequantize(x.codes, dtype or x.dtype)
+    return values.T if x.turned else values
+
+
+def _normal(tensors: Sequence[Tensor], found: Statistics, is_of_y: bool) -> Tensor:
+    """n [rows, columns] of x or, where that is what is kept, of y; all float32."""
+    (x, w, *bias), (mean, rate) = tensors, found
     assert rate is not None
-    normal, wh = _centered(x, mean) * rate[:, None], w * h
+    if not is_of_y:
+        return _centered(x, mean) * rate[:, None]
+    scaled = x - bias[0] if bias else x
+    return torch.where(w == 0, 0.0, scaled / w)
+
+
+def _norm_gradients(
+    kind: Kind, tensors: Sequence[Tensor], normal: Tensor, found: Statistics, h: Tensor
+) -> tuple[Tensor, ...]:
+    """Of x and w, or of x, w and b; all float32."""
+    rate, wh = found[1], tensors[1] * h
+    assert rate is not None
     inner = wh - normal * (wh * normal).mean(-1, keepdim=True)
-    if mean is not None:
+    if kind.name == "layer-norm":
         inner = inner - wh.mean(-1, keepdim=True)
     return (inner * rate[:, None], (h * normal).sum(0), h.sum(0))[: len(tensors)]
 

@@ -1,0 +1,148 @@
+"""What a fused function keeps for its backward pass, and what is made again from it.
+
+    save      an activation keeps                          a norm keeps
+    "exact"   its inputs                                   x, and the numbers of each row
+    "fp8"     codes of its inputs: E4M3, a power of two    the codes of y.T that the Linears behind it keep anyway
+              for 128 elements                             (recipes with one scale per tensor; else as "exact")
+
+The Linears that read an activation, or a norm that keeps x, keep nothing of their own (nn.again): their backward pass computes y and
+its cast again, once for all of them. Exact: the bits of forward. From codes: y of the decoded inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.nn.again import Again
+from narrowgauge.nn.operands import Casts, Operand, Saved
+from narrowgauge.ops.norm_act import FORWARD, CastRequest, NormActSpec
+from narrowgauge.ops.norm_act.spec import NARROW, Given, Kept, Statistics
+from narrowgauge.ops.quantize import quantize
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast, Window
+
+if TYPE_CHECKING:
+    from narrowgauge.fuse.precast import FusedModule
+
+Save = Literal["exact", "fp8"]
+# "both": the function keeps its inputs, the Linears what they read. Else one of them is kept, and the other made from it again.
+Keeps = Literal["inputs", "outputs", "both"]
+
+
+def narrow(x: Tensor) -> Kept:
+    """An input of an activation, [rows, columns], in 8 bits."""
+    return Kept(quantize(x, NARROW), x.dtype)
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """A `Kept` without its tensors."""
+
+    cast: Cast
+    inner: int
+    dtype: torch.dtype
+    turned: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the tensors of a function lie in the flat list that autograd holds: one each, two where it is codes, then two statistics."""
+
+    tensors: tuple[_Codes | None, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Given]) -> Form:
+        return cls(
+            tuple(
+                _Codes(each.codes.cast, each.codes.inner, each.dtype, each.turned) if isinstance(each, Kept) else None
+                for each in tensors
+            )
+        )
+
+    @staticmethod
+    def flat(tensors: Sequence[Given], statistics: Statistics) -> tuple[Tensor | None, ...]:
+        parts = ((each.codes.data, each.codes.scale) if isinstance(each, Kept) else (each,) for each in tensors)
+        return *(part for several in parts for part in several), *statistics
+
+    def read(self, flat: Sequence[Tensor | None]) -> tuple[list[Given], Statistics]:
+        parts, found = iter(flat), []
+        for each in self.tensors:
+            data: Any = next(parts)
+            if each is not None:
+                scale: Any = next(parts)
+                codes = QTensor(data=data, scale=scale, cast=each.cast, inner=each.inner, checked=True)
+                data = Kept(codes, each.dtype, each.turned)
+            found.append(data)
+        return found, (next(parts), next(parts))
+
+
+@dataclass(eq=False)
+class Remade(Again):
+    """y, and its cast, of one call of a fused function.
+
+    form     of what it is computed from, known when forward has kept it
+    readers  layers that keep nothing else
+    left     those among them whose backward pass is still to come
+    made     what was made again for them, by how it is cast; gone with the last of them, and with the function's own backward pass
+    """
+
+    fused: FusedModule
+    form: Form | None = None
+    readers: int = 0
+    left: int = 0
+    made: dict[Any, tuple[Tensor | None, Casts]] = field(default_factory=dict)
+
+    def use(self) -> None:
+        self.readers += 1
+
+    def clear(self) -> None:
+        self.made.clear()
+
+    def restore(self, operand: Operand, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
+        plan = operand.plan
+        key = plan.rows, plan.cols, plan.cols_expand, operand.context.out_dtype
+        if not self.made:
+            self.left = self.readers
+        if key not in self.made:
+            self.made[key] = self._make(operand, saved[0], saved[1:])
+        operand.after = after
+        operand.tensor, casts = self.made[key]  # type: ignore[assignment]
+        operand.casts = casts if plan.serves_a_step[1] else Casts(amax=casts.amax)
+        self.left -= 1
+        if self.left <= 0:
+            self.clear()
+        return operand
+
+    def _make(
+        self, operand: Operand, amax: Tensor | None, flat: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, Casts]:
+        """(y [rows, columns], what is known of its casts), or where a kernel casts y.T as it computes y (None, that cast)."""
+        assert self.form is not None
+        tensors, _ = self.form.read(flat)
+        kind, fused = self.fused.kind, self.fused
+        for request in _requests(operand, amax):
+            spec = NormActSpec.of(kind, tensors, () if request is None else (request,))
+            kernel = fused.kernel(FORWARD, spec)
+            if kernel is not None:
+                made, _ = kernel.run(kind, tensors, request)
+                if made.transposed is not None:
+                    return None, Casts(cols=made.transposed, amax=amax)
+                return made.value, Casts(amax=amax)
+        raise AssertionError(f"{kind} was computed in forward and is refused in backward")
+
+
+def _requests(operand: Operand, amax: Tensor | None) -> list[CastRequest | None]:
+    """The cast of y.T that backward reads, if it is that of y turned and codes are multiplied; and none."""
+    plan = operand.plan
+    if not (operand.keeps_codes and plan.pairs and plan.transposes) or plan.cols is None:
+        return [None]
+    live = None
+    if isinstance(plan.cols.calibrate, Window):  # a window in which the amax of forward is in use
+        assert amax is not None
+        live = torch.nn.functional.pad(amax.reshape(1), (0, 2))
+    return [CastRequest(plan.cols, live, records=False, transposed=True), None]
