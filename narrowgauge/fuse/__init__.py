@@ -29,8 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.fuse.forward import FusedForward, Fusion
-from narrowgauge.fuse.keeping import Save
+from narrowgauge.fuse.forward import FusedForward, Fusion, Save
 from narrowgauge.fuse.patterns import Place, places
 from narrowgauge.fuse.precast import FusedMlp, FusedModule
 from narrowgauge.fuse.probe import gated, kind_of, refuse_rotary

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from torch import nn
 
 from narrowgauge.ops.registry import Kernel, Registry, Spec
 
-if TYPE_CHECKING:
-    from narrowgauge.fuse.keeping import Save
+Save = Literal["exact", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,25 +11,22 @@ its cast again, once for all of them. Exact: the bits of forward. From codes: y 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.again import Again
-from narrowgauge.nn.operands import Casts, Operand, Saved
-from narrowgauge.ops.norm_act import FORWARD, CastRequest, NormActSpec
+from narrowgauge.nn.again import Again, Saved
+from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.ops.norm_act import FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.spec import NARROW, Given, Kept, Statistics
 from narrowgauge.ops.quantize import quantize
+from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Window
 
-if TYPE_CHECKING:
-    from narrowgauge.fuse.precast import FusedModule
-
-Save = Literal["exact", "fp8"]
 # "both": the function keeps its inputs, the Linears what they read. Else one of them is kept, and the other made from it again.
 Keeps = Literal["inputs", "outputs", "both"]
 
@@ -85,13 +82,16 @@ class Form:
 class Remade(Again):
     """y, and its cast, of one call of a fused function.
 
+    kind     the function
+    choose   finds the kernel that computes it, of its call in forward (FusedForward.kernel)
     form     of what it is computed from, known when forward has kept it
     readers  layers that keep nothing else
     left     those among them whose backward pass is still to come
     made     what was made again for them, by how it is cast; gone with the last of them, and with the function's own backward pass
     """
 
-    fused: FusedModule
+    kind: Kind
+    choose: Callable[[Registry[NormActSpec], NormActSpec], Kernel[NormActSpec] | None]
     form: Form | None = None
     readers: int = 0
     left: int = 0
@@ -124,16 +124,14 @@ class Remade(Again):
         """(y [rows, columns], what is known of its casts), or where a kernel casts y.T as it computes y (None, that cast)."""
         assert self.form is not None
         tensors, _ = self.form.read(flat)
-        kind, fused = self.fused.kind, self.fused
         for request in _requests(operand, amax):
-            spec = NormActSpec.of(kind, tensors, () if request is None else (request,))
-            kernel = fused.kernel(FORWARD, spec)
+            kernel = self.choose(FORWARD, NormActSpec.of(self.kind, tensors, (request,)))
             if kernel is not None:
-                made, _ = kernel.run(kind, tensors, request)
+                made, _ = kernel.run(self.kind, tensors, request)
                 if made.transposed is not None:
                     return None, Casts(cols=made.transposed, amax=amax)
                 return made.value, Casts(amax=amax)
-        raise AssertionError(f"{kind} was computed in forward and is refused in backward")
+        raise AssertionError(f"{self.kind} was computed in forward and is refused in backward")
 
 
 def _requests(operand: Operand, amax: Tensor | None) -> list[CastRequest | None]:

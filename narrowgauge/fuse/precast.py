@@ -166,7 +166,7 @@ class _Function(torch.autograd.Function):
         value: Tensor = made.value
         casts = operand.casts
         casts.rows, casts.cols, casts.amax = made.plain, made.transposed, made.amax
-        ctx.fused, ctx.again = fused, Remade(fused) if keeps == "inputs" else None
+        ctx.fused, ctx.again = fused, Remade(fused.kind, fused.kernel) if keeps == "inputs" else None
         kept: Sequence[Given] = tensors
         if fused.save == "fp8" and not fused.kind.is_norm:
             kept = [narrow(each) for each in tensors]

@@ -10,12 +10,11 @@ what making it takes, once for all layers that read it. The bits are those of fo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from narrowgauge.nn.operands import Operand, Saved
+Saved = tuple[Tensor | None, ...]
 
 _VIEWS = frozenset(
     f"{name}Backward0"
@@ -29,8 +28,8 @@ class Again:
     def use(self) -> None:
         """A layer keeps nothing but what it is made from."""
 
-    def restore(self, operand: Operand, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
-        """The operand in backward, as `Operand.restore`. saved: (amax, *tensors), as forward kept them."""
+    def restore(self, operand: Any, saved: Saved, shape: tuple[int, int], after: Tensor) -> Any:
+        """The Operand in backward, as its own `restore`. saved: (amax, *tensors), as forward kept them."""
         raise NotImplementedError
 
 
@@ -45,7 +44,7 @@ class Origin:
 class _OfAttention(Again):
     """x itself, which attention keeps."""
 
-    def restore(self, operand: Operand, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
+    def restore(self, operand: Any, saved: Saved, shape: tuple[int, int], after: Tensor) -> Any:
         return operand.restore(saved, shape, after)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import in_memory, is_compiling
-from narrowgauge.nn.again import OF_ATTENTION, Origin, attention_keeps
+from narrowgauge.nn.again import OF_ATTENTION, Origin, Saved, attention_keeps
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
@@ -27,8 +27,6 @@ from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key, Stream
-
-Saved = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)

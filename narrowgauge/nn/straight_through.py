@@ -27,9 +27,10 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
+from narrowgauge.nn.again import Saved
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.nn.operands import Operand, Rotation, Saved
+from narrowgauge.nn.operands import Operand, Rotation
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision

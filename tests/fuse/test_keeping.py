@@ -1,16 +1,14 @@
-"""What fused functions keep for backward: exact saves change no bit (exact), each thing is kept once (exact), FP8 saves stay near (bounded)."""
+"""Exact saves change no bit and keep each thing once (exact); those in FP8 stay near (bounded)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import fuse
 from narrowgauge.fuse.precast import FusedModule
 from narrowgauge.memory.measure import saved_bytes
@@ -61,7 +59,7 @@ def test_what_is_made_again_has_the_bits_of_what_was_kept(name, recipe, policy, 
 
 @pytest.mark.parametrize(("recipe", "bytes_each"), [("fp8-current", 1), ("fp8-row", 2)])
 def test_what_is_kept_once_is_not_kept_twice(recipe, bytes_each, codes_are_multiplied):
-    """Of a block: what two norms, attention and an MLP hand to the Linears behind them. A tensor's codes, or by rows 16 bits but of attention."""
+    """Of a block: what two norms, attention and an MLP hand to Linears: a tensor's codes; by rows 16 bits, which attention keeps."""
     kept = [
         saved_bytes(saving("llama", recipe, "exact", each, torch.bfloat16), {"input_ids": IDS})
         for each in (True, False)

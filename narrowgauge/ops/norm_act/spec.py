@@ -9,8 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.formats import E4M3
+from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import POW2
