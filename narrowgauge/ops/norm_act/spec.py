@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -15,7 +15,10 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import POW2
 
-Name = Literal["rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh"]
+Norm = Literal["rms-norm", "gemma-norm", "layer-norm"]
+Activation = Literal["gelu", "gelu-tanh", "silu", "relu", "relu2"]
+Name = Literal[Norm, "swiglu", "geglu", "geglu-tanh", "reglu", Activation]
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh", "reglu": "relu"}  # the function of the gate
 KINDS: tuple[Name, ...] = get_args(Name)
 Statistics = tuple[Tensor | None, Tensor | None]
 NARROW = Cast(format=E4M3, tile=(1, 128), scale=POW2)  # how inputs of activations are kept in 8 bits
@@ -30,7 +33,16 @@ class Kind:
 
     @property
     def is_norm(self) -> bool:
-        return self.name in ("rms-norm", "layer-norm")
+        return self.name.endswith("-norm")
+
+    @property
+    def is_gated(self) -> bool:
+        return self.name in GATED
+
+    @property
+    def activation(self) -> str:
+        """Of x, or of the gate."""
+        return GATED.get(self.name, self.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +87,9 @@ class Kept:
 
     def numel(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    def to(self, device: str | torch.device) -> Kept:
+        return replace(self, codes=self.codes.to(torch.device(device)))
 
 
 Given = Tensor | Kept  # one of the tensors that a function has
