@@ -60,9 +60,6 @@ def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
             refused[place.name] = found
         else:
             modules[place.name].__dict__["forward"] = found
-    for module in model.modules():
-        if isinstance(module, QLinear):
-            module.remakes = True if save is not None else None
     model.__dict__["_not_fused"] = refused
     return fusions(model)
 
@@ -72,8 +69,6 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), FusedForward):
             del module.__dict__["forward"]
-        if isinstance(module, QLinear):
-            module.remakes = False
     model.__dict__.pop("_not_fused", None)
 
 

@@ -175,10 +175,6 @@ class QLinear(nn.Linear):
         """Whether backward casts the weight again instead of keeping codes of it from forward on."""
         if self.weight_codes != "auto":
             return self.weight_codes == "recast"
-        return self._is_on_gpu
-
-    @property
-    def _is_on_gpu(self) -> bool:
         return device_facts(self.weight.device.type, self.weight.device.index).type != "cpu"
 
     def kept_casts(self) -> list[Casts]:
@@ -288,7 +284,6 @@ class QLinear(nn.Linear):
             out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             steps_version=() if steps is None or cache is None else steps.version(),
             stream=None if self.peers is None else self.peers.stream(x.device), by_rows=self.peers is not None,
-            remakes=self._is_on_gpu if self.remakes is None else self.remakes,
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import in_memory, is_compiling
-from narrowgauge.nn.again import OF_ATTENTION, Origin, Saved, attention_keeps
+from narrowgauge.nn.again import Origin, Saved
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
@@ -304,8 +304,5 @@ def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, b
         if (casts := source.lookup(operand)) is not None:
             operand.casts = casts
             break
-    remakes = role == "x" and context.remakes and operand.keeps_codes and operand.can_be_made_again
-    if remakes and operand.casts.origin is None and attention_keeps(tensor):
-        operand.casts.origin = Origin((tensor,), OF_ATTENTION)
     operand.read()
     return operand

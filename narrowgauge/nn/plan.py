@@ -186,7 +186,6 @@ class LinearContext:
     steps_version  changes whenever the learned steps do
     stream         where random numbers come from; None: torch's generator, in turn
     by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
-    remakes        whether codes of x are made again in backward where attention keeps x anyway
     """
 
     plan: LinearPlan
@@ -201,4 +200,3 @@ class LinearContext:
     steps_version: tuple[int, ...] = ()
     stream: Stream | None = None
     by_rows: bool = False
-    remakes: bool = False
