@@ -8,7 +8,7 @@ Everything works on plain tensors, so that torch.compile traces through.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Hadamard, Window
+from narrowgauge.recipe import Cast, Current, Hadamard, Window
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class Casts:
 
     rows, cols  see the module
     amax        [1, 1], by which its window had it cast; None without a window
+    state       of the window that saw it
+    keys        (w) of the random numbers of its rows and cols, so that they can be cast again to the same bits
     codes       of a straight-through operand, with what backward keeps of them (straight_through.Coded)
     origin      (x) what backward makes cols from again, instead of keeping them; None: they are kept
     """
@@ -74,6 +76,8 @@ class Casts:
     rows: QTensor | Tensor | None = None
     cols: QTensor | Tensor | None = None
     amax: Tensor | None = None
+    state: Tensor | None = None
+    keys: dict[str, Any] = field(default_factory=dict)
     codes: Any = None
     origin: Origin | None = None
 
@@ -118,6 +122,8 @@ class Operand:
         state = self.state if plan.is_delayed else None
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
             return
+        if state is not None and self._was_seen_by_another(state):
+            return
         if state is not None and plan.role == "w" and not self.context.records:
             # A weight may be another than the window saw: averaged, merged, copied in. Evaluation scales it by itself.
             if casts.amax is None:
@@ -129,17 +135,35 @@ class Operand:
                 from narrowgauge.ops.quantize.pair import quantize_pair
 
                 x, records = self.tensor, self.context.records
-                noise = (
-                    (self._noise(x, "rows"), self._noise(x.T, "cols"))
-                    if cast.rounding == "stochastic"
-                    else (None, None)
-                )
-                made = quantize_pair(x, cast, amax_state=state, records=records, cols=both, noise=noise)
+                noise: list[Any] = [None, None]
+                if cast.rounding == "stochastic":
+                    noise = [self._noise(x, "rows"), self._noise(x.T, "cols") if both else None]
+                made = quantize_pair(x, cast, amax_state=state, records=records, cols=both, noise=(noise[0], noise[1]))
                 casts.rows, casts.cols, casts.amax = made
+                casts.state = state
                 return
+        if state is None and casts.rows is None and self._remembers_amax:
+            casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
         if state is not None and casts.amax is None:
             amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             casts.amax = update_amax(state, amax, records=self.context.records)
+            casts.state = state
+
+    def _was_seen_by_another(self, state: Tensor) -> bool:
+        """Whether a window with the same numbers saw this tensor; then this one has seen what that one has."""
+        seen = self.casts.state
+        if self.plan.role != "x" or seen is None or seen is state:
+            return False
+        if self.context.records:
+            state.copy_(seen)
+        return True
+
+    @property
+    def _remembers_amax(self) -> bool:
+        """(w) whether backward, which casts it again, would read it once more for the amax that serves both its casts."""
+        plan, cache = self.plan, self.context.cache
+        is_whole = plan.rows is not None and plan.rows.is_per_tensor and isinstance(plan.rows.calibrate, Current)
+        return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and cache is not None and cache.recasts
 
     def _keeps_cols(self, cast: Cast) -> bool:
         """Whether what is made of t.T now will still be there when it is read."""
@@ -213,18 +237,25 @@ class Operand:
         if cast is None:
             return high_precision(x, self.context.out_dtype)
         noise = self._noise(x, which) if cast.rounding == "stochastic" else None
-        amax = self.casts.amax if isinstance(cast.calibrate, Window) else None
+        amax = self.casts.amax if isinstance(cast.calibrate, Window | Current) else None
         return self.plan.quantize(x, cast, amax, noise, expand)
 
     def _noise(self, x: Tensor, which: str) -> Tensor | Key:
         from narrowgauge.ops.random import draw  # where casts round stochastically alone
 
-        return draw(tuple(x.shape), x.device, self.context.stream, self.plan.role, which)
+        plan, keys = self.plan, self.casts.keys
+        rotate = plan.rows_rotate if which == "rows" else plan.cols_rotate
+        if plan.role != "w" or self.context.cache is None or (rotate is not None and rotate.signs == "random"):
+            return draw(tuple(x.shape), x.device, self.context.stream, plan.role, which)
+        if which == "cols" and which in keys:  # cast once a step, or again with the same numbers
+            return keys[which]
+        noise = draw(tuple(x.shape), x.device, self.context.stream, plan.role, which)
+        return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
 
     @property
     def keeps_codes(self) -> bool:
         """(x) whether the codes of x.T are kept for backward instead of x."""
-        return self.needs[1] and self.context.plan.recipe.save == "quantized"
+        return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.x_stays
 
     @property
     def can_be_made_again(self) -> bool:
@@ -237,8 +268,11 @@ class Operand:
         plan, context, codes = self.plan, self.context, self.keeps_codes
         if plan.rows is None or not plan.shares_rows or (codes and not plan.shares_cols):
             return None
+        if plan.is_delayed and context.x_window is None:
+            return None
         kept = (plan.cols, plan.cols_rotate, plan.transposes) if codes else None
-        return plan.rows, plan.rows_rotate, plan.rows_expand, context.out_dtype, context.grads, kept
+        window = (context.x_window, context.records) if plan.is_delayed else None
+        return plan.rows, plan.rows_rotate, plan.rows_expand, context.out_dtype, context.grads, kept, window
 
     def saved(self) -> Saved:
         """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w."""
