@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from narrowgauge.nn.float32_modules import Float32Forward
 from narrowgauge.ops.registry import Kernel, Registry, Spec
 
 Save = Literal["exact", "fp8"]
@@ -44,14 +45,18 @@ class FusedForward:
     """Called in the place of the `forward` of `module`, whose own code runs under torch.compile and where no kernel computes.
 
     save    what is kept for backward (keeping.py); None: "exact" where a kernel computes, and elsewhere what the own code keeps
+    kept    what stood there, of a module that computes in float32: that is its own code then
     """
 
     module: nn.Module
     save: Save | None = field(default=None, kw_only=True)
+    kept: Float32Forward | None = field(default=None, kw_only=True)
     _kernels: dict[Hashable, Kernel[Any] | None] = field(default_factory=dict, init=False, repr=False)
 
     def own(self, *given: Any, **options: Any) -> Any:
         """What the module's own code computes."""
+        if self.kept is not None:
+            return self.kept(*given, **options)
         forward: Any = type(self.module).forward
         return forward(self.module, *given, **options)
 

@@ -253,6 +253,14 @@ class Operand:
         return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
 
     @property
+    def rows_matter(self) -> bool:
+        """Whether making them leaves more than the operand of a product: draws, or what backward keeps."""
+        plan = self.plan
+        if plan.rows is not None and not plan.serves_a_step[0]:
+            return True
+        return plan.role == "x" and self.keeps_codes and plan.transposes and self.casts.cols is None
+
+    @property
     def keeps_codes(self) -> bool:
         """(x) whether the codes of x.T are kept for backward instead of x."""
         return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.x_stays

@@ -128,7 +128,20 @@ class _FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
+        if func is Tensor.backward:  # a mode is off within a function that it sees, and checkpointing computes there
+            with self:
+                return _backward(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _backward(
+    loss: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = ()
+) -> None:  # fmt: skip
+    """Tensor.backward, but not through torch.autograd.backward, which a mode sees as well and is off within."""
+    seed = torch.ones_like(loss) if gradient is None else gradient
+    keep = create_graph if retain_graph is None else retain_graph
+    run = torch.autograd.graph._engine_run_backward
+    run((loss,), (seed,), keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
 
 
 def _on_gpu(

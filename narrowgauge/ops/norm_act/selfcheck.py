@@ -88,7 +88,7 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
 
 
 def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
-    """Every function, its casts per tensor by a window and without one, and in the forward pass per row."""
+    """Every function, its casts per tensor by a window and without one, and in the forward pass per row; norms with float32 weights."""
     format = E5M2 if of_gradients else E4M3
     for name in KINDS:
         function = Kind(name, 1e-5)
@@ -101,6 +101,10 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
         kept = (Cast(format=E4M3), True) if function.is_norm else (NARROW, False)
         if of_gradients or not function.is_norm:
             yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, chosen[0], kept=kept)
+    casts = [] if of_gradients else [(Cast(format=format, calibrate=Window()), True)]
+    for name in ("rms-norm", "gemma-norm", "layer-norm"):
+        dtypes = (torch.float16, *(torch.float32,) * (tensors_of(Kind(name)) - 1))
+        yield NormActSpec(Kind(name, 1e-5, wide=True), Device("cpu"), dtypes, COLUMNS, tuple(casts))
 
 
 FORWARD, BACKWARD = (Check(_kind, partial(_compare, each), partial(_examples, each)) for each in (False, True))

@@ -175,7 +175,10 @@ def _value(inputs, scales, mean, rate, at, FUNCTION: tl.constexpr, GATED: tl.con
     x = _input(inputs[0], scales[0], at, K)
     if FUNCTION == "rms-norm":
         weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
-        y = (x * rate[:, None]).to(inputs[0].dtype.element_ty).to(tl.float32) * weight[None, :]
+        normal = x * rate[:, None]
+        if not K.wide:
+            normal = normal.to(K.dtype).to(tl.float32)
+        y = normal * weight[None, :]
     elif FUNCTION == "gemma-norm":
         weight = 1.0 + tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
         y = x * rate[:, None] * weight[None, :]

@@ -122,14 +122,19 @@ class _Target:
 
 @dataclass(frozen=True)
 class Reading:
-    """One constant of a kernel: dtype of the inputs and, where they are codes, how they are cast and in blocks of how many columns."""
+    """One constant of a kernel: how its inputs are read.
+
+    dtype, wide   of the inputs; whether n of rms-norm is not rounded to it
+    C, block      where they are codes: how they are cast, in blocks of how many columns
+    """
 
     dtype: Any
+    wide: bool
     C: CastConstants | None
     block: int
 
 
-def _read(tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Reading]:
+def _read(kind: Kind, tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Reading]:
     """(numbers or codes, scales, how they are read) of the inputs."""
     first = tensors[0]
     parts = [(each.codes.data, each.codes.scale) if isinstance(each, Kept) else (each, None) for each in tensors]
@@ -138,7 +143,7 @@ def _read(tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tuple[Tensor | 
     constants, block = None, 1
     if isinstance(first, Kept):
         constants, block = _constants(first.codes.cast, inputs[0]), first.codes.cast.tile[1]
-    return inputs, scales, Reading(DTYPES[first.dtype], constants, block)
+    return inputs, scales, Reading(DTYPES[first.dtype], kind.wide, constants, block)
 
 
 def _constants(cast: Cast, x: Tensor) -> CastConstants:
@@ -147,9 +152,9 @@ def _constants(cast: Cast, x: Tensor) -> CastConstants:
 
 def forward(kind: Kind, tensors: Sequence[Given], request: CastRequest | None) -> tuple[CastResult, Statistics]:
     """See `ops.norm_act`."""
-    inputs, scales, reading = _read(tensors)
+    inputs, scales, reading = _read(kind, tensors)
     x = inputs[0]
-    promotes = kind.name == "rms-norm" or kind.is_gated
+    promotes = (kind.name == "rms-norm" or kind.is_gated) and not kind.wide
     dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype) if promotes else tensors[0].dtype
     target = _Target(torch.empty_like(x, dtype=dtype), request)
     wanted = kind.name == "layer-norm", kind.is_norm
@@ -173,7 +178,7 @@ def backward(
     if kind.is_norm:
         gradients = _norm_backward_turned if isinstance(tensors[0], Kept) else _norm_backward
         return gradients(kind, tensors, statistics, gy)
-    inputs, scales, reading = _read(tensors)
+    inputs, scales, reading = _read(kind, tensors)
     made = [torch.empty_like(x, dtype=each.dtype) for x, each in zip(inputs, tensors, strict=True)]
     targets = [_Target(x, request) for x, request in zip(made, requests, strict=True)]
     piece = TALL if any(each.transposed is not None for each in targets) else WIDE
@@ -195,7 +200,7 @@ def _plus(kind: Kind) -> float:
 def _norm_backward(
     kind: Kind, tensors: Sequence[Given], statistics: Statistics, gy: Tensor
 ) -> tuple[list[CastResult], list[Tensor]]:
-    inputs, _, _ = _read(tensors)
+    inputs, _, _ = _read(kind, tensors)
     x = inputs[0]
     rows, columns = x.shape
     parts = min(NORM_PARTS, rows)
@@ -213,7 +218,7 @@ def _norm_backward(
 def _norm_backward_turned(
     kind: Kind, tensors: Sequence[Given], statistics: Statistics, gy: Tensor
 ) -> tuple[list[CastResult], list[Tensor]]:
-    (codes, *parameters), (scale, *_), reading = _read(tensors)
+    (codes, *parameters), (scale, *_), reading = _read(kind, tensors)
     rows, columns = gy.shape
     parts = -(-rows // TURNED[0])
     dx = torch.empty_like(gy, dtype=tensors[0].dtype)
