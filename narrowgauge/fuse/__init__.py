@@ -99,6 +99,8 @@ def _fused(
     module = modules[place.name]
     if place.form != "rotary" and not place.readers:
         return "no Linear is found that reads it"
+    if place.between is not None and getattr(modules[place.between], "p", 0.0) > 0:
+        return f"{place.between} lies between it and its reader"
     kept = module.__dict__.get("forward")
     if kept is not None and not (isinstance(kept, Float32Forward) and place.form == "module"):
         return "its forward was replaced by somebody else"
@@ -119,6 +121,8 @@ def _fused(
             return found
         kind = replace(found, wide=kept is not None)
         return FusedModule(module, kind, readers, sources, save=save, kept=kept)
+    if len({each.weight.dtype for each in (*readers, *sources)}) > 1:  # T5 converts what its wider last one reads
+        return "its Linears have weights of several types"
     names = [name.rpartition(".")[2] for name in (*place.sources, *place.readers)]
     found = gated(module, *names)
     return found if isinstance(found, str) else FusedMlp(module, found, readers, sources, names=tuple(names), save=save)

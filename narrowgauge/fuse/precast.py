@@ -26,6 +26,7 @@ from narrowgauge.nn.caches import CacheStats
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
+from narrowgauge.ops.norm_act.definition import ACTIVATIONS
 from narrowgauge.ops.norm_act.spec import Given, Kept
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.qtensor import QTensor
@@ -153,7 +154,16 @@ class FusedMlp(FusedModule):
         """As above."""
         gate, up, down = (self.module.get_submodule(name) for name in self.names)
         g, u = gate(x), up(x)
-        y: Tensor = down(self.compute((g, u), lambda: nn.functional.silu(g) * u))
+        y: Tensor = down(self.compute((g, u), lambda: self.activated(g) * u))
+        return y
+
+    def activated(self, g: Tensor) -> Tensor:
+        """By the MLP's own module, whose roundings may be others; by torch's function if it has none."""
+        own = next(
+            (each for name in ("act_fn", "act", "activation_fn") if callable(each := getattr(self.module, name, None))),
+            None,
+        )
+        y: Tensor = (own or ACTIVATIONS[self.kind.activation])(g)
         return y
 
 

@@ -17,7 +17,8 @@ from narrowgauge.scaling import POW2
 
 Norm = Literal["rms-norm", "gemma-norm", "layer-norm"]
 Activation = Literal["gelu", "gelu-tanh", "silu", "relu", "relu2"]
-Name = Literal[Norm, "swiglu", "geglu", "geglu-tanh", "reglu", Activation]
+Gated = Literal["swiglu", "geglu", "geglu-tanh", "reglu"]
+Name = Literal[Norm, Gated, Activation]
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh", "reglu": "relu"}  # the function of the gate
 KINDS: tuple[Name, ...] = get_args(Name)
 Statistics = tuple[Tensor | None, Tensor | None]
