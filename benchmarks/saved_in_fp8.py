@@ -1,4 +1,4 @@
-"""What keeping activations in FP8 does to gradients and to training: `convert(model, recipe, fuse=True, save="fp8")` beside save="exact".
+"""What keeping activations in FP8 does to gradients and to training: `convert(model, recipe, fuse=True, save="fp8")` and "int8" beside "exact".
 
     python -m benchmarks.saved_in_fp8                     gradients, and 1,000 steps of three seeds
     python -m benchmarks.saved_in_fp8 --only gradients    some minutes
@@ -29,7 +29,8 @@ from benchmarks.harness import RESULTS, record
 from benchmarks.optimizer_convergence import corpus
 from benchmarks.paired import Experiment, summarize
 
-BASELINE = "exact"
+SAVES = ("exact", "fp8", "int8")
+BASELINE = SAVES[0]
 KINDS = {
     "embeddings": ("embed_tokens", "lm_head"), "norms": ("norm",), "q, k, v": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",),
     "gate, up": ("gate_proj", "up_proj"), "down": ("down_proj",),
@@ -62,9 +63,7 @@ def main() -> None:
             record("saved-in-fp8-gradients", rows, options.results)
     if options.only != "gradients":
         folder = options.output / f"{options.steps}-steps"
-        found = Experiment(train, ["exact", "fp8"], options.seeds, {"steps": options.steps}, folder).results(
-            options.jobs
-        )
+        found = Experiment(train, SAVES, options.seeds, {"steps": options.steps}, folder).results(options.jobs)
         lines = [line | {"steps": options.steps, "sizes": SMALL} for line in summarize(found, ["loss"], BASELINE)]
         for line in lines:
             print(line)
@@ -73,7 +72,7 @@ def main() -> None:
 
 
 def gradients(names: list[str], seeds: list[int], warm: int) -> Iterator[dict[str, Any]]:
-    """For each recipe and kind of parameter: SQNR in dB of both, the mean over seeds, and the most that "fp8" loses in one."""
+    """For each recipe and kind of parameter: SQNR in dB of each `save`, the mean over seeds, and the most that it loses in one."""
     import narrowgauge as ng
 
     torch.set_num_threads(1)
@@ -88,7 +87,7 @@ def gradients(names: list[str], seeds: list[int], warm: int) -> Iterator[dict[st
         state = model.state_dict()
         for name in names:
             losses = set()
-            for save in ("exact", "fp8"):
+            for save in SAVES:
                 narrow = language_model(LARGE, seed)
                 narrow.load_state_dict(state)
                 ng.convert(narrow, name, fuse=True, save=save)
@@ -101,12 +100,13 @@ def gradients(names: list[str], seeds: list[int], warm: int) -> Iterator[dict[st
             assert len(losses) <= 2, losses  # those of a window's two steps, the same for both
     for name in names:
         for kind in KINDS:
-            exact, narrow = found[name, kind, "exact"], found[name, kind, "fp8"]
-            yield {
-                "recipe": name, "parameters": kind, "seeds": seeds, "exact_db": round(statistics.mean(exact), 2),
-                "fp8_db": round(statistics.mean(narrow), 2),
-                "most_lost_db": round(max(a - b for a, b in zip(exact, narrow, strict=True)), 2),
-            }  # fmt: skip
+            values = {save: found[name, kind, save] for save in SAVES}
+            lost = {
+                f"{save}_most_lost_db": round(max(a - b for a, b in zip(values["exact"], values[save], strict=True)), 2)
+                for save in SAVES[1:]
+            }
+            means = {f"{save}_db": round(statistics.mean(each), 2) for save, each in values.items()}
+            yield {"recipe": name, "parameters": kind, "seeds": seeds, **means, **lost}
 
 
 def sqnr_db(truth: dict[str, Tensor], got: dict[str, Tensor], words: tuple[str, ...]) -> float:

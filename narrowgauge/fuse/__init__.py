@@ -44,8 +44,8 @@ __all__ = ["Fusion", "Save", "fuse", "fusions", "unfuse"]
 def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
     """Puts fused functions where the structure of the model and its recipes allow them; in place. Those of before are made anew.
 
-    save  what they keep for backward: "exact", or "fp8" with other gradients (keeping.py), where no kernel computes as well, by the
-          definition in plain torch; None: "exact" where a kernel computes, and elsewhere the module's own code with what it keeps
+    save  what they keep for backward: "exact", or "fp8" or "int8" with gradients that are near (keeping.py); where no kernel computes,
+          the definition in plain torch does. None: "exact" where a kernel computes, and elsewhere the module's own code
     """
     if save not in (None, *get_args(Save)):
         names = ", ".join(map(repr, get_args(Save)))

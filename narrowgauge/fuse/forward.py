@@ -11,7 +11,8 @@ from torch import nn
 from narrowgauge.nn.float32_modules import Float32Forward
 from narrowgauge.ops.registry import Kernel, Registry, Spec
 
-Save = Literal["exact", "fp8"]
+Save = Literal["exact", "fp8", "int8"]
+OWN = "own code"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Fusion:
     readers    the Linears that read it; of a rotary embedding none
     function   "rms-norm", "swiglu", "rotary", ...; '' where it is none of them
     backend    which kernel computes and casts it, and why no other; '' where it is not fused
+    kept       what is kept for its backward pass, in words; '' where the own code decides
     reason     why it is not fused, '' if it is
     unread     casts handed over that no layer took, as a share of all; None before the first
     """
@@ -29,6 +31,7 @@ class Fusion:
     readers: tuple[str, ...]
     function: str = ""
     backend: str = ""
+    kept: str = ""
     reason: str = ""
     unread: float | None = None
 
@@ -37,7 +40,8 @@ class Fusion:
         if self.reason:
             return f"{self.name}{readers}: not fused ({self.reason})"
         lost = f"; {self.unread:.0%} of its casts were read by nobody" if self.unread else ""
-        return f"{self.name} ({self.function}){readers}: {self.backend}{lost}"
+        kept = f"; {self.kept}" if self.kept else ""
+        return f"{self.name} ({self.function}){readers}: {self.backend}{kept}{lost}"
 
 
 @dataclass(eq=False)
@@ -72,7 +76,9 @@ class FusedForward:
         """Which kernel computes, and why no other."""
         found = registry.choose(spec)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
-        return f"own code ({reasons})" if found.kernel.by_torch else found.kernel.name
+        if not found.kernel.by_torch:
+            return found.kernel.name
+        return f"{OWN if self.save is None else 'the definition in plain torch'} ({reasons})"
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
         """What became of the function called `name`, which the `readers` read."""

@@ -4,6 +4,7 @@
     "exact"   its inputs                                   x, and the numbers of each row
     "fp8"     codes of its inputs: E4M3, a power of two    the codes of y.T that the Linears behind it keep anyway
               for 128 elements                             (recipes with one scale per tensor; else as "exact")
+    "int8"    the same in INT8                             as "fp8"
 
 The Linears that read an activation, or a norm that keeps x, keep nothing of their own (nn.again): their backward pass computes y and
 its cast again, once for all of them. Exact: the bits of forward. From codes: y of the decoded inputs.
@@ -21,7 +22,7 @@ from torch import Tensor
 from narrowgauge.nn.again import Again, Saved
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.ops.norm_act import FORWARD, CastRequest, Kind, NormActSpec
-from narrowgauge.ops.norm_act.spec import NARROW, Given, Kept, Statistics
+from narrowgauge.ops.norm_act.spec import Given, Kept, Statistics
 from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
@@ -31,9 +32,9 @@ from narrowgauge.recipe import Cast, Window
 Keeps = Literal["inputs", "outputs", "both"]
 
 
-def narrow(x: Tensor) -> Kept:
+def narrow(x: Tensor, cast: Cast) -> Kept:
     """An input of an activation, [rows, columns], in 8 bits."""
-    return Kept(quantize(x, NARROW), x.dtype)
+    return Kept(quantize(x, cast), x.dtype)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
-from narrowgauge.fuse.forward import FusedForward, Fusion
+from narrowgauge.fuse.forward import OWN, FusedForward, Fusion
 from narrowgauge.fuse.keeping import Form, Keeps, Remade, narrow
 from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
@@ -27,7 +27,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.definition import ACTIVATIONS
-from narrowgauge.ops.norm_act.spec import Given, Kept
+from narrowgauge.ops.norm_act.spec import NARROW, Given, Kept
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import LearnedStep, Window
@@ -89,7 +89,7 @@ class FusedModule(FusedForward):
         """What backward needs that is kept. operand: of the first reader."""
         if not operand.context.grads:
             return "both"
-        if self.save == "fp8" and self.kind.is_norm and operand.keeps_codes and operand.plan.transposes:
+        if self.save in NARROW and self.kind.is_norm and operand.keeps_codes and operand.plan.transposes:
             return "outputs"
         return "inputs" if operand.can_be_made_again else "both"
 
@@ -127,13 +127,15 @@ class FusedModule(FusedForward):
             reason = next((each for each in reasons if each), "no reader was converted")
             return Fusion(name=name, readers=readers, reason=reason)
         weight = reader.weight
-        operand = _operand(reader, weight)
-        wanted = _wanted_cast(operand, self.keeps(operand))
-        if isinstance(wanted, str):
+        with torch.enable_grad():
+            operand = _operand(reader, weight)
+        keeps = self.keeps(operand)
+        wanted = _wanted_cast(operand, keeps)
+        if isinstance(wanted, str) and self.save is None:
             backend = f"own code ({wanted})"
         else:
             device = device_facts(weight.device.type, weight.device.index)
-            casts = ((wanted.cast, wanted.transposed),)
+            casts = () if isinstance(wanted, str) else ((wanted.cast, wanted.transposed),)
             own = (getattr(self.module, name, None) for name in ("weight", "bias") if self.kind.is_norm)
             dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
             spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
@@ -141,7 +143,19 @@ class FusedModule(FusedForward):
         takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
         stats = self.stats
         unread = None if not stats.made else max(0.0, 1 - stats.taken / (stats.made * takers))
-        return Fusion(name=name, readers=readers, function=self.kind.name, backend=backend, unread=unread)
+        kept = "" if backend.startswith(OWN) else self.kept_words(keeps)
+        return Fusion(name=name, readers=readers, function=self.kind.name, backend=backend, kept=kept, unread=unread)
+
+    def kept_words(self, keeps: Keeps) -> str:
+        """What is kept for backward, in words."""
+        again = "; what its readers read is made again" if keeps == "inputs" else ""
+        if keeps == "outputs":
+            return "keeps the codes that its readers keep"
+        if self.save not in NARROW:
+            return f"keeps its inputs{again}"
+        if not self.kind.is_norm:
+            return f"keeps its inputs as {NARROW[self.save]}{again}"
+        return f"keeps its input in its own type, since no reader keeps codes by one scale for all{again}"
 
 
 @dataclass(eq=False)
@@ -180,8 +194,8 @@ class _Function(torch.autograd.Function):
         casts.rows, casts.cols, casts.amax = made.plain, made.transposed, made.amax
         ctx.fused, ctx.again = fused, Remade(fused.kind, fused.kernel) if keeps == "inputs" else None
         kept: Sequence[Given] = tensors
-        if fused.save == "fp8" and not fused.kind.is_norm:
-            kept = [narrow(each) for each in tensors]
+        if fused.save in NARROW and not fused.kind.is_norm:
+            kept = [narrow(each, NARROW[fused.save]) for each in tensors]
         if ctx.again is not None:
             ctx.again.form = Form.of(kept)
             flat = Form.flat(kept, statistics)

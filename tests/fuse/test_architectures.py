@@ -95,7 +95,7 @@ def test_their_casts_are_read_and_their_numbers_stay(name):
 
 
 @pytest.mark.parametrize("name", quick(["gemma2"], MODELS))
-@pytest.mark.parametrize("save", ["exact", "fp8"])
+@pytest.mark.parametrize("save", ["exact", "fp8", "int8"])
 def test_they_train_with_either_save(name, save):
     """By the definition: within the roundings of float32 of the own code where saves are exact; near it in FP8."""
     expected, found = gradients(built(name)), gradients(built(name, fuse=True, save=save))

@@ -93,8 +93,11 @@ def _refuse_kept(spec: NormActSpec, cast: Cast, turned: bool) -> Refusal | None:
         )
     if turned and (cast.tile != (WHOLE, WHOLE) or cast.format.codes_per_byte > 1):
         return Refusal("operands", f"reads codes of y.T by one scale, a byte each, not {cast}")
-    if not turned and (cast != NARROW or len(set(spec.dtypes)) > 1):
-        return Refusal("operands", f"reads inputs of one type as {NARROW}, not {spec.dtypes} as {cast}")
+    if not turned and (cast not in NARROW.values() or len(set(spec.dtypes)) > 1):
+        return Refusal(
+            "operands",
+            f"reads inputs of one type as {' or '.join(map(str, NARROW.values()))}, not {spec.dtypes} as {cast}",
+        )
     return quantizing.refuse(Spec(spec.device, spec.dtypes[0], (1, spec.columns), cast))
 
 

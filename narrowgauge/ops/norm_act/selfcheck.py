@@ -98,9 +98,10 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
         chosen = [()] if of_gradients and function.is_norm else [(cast,) * count for cast in casts]
         for each in chosen:
             yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, each)
-        kept = (Cast(format=E4M3), True) if function.is_norm else (NARROW, False)
+        kept = [(Cast(format=E4M3), True)] if function.is_norm else [(cast, False) for cast in NARROW.values()]
         if of_gradients or not function.is_norm:
-            yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, chosen[0], kept=kept)
+            for how in kept:
+                yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, chosen[0], kept=how)
     casts = [] if of_gradients else [(Cast(format=format, calibrate=Window()), True)]
     for name in ("rms-norm", "gemma-norm", "layer-norm"):
         dtypes = (torch.float16, *(torch.float32,) * (tensors_of(Kind(name)) - 1))

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import E4M3
+from narrowgauge.formats import E4M3, INT8
 from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -22,7 +22,8 @@ Name = Literal[Norm, Gated, Activation]
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh", "reglu": "relu"}  # the function of the gate
 KINDS: tuple[Name, ...] = get_args(Name)
 Statistics = tuple[Tensor | None, Tensor | None]
-NARROW = Cast(format=E4M3, tile=(1, 128), scale=POW2)  # how inputs of activations are kept in 8 bits
+# How inputs of activations are kept in 8 bits.
+NARROW = {"fp8": Cast(format=E4M3, tile=(1, 128), scale=POW2), "int8": Cast(format=INT8, tile=(1, 128), scale=POW2)}
 
 
 @dataclass(frozen=True)
