@@ -1,4 +1,4 @@
-"""What keeping activations in FP8 does to gradients and to training: `convert(model, recipe, fuse=True, save="fp8")` and "int8" beside "exact".
+"""What keeping activations in 8 bits does to gradients and to training: `save` "fp8" and "int8" of `convert(fuse=True)`, beside "exact".
 
     python -m benchmarks.saved_in_fp8                     gradients, and 1,000 steps of three seeds
     python -m benchmarks.saved_in_fp8 --only gradients    some minutes

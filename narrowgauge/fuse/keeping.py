@@ -13,7 +13,7 @@ its cast again, once for all of them. Exact: the bits of forward. From codes: y 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Window
+from narrowgauge.scaling import from_exponents, to_exponents
 
 # "both": the function keeps its inputs, the Linears what they read. Else one of them is kept, and the other made from it again.
 Keeps = Literal["inputs", "outputs", "both"]
@@ -64,7 +65,10 @@ class Form:
 
     @staticmethod
     def flat(tensors: Sequence[Given], statistics: Statistics) -> tuple[Tensor | None, ...]:
-        parts = ((each.codes.data, each.codes.scale) if isinstance(each, Kept) else (each,) for each in tensors)
+        parts = (
+            (each.codes.data, _scale(each.codes, to_exponents)) if isinstance(each, Kept) else (each,)
+            for each in tensors
+        )
         return *(part for several in parts for part in several), *statistics
 
     def read(self, flat: Sequence[Tensor | None]) -> tuple[list[Given], Statistics]:
@@ -74,9 +78,15 @@ class Form:
             if each is not None:
                 scale: Any = next(parts)
                 codes = QTensor(data=data, scale=scale, cast=each.cast, inner=each.inner, checked=True)
+                codes = replace(codes, scale=_scale(codes, from_exponents), checked=True)
                 data = Kept(codes, each.dtype, each.turned)
             found.append(data)
         return found, (next(parts), next(parts))
+
+
+def _scale(codes: QTensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Powers of two are kept as their exponents, a byte each."""
+    return convert(codes.scale) if codes.cast.scale.power_of_two else codes.scale
 
 
 @dataclass(eq=False)
@@ -86,38 +96,31 @@ class Remade(Again):
     kind     the function
     choose   finds the kernel that computes it, of its call in forward (FusedForward.kernel)
     form     of what it is computed from, known when forward has kept it
-    readers  layers that keep nothing else
-    left     those among them whose backward pass is still to come
+    left     readers whose backward pass is still to come
     made     what was made again for them, by how it is cast; gone with the last of them, and with the function's own backward pass
     """
 
     kind: Kind
     choose: Callable[[Registry[NormActSpec], NormActSpec], Kernel[NormActSpec] | None]
     form: Form | None = None
-    readers: int = 0
     left: int = 0
     made: dict[Any, tuple[Tensor | None, Casts]] = field(default_factory=dict)
-
-    def use(self) -> None:
-        self.readers += 1
 
     def clear(self) -> None:
         self.made.clear()
 
-    def restore(self, operand: Operand, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
+    def restore(self, operand: Operand, saved: Saved) -> None:
         plan = operand.plan
         key = plan.rows, plan.cols, plan.cols_expand, operand.context.out_dtype
         if not self.made:
             self.left = self.readers
         if key not in self.made:
             self.made[key] = self._make(operand, saved[0], saved[1:])
-        operand.after = after
         operand.tensor, casts = self.made[key]  # type: ignore[assignment]
         operand.casts = casts if plan.serves_a_step[1] else Casts(amax=casts.amax)
         self.left -= 1
         if self.left <= 0:
             self.clear()
-        return operand
 
     def _make(
         self, operand: Operand, amax: Tensor | None, flat: Sequence[Tensor | None]

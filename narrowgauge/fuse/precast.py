@@ -196,17 +196,16 @@ class _Function(torch.autograd.Function):
         kept: Sequence[Given] = tensors
         if fused.save in NARROW and not fused.kind.is_norm:
             kept = [narrow(each, NARROW[fused.save]) for each in tensors]
+        ctx.form, flat = Form.of(kept), Form.flat(kept, statistics)
         if ctx.again is not None:
-            ctx.again.form = Form.of(kept)
-            flat = Form.flat(kept, statistics)
+            ctx.again.form = ctx.form
             casts.origin = Origin(tuple(None if each is None else each.detach() for each in flat), ctx.again)
-        if casts.rows is None:
-            fill(operand, value)
+        fill(operand, value)
         if keeps == "outputs":
             assert isinstance(casts.cols, QTensor)
-            kept, statistics = [Kept(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]], (None, statistics[1])
-        ctx.form = Form.of(kept)
-        ctx.save_for_backward(*Form.flat(kept, statistics))
+            kept = [Kept(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]]
+            ctx.form, flat = Form.of(kept), Form.flat(kept, (None, statistics[1]))
+        ctx.save_for_backward(*flat)
         return value
 
     @staticmethod
@@ -251,10 +250,11 @@ def _operand(reader: QLinear, x: Tensor) -> Operand:
 
 
 def fill(operand: Operand, y: Tensor) -> None:
-    """Makes the casts of y [T, K] that the reader itself would make of it in forward."""
+    """Makes what is not there yet of the casts of y [T, K] that the reader itself would make of it in forward."""
     operand.tensor = y
-    operand.read()
-    operand.rows(Rotation())
+    if operand.casts.rows is None:
+        operand.read()
+        operand.rows(Rotation())
     if operand.casts.origin is None:
         operand.saved()
 
@@ -266,10 +266,8 @@ def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:
         return "products are emulated, which reads decoded values"
-    if transposed and not plan.transposes:
-        return "another cast of x.T is kept"
     live = operand.state if isinstance(cast.calibrate, Window) else None
-    return CastRequest(cast, live, operand.context.records, transposed)
+    return CastRequest(cast, live, operand.context.records, transposed and plan.transposes)
 
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:

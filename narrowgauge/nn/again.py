@@ -1,8 +1,6 @@
-"""What a Linear needs of its input in backward, made again there from what others keep anyway.
+"""What a Linear needs of its input in backward, made again there from what others keep anyway (`fuse.keeping`).
 
-A function that computed y keeps what it computed it from; the Linears that read y keep the same tensors, which autograd holds once,
-instead of y or its codes, and y and its casts are made again from them (`fuse.keeping`). Costs what making it takes, once for all
-layers that read it. The bits are those of forward: nothing is drawn on the way.
+The Linear keeps the tensors that the function before it keeps, which autograd holds once; the bits are those of forward.
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ Saved = tuple[Tensor | None, ...]
 
 
 class Again:
-    """How an operand is made again. One for each call of what it is made by; it holds no tensor of forward."""
+    """How an operand is made again, in one call of what made it; holds no tensor of forward. readers: layers that keep nothing else."""
 
-    def use(self) -> None:
-        """A layer keeps nothing but what it is made from."""
+    readers: int = 0
 
-    def restore(self, operand: Any, saved: Saved, shape: tuple[int, int], after: Tensor) -> Any:
-        """The Operand in backward, as its own `restore`. saved: (amax, *tensors), as forward kept them."""
+    def restore(self, operand: Any, saved: Saved) -> None:
+        """Gives the Operand, in backward, its tensor or its cols. saved: (amax, *tensors), as forward kept them."""
         raise NotImplementedError
 
 

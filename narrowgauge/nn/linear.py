@@ -54,7 +54,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
             f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
             "Use narrowgauge.QLinear, or convert the model."
         )
-    context = LinearContext(plan_of(recipe, x.device, wrapper(x, weight)), _out_dtype(x))
+    plan = plan_of(recipe, x.device, wrapper(x, weight))
+    keeps_x = not plan.x.transposes and chosen("auto", device_facts(x.device.type, x.device.index).type) == "step"
+    context = LinearContext(plan, _out_dtype(x), keeps_x=keeps_x)
     y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, None, None, None)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -255,10 +257,10 @@ class QLinear(nn.Linear):
                 context.sources["x"] = [inputs]
             if (window := self.window("x")) is not None:
                 context.x_window = self._window_key(window, inputs)
-            if context.grads and self._recipe.save == "quantized" and self._recasts_on(x.device):
+            if context.cache is not None and context.cache.recasts and self._recipe.save == "quantized":
                 from narrowgauge.nn.kept_inputs import stays  # where codes of an input are kept
 
-                context.x_stays = stays(x)
+                context.keeps_x = stays(x)
             if context.grads and self.training and (self.scaling or self.steps or self.sampling):
                 self.step_ended = False
                 self._expect_advance(weight)
@@ -292,6 +294,7 @@ class QLinear(nn.Linear):
             plan = plan_of(self._recipe, x.device)
             by_rows = self.peers is not None
             found = LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
+            found.keeps_x = not plan.x.transposes and not self._recasts_on(x.device)
             if (carried := self.carried) is not None:
                 found.sources, found.cache = {"w": [carried]}, carried
             return found
@@ -305,11 +308,12 @@ class QLinear(nn.Linear):
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
+        plan = self.plan(x.device, wrapper(x, weight), wide and x.device.type == "cpu")
         return LinearContext(
-            self.plan(x.device, wrapper(x, weight), wide and x.device.type == "cpu"),
-            out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
+            plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             steps_version=() if steps is None or cache is None else steps.version(),
             stream=None if self.peers is None else self.peers.stream(x.device), by_rows=self.peers is not None,
+            keeps_x=not plan.x.transposes and not self._recasts_on(x.device),
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:

@@ -7,15 +7,16 @@ Everything works on plain tensors, so that torch.compile traces through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import in_memory, is_compiling
-from narrowgauge.nn.again import Origin, Saved
+from narrowgauge.nn.again import Again, Origin, Saved
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
@@ -23,7 +24,7 @@ from narrowgauge.ops.quantize import dequantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Hadamard, Window
-from narrowgauge.scaling import WHOLE
+from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key, Stream
@@ -69,6 +70,7 @@ class Casts:
     amax        [1, 1], by which its window had it cast; None without a window
     state       of the window that saw it
     keys        (w) of the random numbers of its rows and cols, so that they can be cast again to the same bits
+    kept        (of x) what backward keeps of cols, the same tensors for all layers that share them
     codes       of a straight-through operand, with what backward keeps of them (straight_through.Coded)
     origin      (x) what backward makes cols from again, instead of keeping them; None: they are kept
     """
@@ -78,6 +80,7 @@ class Casts:
     amax: Tensor | None = None
     state: Tensor | None = None
     keys: dict[str, Any] = field(default_factory=dict)
+    kept: Saved | None = None
     codes: Any = None
     origin: Origin | None = None
 
@@ -103,12 +106,14 @@ class Operand:
     is_restored   whether this is backward, made without a tensor
     is_carrier    whether the tensor has no numbers: its codes were gathered from other ranks
     after         in backward the gradient that it began with
+    later         in backward what makes it again, if its cols are asked for
     """
 
     sampled: Tensor | None = None
     is_restored = False
     is_carrier = False
     after: Tensor | None = None
+    later: Callable[[], None] | None = None
 
     def __init__(
         self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
@@ -216,6 +221,8 @@ class Operand:
         return casts.rows
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
+        if self.later is not None:
+            self.later()
         casts, plan = self.casts, self.plan
         if (made := casts.cols) is not None:
             if plan.cols_expand is not None and isinstance(made, QTensor) and not made.is_expanded:
@@ -263,7 +270,7 @@ class Operand:
     @property
     def keeps_codes(self) -> bool:
         """(x) whether the codes of x.T are kept for backward instead of x."""
-        return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.x_stays
+        return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.keeps_x
 
     @property
     def can_be_made_again(self) -> bool:
@@ -286,10 +293,17 @@ class Operand:
         """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w."""
         casts, plan = self.casts, self.plan
         if casts.origin is not None and self.needs[1]:
-            casts.origin.again.use()
+            casts.origin.again.readers += 1
             return casts.amax, *casts.origin.tensors
         if plan.role != "x" or not self.keeps_codes:
             return casts.amax, self.tensor if plan.role == "w" or self.needs[1] else None
+        if casts.kept is None:
+            casts.kept = self._kept_codes()
+        return casts.amax, *casts.kept
+
+    def _kept_codes(self) -> Saved:
+        """(codes, scale, global scale) of x.T; scales that are powers of two as their exponents, a byte each."""
+        casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
             keeps_values = rows.is_expanded and rows.device.type == "cpu"
@@ -299,11 +313,21 @@ class Operand:
             casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
-        return casts.amax, codes.data, codes.scale, codes.global_scale
+        scale = to_exponents(codes.scale) if codes.cast.scale.power_of_two else codes.scale
+        return codes.data, scale, codes.global_scale
 
-    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
+    @property
+    def again(self) -> Again | None:
+        """How backward makes it again, where nothing of its own is kept."""
+        origin = self.casts.origin
+        return origin.again if origin is not None and self.needs[1] else None
+
+    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None) -> Operand:
         """Itself, in backward, made without a tensor, as forward left it. shape: of t."""
         self.after = after
+        if again is not None:
+            self.later = partial(again.restore, self, saved)
+            return self
         amax, tensor, *codes = saved
         plan, casts = self.plan, self.casts
         casts.amax = amax
@@ -311,6 +335,8 @@ class Operand:
         if codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
+            if plan.cols.scale.power_of_two:
+                scale = from_exponents(scale)
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
             casts.cols = QTensor(
                 data=tensor, scale=scale, cast=plan.cols, inner=-(-shape[0] // block) * block, global_scale=global_scale, checked=True,

@@ -188,7 +188,7 @@ class LinearContext:
     stream         where random numbers come from; None: torch's generator, in turn
     by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
     x_window       what layers have in common whose windows of x hold the same numbers; None: nobody else's is known to
-    x_stays        whether x is kept for backward by what computed it, whatever is kept here
+    keeps_x        whether x is kept for backward, and cast again, although the recipe keeps codes; see `kept_inputs`
     """
 
     plan: LinearPlan
@@ -204,4 +204,4 @@ class LinearContext:
     stream: Stream | None = None
     by_rows: bool = False
     x_window: Hashable | None = None
-    x_stays: bool = False
+    keeps_x: bool = False

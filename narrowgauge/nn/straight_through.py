@@ -27,7 +27,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
-from narrowgauge.nn.again import Saved
+from narrowgauge.nn.again import Again, Saved
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand, Rotation
@@ -114,7 +114,7 @@ class CodedOperand(Operand):
         seen = self.rotation(self.tensor) if has_codes else self.original()
         return seen if self.sampled is None else seen[self.sampled]
 
-    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
+    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None) -> Operand:
         self.after = after
         signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]
         self.rotation, self.inner = Rotation(self.plan.rows_rotate, signs), shape[1]

@@ -20,6 +20,7 @@ from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import widened
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
+from narrowgauge.nn.dropout import use_counted_dropout
 from narrowgauge.nn.float32_modules import SOFTMAX
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
@@ -45,10 +46,12 @@ def build(
     """
     precision = precisions.get(config.precision)
     seed_all(config.seed)
-    model = make().to(device).train()
+    model = make().train()
     precision.prepare(model, config.keep_float32)
     if SOFTMAX in precision.keep_list(config.keep_float32):
         use_float32_softmax(model)
+    if device.type != "cpu":
+        model.to(device)  # now: a GPU that holds the weights in 16 bits may not hold them in 32
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     # else there is nothing to convert, and a model needs no Linear
@@ -64,6 +67,8 @@ def build(
             convert(model, kept)
     if config.fuse:
         fuse(model, config.save if config.save in FUSED_SAVES else None)  # type: ignore[arg-type]
+    if device.type == "cpu":
+        use_counted_dropout(model)
     return model
 
 

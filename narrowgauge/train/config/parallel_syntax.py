@@ -79,6 +79,14 @@ def names(text: str, key: str) -> bool:
     return _read(text)[0].get(key, 1) != 1
 
 
+def named(text: str) -> Layout:
+    """The sizes for as many ranks as the text names; a key without a number is 1."""
+    sizes, wrong = _read(text)
+    if wrong:
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
+    return Layout(**{key: size or 1 for key, size in sizes.items()})
+
+
 def problems(text: str) -> list[str]:
     """What is wrong with the text whatever the number of ranks, in sentences."""
     return _read(text)[1]
