@@ -178,6 +178,7 @@ def shown(value: Any) -> str:
 BEST = ("", "none", "loss", "accuracy", "mcc", "f1", "f1_binary")  # f1 is the mean over classes
 SCORES = BEST[3:]  # of classes alone
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
+FUSED_SAVES = ("exact", "fp8", "int8")  # of `fuse`, beside those of recipes
 NO_RECIPE = "none"  # an ordinary Linear, in the numbers of the precision
 MODEL, DATA, TASK, PRECISION, TRAINING, RUN = (
     partial(setting, group) for group in ("model", "data", "task", "precision", "training", "run")
@@ -245,7 +246,9 @@ class TrainConfig:
         "What keeps float32 weights and arithmetic in a 16-bit model, as norms,softmax,embeddings,lm_head; empty: as the precision has it.",
         Matching(r"|[^,\s]+( ?, ?[^,\s]+)*", "names with commas, as 'norms,softmax'"))
     fuse: bool = PRECISION(False, "Norms and activations cast what they compute for the Linears that read it.")
-    save: str = PRECISION("", "What a Linear keeps for its backward pass; empty: as the recipe says.", OneOf(("", "original", "quantized")))
+    save: str = PRECISION("",
+        "What is kept for backward. By a Linear: original or quantized; empty: as the recipe says. By fused norms and activations "
+        "(fuse): exact, or fp8 or int8 with gradients that are near.", OneOf(("", "original", "quantized", *FUSED_SAVES)))
 
     steps: int = TRAINING(300, "Optimizer steps.", COUNT)
     batch_size: int = TRAINING(16, "Sequences or examples of an optimizer step.", Range(1, 2**20))
@@ -370,7 +373,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (is_table and config.validation_data, "validation_fraction", "validation_data"),
         (is_table and config.token_budget, "batch_size", "token_budget"),
         *((config.messages_column, key, "messages_column") for key in ("prompt_column", "completion_column")),
-        (is_auto, "save", auto),
+        (is_auto and config.save not in FUSED_SAVES, "save", auto),
         (config.states == "fp32", "embedding_states", "states"),
         (not config.step_in_backward, "clip_by", "step_in_backward"),
         (config.clip == 0, "clip_by", "clip"),
@@ -436,6 +439,12 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         *((True, "switch steps", f"switch = {shown(c.switch)}: {message}") for message in problems),
         (not c.token_budget and c.batch_size % c.micro_batches, "micro_batches batch_size",
          f"micro_batches = {c.micro_batches}: must divide batch_size = {c.batch_size}."),
+        (c.save in FUSED_SAVES and not c.fuse, "save fuse",
+         f"save = {c.save!r}: says what fused norms and activations keep, and fuse is off. Add fuse = true, or remove save."),
+        (c.save in FUSED_SAVES and c.compile, "save compile",
+         f"save = {c.save!r}: in a compiled model the compiler decides what is kept for backward. Remove one of save and compile."),
+        (c.save in FUSED_SAVES[1:] and c.compress_activations, "save compress_activations",
+         f"save = {c.save!r}: compress_activations = true encodes once more what is in 8 bits already. Remove one of them."),
         (c.compress_activations and c.compile, "compress_activations compile",
          "compress_activations = true: a compiled model cannot use it, because the compiler decides what is kept for backward. "
          "Remove one of compress_activations and compile."),

@@ -13,6 +13,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import names
 from narrowgauge.train.config.settings import (
+    FUSED_SAVES,
     SCORES,
     TABLE,
     OneOf,
@@ -276,6 +277,10 @@ def configurations(draw) -> TrainConfig:
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
+    if drawn.get("save") in FUSED_SAVES and (
+        drawn["compile"] or not drawn["fuse"] or (drawn["save"] != "exact" and drawn["compress_activations"])
+    ):
+        drawn["save"] = ""
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
     excluded = drawn["compile"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16"
     drawn["step_in_backward"] = drawn["step_in_backward"] and not excluded
