@@ -87,6 +87,7 @@ class Pipeline:
         self.context = partial(precisions.get(config.precision).context, self.device.type)
         self.order = {name: place for place, (name, _) in enumerate(model.named_modules())}
         cut = Cut.of(model, self.count)
+        self.cut = cut
         self.dtype = cut.refuse_other_numbers(model, self.context())
         self.width: int = model.get_input_embeddings().weight.shape[1]
         numbers = [number for number in range(self.count) if self.owner(number) == self.rank]
@@ -109,6 +110,10 @@ class Pipeline:
     @property
     def has_last(self) -> bool:
         return self.count - 1 in self.modules
+
+    def blocks(self, number: int) -> list[nn.Module]:
+        """Of one stage of this rank."""
+        return [self.model.get_submodule(name) for name in self.cut.blocks_of(number)]
 
     def owner(self, number: int) -> int:
         """The rank of the group that has a stage."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -54,7 +54,7 @@ class Parallel:
 
     whole       to be called with what computes with the model; in stages, those of this rank
     layout      ranks along each axis
-    mesh        of the axes that cut weights; None where each rank has all of the model, or of its stages
+    mesh        of the ranks that share the model, or the same stages of it; None for copies (dp) alone, and for stages alone
     agreements  what the ranks agree on at the end of a step, of each stage; none with CUDA graphs, whose noise is torch's
     pipeline    of a model in stages, else None
     """
@@ -70,7 +70,8 @@ class Parallel:
         """probe: inputs of a micro-batch, the same on all ranks."""
         self.ranks, self.layout = ranks, ranks.layout
         refuse(config, self.layout, ranks)
-        self.mesh = _mesh(self.layout, next(model.parameters()).device.type)
+        mesh = _mesh(self.layout, next(model.parameters()).device.type)
+        self.mesh = None if mesh is None else _without_stages(mesh)
         if self.layout.world > self.layout.dp:  # afterwards no other rank has what one has
             digest.refuse_drift(model.state_dict(), "before the first step", next(model.parameters()).device)
         plan: Mapping[str, str] = {}
@@ -81,10 +82,12 @@ class Parallel:
             _sum_within_blocks(model)
         self.agreements: list[Agreement] = []
         self.pipeline: Pipeline | None = None
-        if self.layout.pp > 1:
-            self.whole = self._cut(config, model, objective)
-        elif self.mesh is not None and self.layout.data > 1:
-            _shard(self.whole, model, self.mesh)
+        if mesh is not None and self.layout.pp > 1:
+            turns = config.micro_batches // self.layout.data
+            self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), turns)
+            self.whole = nn.ModuleList(self.pipeline.modules.values())
+        if self.mesh is not None and self.layout.data > 1:
+            self._shard(model, self.mesh)
         elif self.layout.dp > 1:
             self.whole = _copies(self.whole, has_spare=bool(config.model))
         if not config.cuda_graph:
@@ -98,12 +101,22 @@ class Parallel:
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
             self.agreements = [agreement_of(module) for module in modules]
         if self.mesh is not None and plan:
-            tensor.split_dropout(model, plan, self.mesh["tp"], self.agreements[0])
+            parts = [model] if self.pipeline is None else [each.model for each in self.pipeline.modules.values()]
+            for part, agreement in zip(parts, self.agreements, strict=True):
+                tensor.split_dropout(part, plan, self.mesh["tp"], agreement)
 
-    def _cut(self, config: TrainConfig, model: Any, objective: Objective) -> nn.Module:
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.layout.pp,), mesh_dim_names=("pp",))
-        self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), config.micro_batches)
-        return nn.ModuleList(self.pipeline.modules.values())
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Blocks one by one, and what is around them, of each stage, together."""
+        _refuse_types(model)
+        readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
+        parts: list[tuple[nn.Module, Iterable[nn.Module]]] = []
+        if self.pipeline is None:
+            parts.append((self.whole, find_blocks(model, verb="parallel").values()))
+        else:
+            parts += [(module, self.pipeline.blocks(number)) for number, module in self.pipeline.modules.items()]
+        for around, blocks in parts:
+            for module in (*blocks, around):
+                fully_shard(module, mesh=readers)
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """`compute(*given, **named)` inside a forward pass of the model."""
@@ -136,16 +149,17 @@ class Parallel:
         """For the console, or ''."""
         if self.ranks.world == 1:
             return ""
+        sizes, parts = self.layout, list[str]()
         if self.pipeline is not None:
-            return f"{self.ranks.world} ranks, {self.pipeline.words()}."
-        sizes = self.layout
-        part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
-        if sizes.fsdp > 1 and sizes.dp > 1:
-            part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
+            parts.append(self.pipeline.words())
         if sizes.tp > 1:
-            others = f"; of {sizes.data} such groups {part}" if sizes.data > 1 else ""
-            part = f"each matrix product shared by {sizes.tp} (tp){others}"
-        return f"{self.ranks.world} ranks, {part}."
+            parts.append(f"each matrix product shared by {sizes.tp} (tp)")
+        if sizes.data > 1:
+            part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
+            if sizes.fsdp > 1 and sizes.dp > 1:
+                part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
+            parts.append(f"of {sizes.data} such groups {part}" if parts else part)
+        return f"{self.ranks.world} ranks, {'; '.join(parts)}."
 
 
 def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -183,11 +197,6 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
     if sizes.pp == 1 and config.activations != "16bit":
         raise ConfigError(
             f"activations = {config.activations!r}: no activations travel with parallel = {str(sizes)!r}. Take pp=2, or leave it out."
-        )
-    if sizes.pp > 1 and sizes.data * sizes.tp > 1:
-        raise ConfigError(
-            f"parallel = {str(sizes)!r}: narrowgauge train has no copies or shards of a pipeline, and cuts no products in it. "
-            "Take pp alone; or narrowgauge.distribute in a loop of your own."
         )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(
@@ -244,16 +253,25 @@ def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
 
 
 def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
-    """Of dp, fsdp and tp, with those that are needed. Copies of cut layers are shards in one piece: torch's DDP takes no DTensors."""
-    if sizes.fsdp * sizes.tp == 1:
+    """Of the axes that are needed, in the order in which ranks are numbered; None for copies alone.
+
+    Copies of cut layers, and of stages, are shards in one piece: torch's DDP takes no DTensors, and sums no gradient that a schedule
+    without bubbles computes.
+    """
+    if sizes.fsdp * sizes.tp * sizes.pp == 1:
         return None
-    axes = {"dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
+    axes = {"pp": sizes.pp, "dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
     kept = {name: size for name, size in axes.items() if size > 1 or (name == "fsdp" and sizes.dp > 1)}
     return init_device_mesh(device, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Blocks one by one, and what is around them together."""
+def _without_stages(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that have the stages of this one."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
+    return mesh[names] if names else None
+
+
+def _refuse_types(model: nn.Module) -> None:
     types = {parameter.dtype for parameter in model.parameters()}
     if len(types) > 1:
         learned = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
@@ -262,6 +280,3 @@ def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
             f"parallel: fully_shard takes parameters of one type, and this model has {', '.join(sorted(map(str, types)))}{why}. "
             "Take precision amp-bf16, or parallel = 'dp'."
         )
-    readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
-    for module in (*find_blocks(model, verb="parallel").values(), whole):
-        fully_shard(module, mesh=readers)

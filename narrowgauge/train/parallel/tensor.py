@@ -69,12 +69,12 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any]) -> dict[str, st
 
 
 def split_dropout(model: Any, plan: Mapping[str, str], mesh: DeviceMesh, agreement: Agreement | None) -> None:
-    """Gives each rank its own dropout between columns and rows, if the model has any."""
+    """Gives each rank its own dropout between columns and rows, if the model has any. Of a stage, in the layers that it has."""
     if not any(
         "drop" in key and isinstance(value, float) and value > 0 for key, value in model.config.to_dict().items()
     ):
         return
-    linears = {name: model.get_submodule(name) for name in plan if isinstance(model.get_submodule(name), nn.Linear)}
+    linears = {name: each for name, each in model.named_modules() if name in plan and isinstance(each, nn.Linear)}
     columns = [each for name, each in linears.items() if plan[name] == COLUMNS]
     rows = [each for name, each in linears.items() if plan[name] == ROWS]
     device = next(model.parameters()).device
