@@ -24,7 +24,7 @@ COMMON = {"micro_batches": 2, "steps": 3, "eval_every": 2, "sample_tokens": 4, "
 
 def both(ranks, make, layout, **changes):  # noqa: F811
     """The folders of a run in two stages, and of one without stages."""
-    config = make("stages", parallel=f"{layout},pp=2", **COMMON, **changes)
+    config = make("stages", parallel=f"{layout},pp=2", **{**COMMON, **changes})
     assert ranks(4)(trained, config) == [0] * 4
     whole = make("whole", parallel=layout, **{k: v for k, v in {**COMMON, **changes}.items() if k != "schedule"})
     assert ranks(2)(trained, whole) == [0] * 2
@@ -43,4 +43,21 @@ def test_stages_of_shards_are_the_shards(ranks, make, recipe):  # noqa: F811
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
 def test_stages_of_others(ranks, make, recipe, layout):  # noqa: F811
     ours, theirs = both(ranks, make, layout, recipe=recipe)
+    same_run(ours, theirs)
+
+
+SETTINGS = [
+    {"schedule": "ZBVZeroBubble", "layers": 4, "micro_batches": 4, "batch_size": 8},
+    {"schedule": "Interleaved1F1B", "layers": 4, "micro_batches": 4, "batch_size": 8, "weights": "codes", "recipe": "fp8-current"},
+    {"schedule": "InterleavedZeroBubble", "layers": 4, "micro_batches": 4, "batch_size": 8},
+    {"weights": "codes", "recipe": "fp8-row"},
+    {"gradients": "fp8"},
+    {"optimizer": "lion", "states": "4bit", "precision": "bf16-o2", "hidden_size": 64, "checkpointing": "full"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_so_with_other_settings(ranks, make, settings):  # noqa: F811
+    ours, theirs = both(ranks, make, "fsdp=2", **settings)
     same_run(ours, theirs)

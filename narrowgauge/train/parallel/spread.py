@@ -95,7 +95,8 @@ class Parallel:
             if self.layout.data > 1:
                 messages = {"gradients": config.gradients, "weights": config.weights, "reduce": "sum"}
             if self.pipeline is not None:
-                distribute(self.pipeline.stages(), seed=config.seed, activations=config.activations, **messages)
+                messages["activations"] = config.activations
+                distribute(self.pipeline.stages(), seed=config.seed, **messages)
             else:
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
@@ -106,7 +107,11 @@ class Parallel:
                 tensor.split_dropout(part, plan, self.mesh["tp"], agreement)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Blocks one by one, and what is around them, of each stage, together."""
+        """Blocks one by one, and what is around them, of each stage, together.
+
+        Stages stay gathered through a step: they are not gathered for each micro-batch, and a schedule that splits the backward pass
+        finds the parameters whose gradients it computes; of others it would compute none.
+        """
         _refuse_types(model)
         readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
         parts: list[tuple[nn.Module, Iterable[nn.Module]]] = []
@@ -116,7 +121,7 @@ class Parallel:
             parts += [(module, self.pipeline.blocks(number)) for number, module in self.pipeline.modules.items()]
         for around, blocks in parts:
             for module in (*blocks, around):
-                fully_shard(module, mesh=readers)
+                fully_shard(module, mesh=readers, reshard_after_forward=None if self.pipeline is None else False)
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """`compute(*given, **named)` inside a forward pass of the model."""
@@ -144,6 +149,12 @@ class Parallel:
             self.whole.require_backward_grad_sync = is_last
         elif isinstance(self.whole, FSDPModule):
             self.whole.set_requires_gradient_sync(is_last)
+
+    def release(self) -> None:
+        """After forward passes without a backward pass: stages stay gathered no longer."""
+        for each in self.whole.modules() if self.pipeline is not None else ():
+            if isinstance(each, FSDPModule):
+                each.reshard()
 
     def words(self) -> str:
         """For the console, or ''."""
