@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import transformers
 import torch
+import transformers
 
 from narrowgauge import recipes
 from narrowgauge.train import loop
