@@ -74,9 +74,9 @@ class Parallel:
         self.mesh = None if mesh is None else _without_stages(mesh)
         if self.layout.world > self.layout.dp:  # afterwards no other rank has what one has
             digest.refuse_drift(model.state_dict(), "before the first step", next(model.parameters()).device)
-        plan: Mapping[str, str] = {}
+        products: tensor.Shared | None = None
         if self.mesh is not None and self.layout.tp > 1:
-            plan = tensor.cut(model, self.mesh["tp"], probe())
+            products = tensor.cut(model, self.mesh["tp"], probe(), self.layout.sp)
         self.whole: nn.Module = Spread(model)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             _sum_within_blocks(model)
@@ -98,13 +98,15 @@ class Parallel:
                 messages["activations"] = config.activations
                 distribute(self.pipeline.stages(), seed=config.seed, **messages)
             else:
+                if self.layout.sp:
+                    messages["activations"] = config.activations
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
             self.agreements = [agreement_of(module) for module in modules]
-        if self.mesh is not None and plan:
+        if products is not None:
             parts = [model] if self.pipeline is None else [each.model for each in self.pipeline.modules.values()]
             for part, agreement in zip(parts, self.agreements, strict=True):
-                tensor.split_dropout(part, plan, self.mesh["tp"], agreement)
+                tensor.split_dropout(part, products, agreement)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Blocks one by one, and what is around them, of each stage, together.
@@ -164,7 +166,8 @@ class Parallel:
         if self.pipeline is not None:
             parts.append(self.pipeline.words())
         if sizes.tp > 1:
-            parts.append(f"each matrix product shared by {sizes.tp} (tp)")
+            own_tokens = ", and the tokens between products (sp)" if sizes.sp else ""
+            parts.append(f"each matrix product shared by {sizes.tp} (tp){own_tokens}")
         if sizes.data > 1:
             part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
             if sizes.fsdp > 1 and sizes.dp > 1:
@@ -205,9 +208,19 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
             f"compile = true: was not tried with weights = {config.weights!r}, which this command would compile as one model. "
             "Take weights = '16bit', or leave compile out."
         )
-    if sizes.pp == 1 and config.activations != "16bit":
+    if sizes.pp == 1 and not sizes.sp and config.activations != "16bit":
         raise ConfigError(
-            f"activations = {config.activations!r}: no activations travel with parallel = {str(sizes)!r}. Take pp=2, or leave it out."
+            f"activations = {config.activations!r}: no activations travel so with parallel = {str(sizes)!r}. Take pp=2, or tp=2,sp, whose "
+            "ranks send tokens to each other; or leave it out."
+        )
+    if sizes.pp > 1 and sizes.sp:
+        raise ConfigError(
+            f"parallel = {str(sizes)!r}: stages hand on all tokens, so ranks of a stage have no tokens of their own. Leave out sp, or pp."
+        )
+    if config.gradients != "16bit" and sizes.fsdp == 1 and sizes.dp > 1 and sizes.tp * sizes.pp > 1:
+        raise ConfigError(
+            f"gradients = {config.gradients!r}: copies (dp) beside tp or pp add up their gradients as torch sends them. Take fsdp in the "
+            "place of dp, or leave it out."
         )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(
