@@ -83,7 +83,7 @@ def test_messages_take_a_byte_per_number_and_norms_read_a_part(ranks, make):  # 
     """Of two blocks: x of attention and MLP and the gradients of their outputs are gathered; the outputs and gradients of x are sums."""
     common = {"hidden_size": 128, "intermediate_size": 128, "steps": 2, "recipe": "fp8-current", "parallel": "tp=2,sp"}
     narrow, wide = make("narrow", activations="fp8", **common), make("wide", **common)
-    numbers = 2 * 2 * 2 * (4 * 16 * 128 // 2)  # of a rank's tokens
+    numbers = 2 * 2 * 2 * (4 * 16 * 128)  # of all tokens
     for code, sent, read in ranks(2)(_counted, narrow):
         assert code == 0 and read == [4, 8, 128]
         assert sent == {"all-gather": numbers, "all-to-all": numbers + numbers // 128, "maximum": 8 * 8}
