@@ -88,7 +88,7 @@ class FusedModule(FusedForward):
         if operand.casts.is_empty:
             operand.read()
             operand.rows(Rotation())
-            operand.saved()
+        operand.saved()  # another cast of y.T, where that is kept
         inputs.put(operand, self.stats)
         if operand.state is None or not operand.context.records:
             return
@@ -121,7 +121,9 @@ class FusedModule(FusedForward):
         else:
             device = device_facts(weight.device.type, weight.device.index)
             casts = ((wanted.cast, wanted.transposed),)
-            spec = NormActSpec(self.kind, device, (weight.dtype,), reader.in_features, casts)
+            own = (getattr(self.module, name, None) for name in ("weight", "bias") if self.kind.is_norm)
+            dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
+            spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
             backend = self.backend_words(FORWARD, spec)
         takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
         stats = self.stats
@@ -203,10 +205,8 @@ def _wanted_cast(operand: Operand) -> CastRequest | str:
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:
         return "products are emulated, which reads decoded values"
-    if transposed and not plan.transposes:
-        return "another cast of x.T is kept"
     live = operand.state if isinstance(cast.calibrate, Window) else None
-    return CastRequest(cast, live, operand.context.records, transposed)
+    return CastRequest(cast, live, operand.context.records, transposed and plan.transposes)
 
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:

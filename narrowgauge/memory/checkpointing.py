@@ -1,20 +1,24 @@
 """Activation checkpointing: blocks keep little for backward, and backward computes the rest once more.
 
-    policy            what is kept of a block
-    None, "none"      everything: takes checkpointing off
-    "full"            its inputs
-    "every-N"         of every N-th block, from the first on, its inputs; of the others everything
-    "selective"       its inputs and the outputs of matrix products and attention; what lies between is computed again
-    "budget:512MiB"   as "full", in as many blocks, from the first on, as bring the bytes kept below the budget
+    policy            what is kept of n blocks                                          blocks run forward again, of n
+    None, "none"      everything: takes checkpointing off                               0
+    "selective"       inputs of blocks, outputs of matrix products and attention        n, without products and attention
+    "full"            inputs of blocks                                                  n
+    "every-N"         inputs of every N-th block, from the first on                     n + n (N - 1) / N
+    "sqrt"            inputs of about sqrt(2 n) blocks at the most                      2 n - sqrt(2 n)
+    "budget:512MiB"   as "full" in as many blocks, from the first on, as bring the bytes kept below the budget; where all of them do not,
+                      as "sqrt"
+    "auto"            the cheapest of the others whose peak fits (see `cheapest`)
+
+In "every-N" and "sqrt" blocks form segments (see `segments`): every-N as Megatron's uniform method with N layers. At the end of forward
+every-4 keeps half of what every-2 does; in backward N inputs of a segment come back, so that memory falls with N up to about sqrt(n).
 
 Torch's non-reentrant checkpoint: no input needs a gradient, so frozen layers below need no hook that would drive backward through
 them, and a block that needs no backward at all runs plainly. Generators are put back for the recomputation, so dropout and
-stochastic rounding draw the same numbers; delayed scaling only takes maxima, so seeing an amax twice changes nothing.
+stochastic rounding draw the same numbers; delayed scaling only takes maxima, so seeing an amax twice or thrice changes nothing.
 
 The last block is left out by default: backward would begin by computing it again, so its activations would exist at that moment
 anyway. Leaving it out costs memory only where something large lives between it and backward, such as whole logits.
-
-Cost: about one more forward of the recomputed blocks in each step.
 """
 
 from __future__ import annotations
@@ -22,34 +26,29 @@ from __future__ import annotations
 import inspect
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, set_technique
-from narrowgauge.memory.measure import note, saved_bytes
+from narrowgauge.memory.cheapest import cheapest
+from narrowgauge.memory.measure import saved_bytes
+from narrowgauge.memory.segments import SegmentMember, equal_lengths, most_inputs, sqrt_lengths
+from narrowgauge.memory.selective import selectively
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_POLICY = re.compile(r"none|full|selective|every-([1-9]\d{0,3})|budget:(\d+(?:\.\d+)?) ?(B|[KMG]iB)?")
+_POLICY = re.compile(r"none|full|selective|sqrt|every-([1-9]\d{0,3})|budget:(\d+(?:\.\d+)?) ?(B|[KMG]iB)?")
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 
-# Outputs that "selective" keeps; a release of torch may lack some.
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "convolution")
-_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
-_ATTENTION += ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
-KEPT_OPERATIONS = frozenset(
-    getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION) if hasattr(torch.ops.aten, name)
-)
+# How a block's forward is run: (block, forward, args, kwargs) -> its output, which backward can make again.
+Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +58,32 @@ class CheckpointReport:
     policy: str
     recomputed: tuple[str, ...]  # names of the blocks whose forward is repeated
     kept: tuple[str, ...]  # names of the others
+    segments: tuple[
+        int, ...
+    ]  # lengths of the segments that the recomputed blocks form; none where each keeps its input
     kept_bytes: int | None  # with a budget: bytes kept for backward now, measured
     notes: tuple[str, ...]  # what else changed
+
+    @property
+    def repeats(self) -> int:
+        """Forward passes of a block that a step has more than without checkpointing."""
+        return len(self.recomputed) + sum(self.segments) - len(self.segments)
 
     def __str__(self) -> str:
         blocks = len(self.recomputed) + len(self.kept)
         head = f"checkpointing {self.policy}: {len(self.recomputed)} of {blocks} blocks are computed again in backward"
+        if self.segments:
+            lengths = ", ".join(map(str, self.segments))
+            twice = self.repeats - len(self.recomputed)
+            head += f", {twice} of them twice, in {len(self.segments)} segments of {lengths} blocks"
         size = "" if self.kept_bytes is None else f"; {self.kept_bytes / 2**20:.1f} MiB are kept for it"
         return "\n".join([head + size, *self.notes])
 
 
 def _recomputed(
-    selective: bool, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    run: Run, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs a block's forward so that backward repeats it: whole, or without the operations whose outputs are kept."""
+    """Runs a block's forward so that backward repeats it, if there is a backward."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not any(tensor.requires_grad for tensor in (*tensors, *block.parameters())):
         return forward(*args, **kwargs)
@@ -82,8 +93,12 @@ def _recomputed(
                 f"checkpoint: a block was given {name}; computing it again would append its keys and values a second "
                 "time. Call the model with use_cache=False, or take checkpointing off with checkpoint(model, None)."
             )
-    contexts: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
-    return torch_checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
+    return run(block, forward, args, kwargs)
+
+
+def _whole(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Keeps the inputs alone."""
+    return torch_checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
 def _without_cache(
@@ -108,21 +123,32 @@ def checkpoint(
     keep_last: bool = True,
     batch: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
+    peak_bytes: Callable[[str], int] | None = None,
+    limit_bytes: int | None = None,
 ) -> CheckpointReport:
     """Sets the checkpointing of a model's blocks, in place; replaces what was set before. Policies: see the module.
 
     blocks      patterns of the modules to treat as blocks; None finds them by structure (see `find_blocks`)
     keep_last   whether the last block keeps everything, unless a budget needs it too
     batch,loss  for a budget: what `saved_bytes` needs to measure
+    peak_bytes,limit_bytes  for "auto": what `cheapest` needs to choose
 
     Parameter names, state dicts, copies and pickles stay as they are. Raises ConfigError for an unknown policy, a budget without
-    a batch or below what "full" reaches, and a model that checkpoints already by transformers' own switch.
+    a batch or below the least that can be reached, and a model that checkpoints already by transformers' own switch.
     """
-    policy = policy or "none"
+    policy, reason = policy or "none", ""
+    if policy == "auto":
+        if peak_bytes is None or limit_bytes is None:
+            raise ConfigError(
+                "checkpoint: 'auto' needs peak_bytes=, a function of a policy's name that counts the peak of a step "
+                "(narrowgauge.plan.count), and limit_bytes=, what it must fit into."
+            )
+        choice = cheapest(peak_bytes, limit_bytes)
+        policy, reason = choice.policy, str(choice)
     parsed = _POLICY.fullmatch(policy)
     if not parsed:
         raise ConfigError(
-            f"checkpoint: no policy {policy!r}. Choose 'none', 'full', 'every-2', 'selective', or 'budget:512MiB'."
+            f"checkpoint: no policy {policy!r}. Choose 'none', 'selective', 'full', 'every-2', 'sqrt', 'auto', or 'budget:512MiB'."
         )
     found = find_blocks(model, blocks, "checkpoint")
     for name, block in found.items():
@@ -132,108 +158,112 @@ def checkpoint(
                 "Call model.gradient_checkpointing_disable() first."
             )
     names = list(found)
-    _recompute(model, found, [])
-    kept_bytes = None
-    if parsed[2]:
+    below = _without_backward(model, names)
+    last = len(names) - 1 if keep_last and len(names) > 1 else len(names)
+    chosen, kept_bytes = names[:last], None
+    if policy == "none":
+        chosen = []
+    elif parsed[2]:
         budget_bytes = float(parsed[2]) * UNITS[parsed[3] or ""]
-        chosen, kept_bytes = _within(model, found, budget_bytes, batch, loss)
-    else:
-        candidates = names[:-1] if keep_last and len(names) > 1 else names
-        chosen = [] if policy == "none" else candidates[:: int(parsed[1] or 1)]
-    cache_is_off = _recompute(model, found, chosen, selective=policy == "selective")
-    notes = [_without_backward(model, chosen)]
+        chosen, lengths, kept_bytes = _within(model, found, below, budget_bytes, batch, loss)
+    if parsed[2] is None:
+        lengths = _lengths(policy, len([name for name in chosen if name not in below]), parsed[1])
+    cache_is_off = _apply(model, found, _runs(policy, chosen, below, lengths))
+    notes = [reason, _below_words([name for name in below if name in chosen])]
     if cache_is_off:
         notes.append("KV cache: off while gradients are on, since computing a block again would fill it twice")
     return CheckpointReport(
         policy=policy,
         recomputed=tuple(chosen),
         kept=tuple(name for name in names if name not in chosen),
+        segments=tuple(lengths),
         kept_bytes=kept_bytes,
         notes=tuple(note for note in notes if note),
     )
 
 
-def _recompute(model: nn.Module, found: dict[str, nn.Module], chosen: list[str], selective: bool = False) -> bool:
-    """Sets the chosen blocks alone to be computed again, and the hook that keeps the KV cache off; -> whether there is one."""
+def _lengths(policy: str, blocks: int, every: str | None = None) -> list[int]:
+    """Of the segments that so many blocks form; none where each keeps its input."""
+    if policy == "sqrt":
+        return sqrt_lengths(blocks)
+    return equal_lengths(blocks, int(every)) if every and int(every) > 1 else []
+
+
+def _runs(policy: str, chosen: list[str], below: list[str], lengths: list[int]) -> dict[str, Run]:
+    """How each chosen block is run. Those below all that trains need no backward, and are in no segment."""
+    runs: dict[str, Run] = dict.fromkeys(chosen, selectively if policy == "selective" else _whole)
+    names = iter(name for name in chosen if name not in below)
+    for length in lengths:
+        before = None
+        for _ in range(length):
+            name = next(names)
+            runs[name] = before = SegmentMember(name, before)
+    return runs
+
+
+def _apply(model: nn.Module, found: dict[str, nn.Module], runs: Mapping[str, Run]) -> bool:
+    """Sets these blocks alone to be computed again, and the hook that keeps the KV cache off; -> whether there is one."""
     for name, block in found.items():
-        set_technique(block, "recompute", partial(_recomputed, selective) if name in chosen else None)
+        set_technique(block, "recompute", partial(_recomputed, runs[name]) if name in runs else None)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _without_cache:
             del model._forward_pre_hooks[key]
             model._forward_pre_hooks_with_kwargs.pop(key, None)
     has_cache = "use_cache" in inspect.signature(model.forward).parameters
-    if chosen and has_cache:
+    if runs and has_cache:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
-    return bool(chosen) and has_cache
+    return bool(runs) and has_cache
 
 
 def _within(
-    model: nn.Module, found: dict[str, nn.Module], budget_bytes: float, batch: Any, loss: Callable[[Any], Tensor] | None
-) -> tuple[list[str], int]:
-    """(the first blocks, as few as bring the bytes below the budget, those bytes); the first keep theirs the longest."""
+    model: nn.Module, found: dict[str, nn.Module], below: list[str], budget_bytes: float, batch: Any,
+    loss: Callable[[Any], Tensor] | None,
+) -> tuple[list[str], list[int], int]:  # fmt: skip
+    """The blocks to recompute for a budget, their segments, and the bytes kept with them."""
     if batch is None:
         raise ConfigError(
-            "checkpoint: a budget is held by measuring, so it needs a sample batch. Pass batch=, shaped like the largest one."
+            "checkpoint: a budget needs a sample batch to measure. Pass batch=, as the model will see it."
         )
+    names = list(found)
 
     @cache
     def kept(count: int) -> int:
-        _recompute(model, found, names[:count])
+        """Bytes with the first `count` blocks recomputed: fewer the more there are."""
+        _apply(model, found, _runs("full", names[:count], below, []))
         return saved_bytes(model, batch, loss).total
 
-    names = list(found)
-    least = kept(len(names))
-    if least > budget_bytes:
-        _recompute(model, found, [])
-        raise ConfigError(
-            f"checkpoint: with every block computed again {least:,} bytes are kept, above the budget of "
-            f"{int(budget_bytes):,}. Raise the budget to {-(-least // 2**20)}MiB, or make the batch smaller."
-        )
-    count = bisect_left(range(len(names)), True, key=lambda count: kept(count) <= budget_bytes)
-    return names[:count], kept(count)
+    def kept_in_segments() -> int:
+        """Bytes of all blocks as "sqrt": at the end of forward, and what of a segment's inputs comes back on top."""
+        runs = _runs("sqrt", names, below, lengths)
+        _apply(model, found, runs)
+        total = saved_bytes(model, batch, loss).total
+        largest = max((run.output_bytes for run in runs.values() if isinstance(run, SegmentMember)), default=0)
+        return total + (most_inputs(lengths) - len(lengths)) * largest
+
+    lengths = sqrt_lengths(len(names) - len(below))
+    try:
+        if (least := kept(len(names))) <= budget_bytes:
+            count = bisect_left(range(len(names)), True, key=lambda count: kept(count) <= budget_bytes)
+            return names[:count], [], kept(count)
+        if (in_segments := kept_in_segments()) <= budget_bytes:
+            return names, lengths, in_segments
+    finally:
+        _apply(model, found, {})
+    least = min(least, in_segments)
+    raise ConfigError(
+        f"checkpoint: with every block computed again {least:,} bytes are kept, above the budget of "
+        f"{int(budget_bytes):,}. Raise the budget to {-(-least // 2**20)}MiB, or make the batch smaller."
+    )
 
 
-def _without_backward(model: nn.Module, chosen: list[str]) -> str:
-    """A sentence on the chosen blocks below everything that trains, in the model's order; they run plainly."""
+def _without_backward(model: nn.Module, names: list[str]) -> list[str]:
+    """The blocks below everything that trains, in the model's order; they run plainly."""
     seen = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
     lowest = next((place for place, (_, trains) in enumerate(seen) if trains), len(seen))
-    below = [name for name in chosen if not any(each.startswith(f"{name}.") for each, _ in seen[lowest:])]
+    return [name for name in names if not any(each.startswith(f"{name}.") for each, _ in seen[lowest:])]
+
+
+def _below_words(below: list[str]) -> str:
     if not below:
         return ""
     return f"{len(below)} of them, {below[0]} to {below[-1]}, lie below all that trains and need no backward: not computed again"
-
-
-def _selective_contexts() -> Any:
-    forward, recomputation = create_selective_checkpoint_contexts(_keep_products)
-    return (forward if torch.compiler.is_compiling() else _counted(forward)), recomputation
-
-
-def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Products and attention are kept. Attention with dropout is not: kept, it would not draw, and all later draws differ."""
-    keeps = operation in KEPT_OPERATIONS and not _draws(operation, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@contextmanager
-def _counted(forward: AbstractContextManager[Any]) -> Iterator[None]:
-    """Also reports kept outputs to `measure.note`: they bypass the hooks for saved tensors."""
-    with forward, _CountKept():
-        yield
-
-
-class _CountKept(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if func in KEPT_OPERATIONS and not _draws(func, args, kwargs):
-            note(*(output for output in tree_leaves(found) if isinstance(output, Tensor)))
-        return found
-
-
-def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for place, argument in enumerate(operation._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
-    return False

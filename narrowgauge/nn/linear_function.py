@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import is_compiling
 from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, no_double_backward
+from narrowgauge.nn.kept_products import KEEPER
 from narrowgauge.nn.operands import KINDS, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
 from narrowgauge.ops.mm import Plan
@@ -38,13 +40,21 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         needs, plan = ctx.needs_input_grad, context.plan
         wants = needs[0] or needs[4], needs[1] or needs[5]  # the gradient of x or its step, of w or its step
+        keeper = None if is_compiling() else KEEPER.get()
+        y: Tensor | None = (
+            None if keeper is None else keeper.begin()
+        )  # a forward pass that is repeated may have kept it
         rotation = Rotation.draw(plan.recipe.output.rotate, x, context.stream, "output")
         x_operand = find("x", x, context, wants, x_state)
-        lhs, kept = x_operand.rows(rotation), x_operand.saved()
+        lhs = x_operand.rows(rotation) if y is None or x_operand.rows_matter else x
+        kept = x_operand.saved()
         w_operand = find("w", weight, context, wants, w_state)
-        rhs = w_operand.rows(rotation)
-        run, fast = plan.output.choice.kernel.run, plan.recipe.output.fast_accumulate
-        y: Tensor = run(lhs, rhs, bias, context.out_dtype, fast)
+        rhs = w_operand.rows(rotation) if y is None or w_operand.rows_matter else weight
+        if y is None:
+            run, fast = plan.output.choice.kernel.run, plan.recipe.output.fast_accumulate
+            y = run(lhs, rhs, bias, context.out_dtype, fast)
+        if keeper is not None:
+            keeper.end(y)
 
         ctx.context, ctx.wants, ctx.x_kept = context, wants, len(kept)
         ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype if bias is not None and needs[2] else None

@@ -89,6 +89,7 @@ class Coded:
 class CodedOperand(Operand):
     """x or w: `cols` are the codes of `rows`, transposed, or the original where that product takes it in 16 bits."""
 
+    rows_matter = True  # backward keeps their scale, and what was clipped
     rotation = Rotation()  # of `output`
     coded: Coded | None = None  # in backward, if somebody asks for the codes or for what was clipped
     inner = 0  # K, before the rotation fills it up

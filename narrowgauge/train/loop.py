@@ -18,6 +18,7 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import (
     keep_freed_memory,
+    peak_bytes,
     refuse_without_compiler,
     reset_peak,
     use_own_caches,
@@ -27,6 +28,7 @@ from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.checkpoints import trained_weights
 from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
 from narrowgauge.train.parallel.spread import shared
+from narrowgauge.train.planning import of_run
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TASKS, TrainTask
@@ -67,8 +69,6 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
             tell(f"Note: {note}")
     if config.threads:
         torch.set_num_threads(config.threads)
-    if device.type == "cpu":
-        keep_freed_memory()
     try:
         return _run(config, ranks, AgreedStop(stop) if ranks.world > 1 else stop)
     except RuntimeError as error:
@@ -157,13 +157,19 @@ def _train_and_log(
     is_first  of this process: an example of the data is shown
     """
     with followers.log_of(folder, config.tensorboard, ranks) as log:
-        has_own_peak = reset_peak(ranks.device(config.device)) or is_first
+        device = ranks.device(config.device)
+        freed_memory = keep_freed_memory(config.keep_freed, device)
+        has_own_peak = reset_peak(device) or is_first
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
-            known = run_metadata.of_run(trainer)
+            memory_plan = ranks.first(lambda: of_run.planned(config, device, trainer.feed.probe())) or {}
+            known = run_metadata.of_run(trainer) | {"freed_memory": freed_memory}
+            known |= {"planned": memory_plan} if memory_plan else {}
             folder.write_run(known)
             run_metadata.announce(trainer, show, is_first)
+            if line := of_run.first_line(memory_plan):
+                show.say(line)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
@@ -171,6 +177,8 @@ def _train_and_log(
                 folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
+            if line := of_run.last_line(memory_plan, peak_bytes(device) if has_own_peak else 0, device):
+                show.say(line)
             if reason == "finished":
                 weights = trained_weights(trainer.model, trainer.best)
                 ranks.first(

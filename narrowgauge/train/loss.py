@@ -15,9 +15,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.data import IGNORED, valid_targets
 from narrowgauge.data.targets import aligned_loss
-from narrowgauge.errors import DataError
+from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
@@ -73,14 +74,25 @@ class Objective:
     # Its product and the loss are taken in chunks; None: float32 logits are held once more.
     head: nn.Linear | None = None
     softcap: float | None = None  # of the logits
+    slices: bool = False  # backward computes the logits again, over slices of the vocabulary
 
     @classmethod
-    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Self:
-        """For a language model: tries the chunked head on a few tokens; generators stay as they are."""
-        reason, softcap = _refuse_chunks(model, computes_in)
+    def of(cls, model: Any, computes_in: torch.dtype, config: TrainConfig) -> Self:
+        """For a language model: tries the chunked head on a few tokens; generators stay as they are.
+
+        Raises ConfigError if slices are asked for and the head is not to be had apart.
+        """
+        slices = config.loss == "slices"
+        reason, softcap = ("as asked for", None) if config.loss == "whole" else _refuse_chunks(model, computes_in)
+        if slices and reason:
+            raise ConfigError(
+                f"loss = 'slices': needs the whole logits: {reason}. Remove loss, or take loss = 'whole'."
+            )
         part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())
         description = f"whole logits: {reason}" if reason else "in chunks of tokens, never the whole logits"
-        return cls(torch.compile(part) if compiled else part, NO_CACHE, description, head, softcap)
+        if slices:
+            description += "; in backward again, over slices of the vocabulary"
+        return cls(torch.compile(part) if config.compile else part, NO_CACHE, description, head, softcap, slices)
 
     def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
         """Sum of -log p over the valid targets of a micro-batch, float32 scalar. checked: `check_labels` has seen its labels."""
@@ -96,7 +108,7 @@ class Objective:
         hidden = _beside(self.forward(**inputs_of(batch, device, self.options)).last_hidden_state, self.head.weight)
         loss, _ = chunked_cross_entropy(
             hidden, self.head.weight, on_device(batch["labels"], device),
-            bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked,
+            bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked, slices=self.slices,
         )  # fmt: skip
         return loss, None
 
@@ -123,28 +135,64 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
         return f"the output head follows the recipe {recipe.name!r}", None
     if model.base_model is model:
         return f"{type(model).__name__} has no part below its output head", None
+    softcap = getattr(model.config, "final_logit_softcapping", None)
     modes = [(module, module.training) for module in model.modules()]
     ids = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
     inputs = {"input_ids": ids, **NO_CACHE}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
     devices = [head.weight.device] if head.weight.is_cuda else []
+    proof = _proved_by_numbers if holds_numbers(head.weight) else _proved_by_storages
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            logits = model(**inputs).logits
-            product = head(model.base_model(**inputs).last_hidden_state)
+            is_product, cap = proof(model, head, inputs, softcap)
     except (TypeError, AttributeError) as error:
         return f"{type(model).__name__} cannot be called below its output head ({error})", None
     finally:
         for module, mode in modes:
             module.training = mode
-    softcap = getattr(model.config, "final_logit_softcapping", None)
+    if is_product:
+        return "", cap
+    return "the logits are not the product of the output head with the last hidden state", None
+
+
+def _proved_by_numbers(
+    model: Any, head: nn.Module, inputs: dict[str, Any], softcap: float | None
+) -> tuple[bool, float | None]:
+    """Whether the logits are the head's product with the last hidden state; and the cap with which they are."""
+    logits = model(**inputs).logits
+    product = head(model.base_model(**inputs).last_hidden_state)
     product = product.to(logits.dtype)  # a float32 buffer added to 16-bit logits, as Marian has, widens them
     for cap in {None, softcap}:
         if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
-            return "", cap
-    return "the logits are not the product of the output head with the last hidden state", None
+            return True, cap
+    return False, None
+
+
+def _proved_by_storages(
+    model: Any, head: nn.Module, inputs: dict[str, Any], softcap: float | None
+) -> tuple[bool, float | None]:
+    """The same of a model without numbers, whose run is planned: the head reads the last hidden state, and what it writes are the logits.
+
+    With a cap in the configuration they may be others, capped.
+    """
+    read, written = list[Tensor](), list[Tensor]()
+    hooks = [
+        head.register_forward_pre_hook(lambda module, given: read.append(given[0])),
+        head.register_forward_hook(lambda module, given, output: written.append(output)),
+        model.base_model.register_forward_hook(lambda module, given, output: written.append(output.last_hidden_state)),
+    ]
+    try:
+        logits = model(**inputs).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(read) != 1 or len(written) != 2:
+        return False, None
+    hidden, product = written
+    is_read = identity(read[0]) == identity(hidden)
+    return is_read and (softcap is not None or identity(product) == identity(logits)), softcap
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

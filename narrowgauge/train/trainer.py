@@ -19,17 +19,15 @@ import torch
 from torch import Tensor
 
 from narrowgauge import manifest
-from narrowgauge.conversion import advance, nonfinite_amax
+from narrowgauge.conversion import nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
-from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches
-from narrowgauge.train.attention import use_attention_of_whole_rows
+from narrowgauge.train import launches, step
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
@@ -37,7 +35,7 @@ from narrowgauge.train.device import peak_bytes
 from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
-from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
+from narrowgauge.train.optimizer import build_optimizer, cast_in_step
 from narrowgauge.train.parallel import checkpoints, digest
 from narrowgauge.train.parallel.evaluation import readings
 from narrowgauge.train.parallel.ranks import Ranks
@@ -79,11 +77,9 @@ class Trainer:
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
         self.feed.share = ranks.layout.share(ranks.rank)
-        if device.type == "cuda":
-            use_attention_of_whole_rows(self.model, self.feed.probe())
-        # before the optimizer: it holds what trains, no more
-        self.memory_notes = apply_memory_options(config, self.model, self.precision, self._probe)
-        self.objective = task.objective(self.model, self.precision.computes_in)
+        self.memory_notes, self.objective = step.ready(
+            config, task, self.model, self.precision, device, self.feed.probe, on_gpu=device.type == "cuda"
+        )
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
@@ -173,10 +169,12 @@ class Trainer:
             raise CheckpointError(
                 f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
             )
+        # Of checkpoints that do not say it; where they say nothing of others either, they have what the run has.
+        before = {"keep_float32": "none", "loss": "chunks"}
         for key, own in self._numeric_settings().items():
-            if facts.get(key, own) != own:  # checkpoints of before have no optimizer, states and master
+            if facts.get(key, before.get(key, own)) != own:
                 raise CheckpointError(
-                    f"{found.path}: was written with {key} = {facts[key]!r}, this run has {own!r}. "
+                    f"{found.path}: was written with {key} = {facts.get(key, before.get(key))!r}, this run has {own!r}. "
                     "Resume with the settings that wrote it, or start anew in another --output."
                 )
         for key, own in self.task.identity.items():
@@ -198,8 +196,11 @@ class Trainer:
 
     def _numeric_settings(self) -> dict[str, Any]:
         """Settings that change the arithmetic but not the tensors' names and shapes."""
-        own = {key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master")}
-        return own | {"recipes": dict(self.config.layers_recipe), "auto": self.auto}
+        own = {
+            key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master", "loss")
+        }
+        kept = ",".join(self.precision.keep_list(self.config.keep_float32)) or "none"
+        return own | {"keep_float32": kept, "recipes": dict(self.config.layers_recipe), "auto": self.auto}
 
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
@@ -285,13 +286,7 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.update()
         else:
-            if self.scaler:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                self.optimizer.step()
-            advance(self.model)
-            self.optimizer.zero_grad()
+            step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model))
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
         return {**numbers, **facts}, step_batch.inputs
@@ -311,15 +306,12 @@ class Trainer:
             losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(
-            self.model.parameters(), self.config.clip or None, wide=True, stages=self.parallel.stages_group
-        )
+        norm = step.clipped(self.config, self.model, self.parallel.stages_group)
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
-        with self.precision.context(self.device.type):
-            loss = self.parallel(objective, batch, self.device, checked=checked) / targets
+        loss = step.loss_of(self.parallel, objective, batch, self.device, self.precision, targets, checked)
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 

@@ -12,6 +12,7 @@ ranks. One key may stand without a number: it takes the ranks that the others le
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from narrowgauge.errors import ConfigError, closest
@@ -74,7 +75,25 @@ def layout(text: str, world: int) -> Layout:
             f"parallel = {text!r} needs {needed} rank{'s' if known > 1 else ''}, and this run has {ranks}. "
             f"Start it with torchrun --nproc-per-node {known}, or take parallel = {fitting!r}, which takes all the ranks there are."
         )
-    return Layout(**sizes, sp=has_own_tokens and sizes["tp"] > 1)
+    return _laid_out(sizes, has_own_tokens)
+
+
+def _laid_out(sizes: Mapping[str, int], has_own_tokens: bool) -> Layout:
+    dp, fsdp, tp, pp = (sizes.get(key, 1) for key in ("dp", "fsdp", "tp", "pp"))
+    return Layout(dp, fsdp, tp, pp, sp=has_own_tokens and tp > 1)
+
+
+def names(text: str, key: str) -> bool:
+    """Whether the text asks for more than one rank along `key`, or for those that are left."""
+    return _read(text)[0].get(key, 1) != 1
+
+
+def named(text: str) -> Layout:
+    """The sizes for as many ranks as the text names; a key without a number is 1."""
+    sizes, has_own_tokens, wrong = _read(text)
+    if wrong:
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
+    return _laid_out({key: size or 1 for key, size in sizes.items()}, has_own_tokens)
 
 
 def problems(text: str) -> list[str]:

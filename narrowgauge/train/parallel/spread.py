@@ -23,10 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.conversion import advance
 from narrowgauge.distributed import agreement_of, distribute
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.nn.float32_modules import kept_modules
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
@@ -103,13 +105,15 @@ class Parallel:
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
             self.agreements = [agreement_of(module) for module in modules]
+            for each in self.agreements:
+                each.is_counted = not each.layers  # else ranks would leave out the same elements by dropout
         if products is not None:
             parts = [model] if self.pipeline is None else [each.model for each in self.pipeline.modules.values()]
             for part, agreement in zip(parts, self.agreements, strict=True):
                 tensor.split_dropout(part, products, agreement)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Blocks one by one, and what is around them, of each stage, together.
+        """Blocks one by one, and what is around them, of each stage, together; of each what stays in float32 beside 16 bits apart.
 
         Stages stay gathered through a step: they are not gathered for each micro-batch, and a schedule that splits the backward pass
         finds the parameters whose gradients it computes; of others it would compute none.
@@ -123,13 +127,22 @@ class Parallel:
             parts += [(module, self.pipeline.blocks(number)) for number, module in self.pipeline.modules.items()]
         for around, blocks in parts:
             for module in (*blocks, around):
-                fully_shard(module, mesh=readers, reshard_after_forward=None if self.pipeline is None else False)
+                for each in (_wide_parts(module), module):
+                    if each:
+                        fully_shard(each, mesh=readers, reshard_after_forward=None if self.pipeline is None else False)
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """`compute(*given, **named)` inside a forward pass of the model."""
         if self.pipeline is not None:
             return compute(*given, **named)  # which calls the stages
         return self.whole(compute, *given, **named)
+
+    def advance(self, model: nn.Module) -> None:
+        """After an optimizer step: `narrowgauge.advance` of the model, and the end of what is counted where no layer is converted."""
+        advance(model)
+        for each in self.agreements:
+            if each.is_counted:
+                each.end_step(())
 
     @property
     def stages_group(self) -> Any:
@@ -296,7 +309,9 @@ def _without_stages(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _refuse_types(model: nn.Module) -> None:
-    types = {parameter.dtype for parameter in model.parameters()}
+    """Of what is gathered together: not of what stays in float32 beside 16 bits."""
+    wide = {id(parameter) for module in kept_modules(model).values() for parameter in module.parameters()}
+    types = {parameter.dtype for parameter in model.parameters() if id(parameter) not in wide}
     if len(types) > 1:
         learned = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
         why = ": learned steps are float32" if learned else ""
@@ -304,3 +319,9 @@ def _refuse_types(model: nn.Module) -> None:
             f"parallel: fully_shard takes parameters of one type, and this model has {', '.join(sorted(map(str, types)))}{why}. "
             "Take precision amp-bf16, or parallel = 'dp'."
         )
+
+
+def _wide_parts(module: nn.Module) -> list[nn.Module]:
+    """What stays in float32 beside 16 bits, and is not of a block that was sharded already."""
+    kept = kept_modules(module).values()
+    return [each for each in kept if next(each.parameters(), None) is not None and not isinstance(each, FSDPModule)]

@@ -1,0 +1,151 @@
+"""Checkpointing that keeps the outputs of matrix products and of attention and computes the rest of a block again.
+
+Seen are torch's operations (a dispatch mode) and the `output` products of Linears with a recipe, whatever kernel computes them
+(nn.kept_products): of those the result of the whole Linear is kept, not what torch's operations inside it return. In the repetition
+such a Linear casts only what its backward needs.
+
+Products are kept in the order in which they come; the repetition takes them in that order. Attention with dropout is not kept: it
+would not draw, and all later draws would differ. Where torch.compile traces, its partitioner keeps them: torch's own contexts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from narrowgauge.memory.measure import note
+from narrowgauge.nn.kept_products import KEEPER
+
+# Operations whose outputs are kept; a release of torch may lack some.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "_grouped_mm", "convolution")
+_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
+_ATTENTION += ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
+KEPT_OPERATIONS = frozenset(
+    getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION) if hasattr(torch.ops.aten, name)
+) | {torch.ops.narrowgauge.block_mm.default}
+
+
+def selectively(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a block's forward so that backward repeats it but for products and attention."""
+    return torch_checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=_contexts, **kwargs
+    )
+
+
+def _contexts() -> Any:
+    if torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(_policy)
+    kept: deque[tuple[Any, Any]] = deque()
+    return _keeping(_Keep(kept)), _keeping(_Give(kept))
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _keeps(operation, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _keeping(mode: _Keep | _Give) -> Iterator[None]:
+    token = KEEPER.set(mode)
+    try:
+        with mode:
+            yield
+    finally:
+        KEEPER.reset(token)
+
+
+class _Watch(TorchDispatchMode):
+    """kept: (operation, or None of a Linear with a recipe; its output), first in, first out."""
+
+    def __init__(self, kept: deque[tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.is_inside = False  # a Linear with a recipe, which speaks for itself
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_inside or not _keeps(func, args, kwargs):
+            return func(*args, **kwargs)
+        return self.product(func, args, kwargs)
+
+    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class _Keep(_Watch):
+    """The forward pass."""
+
+    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = func(*args, **kwargs)
+        # Below autograd a detached tensor has a version of its own, unless this key is let in: a change in place would not be seen.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._put(func, tree_map_only(Tensor, Tensor.detach, found))
+        return found
+
+    def begin(self) -> None:
+        self.is_inside = True
+
+    def end(self, output: Tensor | None) -> None:
+        self.is_inside = False
+        if output is not None:
+            self._put(None, output.detach())
+
+    def _put(self, func: Any, output: Any) -> None:
+        tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        note(*tensors)  # hooks for saved tensors do not see them
+        self.kept.append((func, (output, [each._version for each in tensors])))
+
+
+class _Give(_Watch):
+    """The repetition."""
+
+    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._take(func)
+
+    def begin(self) -> Tensor:
+        self.is_inside = True
+        found: Tensor = self._take(None)
+        return found
+
+    def end(self, output: Tensor | None) -> None:
+        self.is_inside = False
+
+    def _take(self, func: Any) -> Any:
+        name = "a Linear with a recipe" if func is None else str(func)
+        if not self.kept:
+            raise RuntimeError(
+                f"checkpoint: backward asks for the output of {name}, which is not kept (any more). Under 'selective' a graph has one "
+                "backward pass: take 'full' for retain_graph=True."
+            )
+        was, (output, versions) = self.kept.popleft()
+        if was is not func:
+            raise RuntimeError(
+                f"checkpoint: forward kept the output of {'a Linear with a recipe' if was is None else was}, and the repetition computes "
+                f"{name} there. A block must compute the same when it is called again; take 'none' where it cannot."
+            )
+        if versions != [each._version for each in tree_leaves(output) if isinstance(each, Tensor)]:
+            raise RuntimeError(
+                f"checkpoint: the output of {name}, which 'selective' keeps, was changed in place. Write it without, or take 'full'."
+            )
+        return output
+
+
+def _keeps(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return operation in KEPT_OPERATIONS and not _draws(operation, args, kwargs)
+
+
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
+    return False

@@ -1,0 +1,117 @@
+"""The moments of a deep model from those of two shallow ones that are alike in everything else.
+
+What is alive in a phase grows by the same amount with each block between the first two and the last two:
+
+    phase(n) = phase(3) + (n - 3) (phase(4) - phase(3))        forward, head, backward, step; the first two blocks; the last two
+
+and the peak of the whole is the largest of them. The peak itself would not do: it moves from the head to the optimizer's step as a
+model gets deeper (-27 % in one case). From 2 and 3 layers the first block and the last would be neighbours (-2.7 %).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from narrowgauge.plan.moments import Moment, in_order
+
+FEW, MORE = 3, 4  # layers that are counted
+_OF_BLOCK = re.compile(r"(forward|backward) (\d+)( end)?")
+# The phase with # for its block; its stack; the block in it from the start (0, 1) or, below 0, from the end (-1, -2).
+Place = tuple[str, int, int]
+
+
+def extrapolated(few: list[Moment], more: list[Moment], layers: int) -> list[Moment]:
+    """The moments of a model of `layers` blocks in each stack, of which `few` and `more` have FEW and MORE.
+
+    Those of blocks in the middle lie on the line between their neighbours'. ValueError if the two have other phases.
+    """
+    found = []
+    for (_, first), (_, second) in zip(in_order(few), in_order(more), strict=True):
+        before, after = by_place(first, FEW), by_place(second, MORE)
+        if before.keys() != after.keys():
+            raise ValueError(f"phases of {FEW} and {MORE} layers differ: {sorted(before.keys() ^ after.keys())}")
+        at = {place: _on_line(each, after[place], layers) for place, each in before.items()}
+        found += [_at(at, name, block, layers) for name, block in _order(second, layers)]
+    return found
+
+
+def by_place(found: Iterable[Moment], layers: int) -> dict[Place, Moment]:
+    """The moments of one micro-batch; block 1 of 3 is the second from either side."""
+    placed: dict[Place, Moment] = {}
+    for each in found:
+        name, number = _split(each.phase)
+        if number is None:
+            placed[name, 0, 0] = each
+            continue
+        stack, block = divmod(number, layers)
+        placed |= {(name, stack, place): each for place in (block, block - layers) if place in (0, 1, -1, -2)}
+    return placed
+
+
+def _split(phase: str) -> tuple[str, int | None]:
+    """(the phase with # for its block, the block)."""
+    match = _OF_BLOCK.fullmatch(phase)
+    return (phase, None) if match is None else (f"{match[1]} #{match[3] or ''}", int(match[2]))
+
+
+def _on_line(few: Moment, more: Moment, layers: int) -> Moment:
+    return _mixed(few, more, layers - FEW)
+
+
+def _mixed(first: Moment, second: Moment, share: float) -> Moment:
+    """first + share (second - first), which may lie beyond both."""
+
+    def line(a: int, b: int) -> int:
+        return max(0, round(a + share * (b - a)))
+
+    return replace(
+        second,
+        alive=line(first.alive, second.alive),
+        end=line(first.end, second.end),
+        allocated=line(first.allocated, second.allocated),
+        parts={kind: line(first.parts.get(kind, 0), second.parts.get(kind, 0)) for kind in first.parts | second.parts},
+    )
+
+
+def _order(found: list[Moment], layers: int) -> Iterator[tuple[str, int | None]]:
+    """(the phase with # for its block, the block) of a deep model, in the order of a shallow one; each run of blocks becomes longer."""
+    last = ("", -1, 0)  # of the run: what it is, its stack, the block
+    names: dict[str, None] = {}
+
+    def run() -> Iterator[tuple[str, int]]:
+        way, stack, _ = last
+        numbers = range(stack * layers, (stack + 1) * layers)
+        for number in numbers if way == "forward" else reversed(numbers):
+            yield from ((name, number) for name in names if (name, number) not in skipped)
+
+    # The last block of all has no "end": what follows it is the head.
+    stacks = max((number // MORE for each in found if (number := _split(each.phase)[1]) is not None), default=0) + 1
+    skipped = {("forward # end", stacks * layers - 1)}
+    for each in found:
+        name, number = _split(each.phase)
+        here = ("", -1, 0) if number is None else (name.split()[0], number // MORE, number)
+        if here[:2] != last[:2]:
+            yield from run() if last[0] else ()
+            names = {}
+        if number is None:
+            yield name, None
+        names[name] = None
+        last = here
+    yield from run() if last[0] else ()
+
+
+def _at(at: dict[Place, Moment], name: str, number: int | None, layers: int) -> Moment:
+    if number is None:
+        return at[name, 0, 0]
+    stack, block = divmod(number, layers)
+    if block < 2:
+        found = at[name, stack, block]
+    elif (name, stack, block - layers) in at:
+        found = at[name, stack, block - layers]
+    else:
+        last = at[name, stack, -2]
+        found = _mixed(at[name, stack, 1], last, (block - 1) / (layers - 3))
+    module = re.sub(r"\.\d+(?=\.|$)", f".{block}", found.module, count=1)
+    return replace(found, phase=name.replace("#", str(number)), module=module)

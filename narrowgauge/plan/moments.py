@@ -1,0 +1,109 @@
+"""The largest moment of each phase of a counted run: how much is alive there, by part and kind, and what the allocator holds for it.
+
+A kind says who made what is saved for backward: the module, below its block (`mlp.act_fn`, `self_attn.q_proj`); of other parts it is "".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from narrowgauge.plan.allocator import CachingAllocator, run
+from narrowgauge.plan.count import Count
+from narrowgauge.plan.trace import Allocation
+
+Kind = tuple[str, str]  # part, kind
+BELOW_BLOCK = re.compile(r"^.*?\.\d+(?:\.|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Bytes where a phase is at its largest.
+
+    step, micro_batch  from 1 on; the update belongs to the last micro-batch
+    alive, end         asked for and not yet freed: at most, and when the phase is over
+    allocated          the same as `alive`, as torch's allocator rounds it
+    reserved           what the allocator has taken from the device by the end of the phase
+    parts              of `alive`
+    module             at work there
+    """
+
+    step: int
+    micro_batch: int
+    phase: str
+    alive: int
+    end: int
+    allocated: int
+    reserved: int
+    parts: dict[Kind, int]
+    module: str
+
+
+def moments(count: Count, expandable: bool = False) -> list[Moment]:
+    """Of both steps, in order; the allocator begins with what is alive when the first step begins."""
+    trace, found = count.trace, list[Moment]()
+    allocations = trace.allocations
+    allocator, alive = CachingAllocator(expandable=expandable), dict[int, None]()
+    step = micro_batch = 0
+    for name, events in trace.by_phase():
+        if not name:  # what is built
+            for event in events:
+                if event >= 0:
+                    alive[event] = None
+                else:
+                    del alive[~event]
+            run(allocator, trace, alive)
+            total, parts = _totals(allocations, alive)
+            continue
+        if name == "forward":
+            starts_step = not found or found[-1].phase == "step"
+            step, micro_batch = (step + 1, 1) if starts_step else (step, micro_batch + 1)
+        top, place = total, 0
+        for at, event in enumerate(events, 1):
+            total += allocations[event].nbytes if event >= 0 else -allocations[~event].nbytes
+            if total > top:
+                top, place = total, at
+        _change(parts, allocations, events[:place])
+        largest = {kind: nbytes for kind, nbytes in parts.items() if nbytes}
+        _change(parts, allocations, events[place:])
+        allocator.peak_allocated = allocator.allocated
+        run(allocator, trace, events)
+        found.append(
+            Moment(
+                step=step, micro_batch=micro_batch, phase=name, alive=top, end=total, allocated=allocator.peak_allocated,
+                reserved=allocator.peak_reserved, parts=largest, module=_at_work(allocations, events[:place]),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _totals(allocations: list[Allocation], alive: dict[int, None]) -> tuple[int, dict[Kind, int]]:
+    parts: dict[Kind, int] = {}
+    _change(parts, allocations, list(alive))
+    return sum(parts.values()), parts
+
+
+def _change(parts: dict[Kind, int], allocations: list[Allocation], events: list[int]) -> None:
+    for event in events:
+        each = allocations[event if event >= 0 else ~event]
+        kind = kind_of(each)
+        parts[kind] = parts.get(kind, 0) + (each.nbytes if event >= 0 else -each.nbytes)
+
+
+def kind_of(allocation: Allocation) -> Kind:
+    part = allocation.part or "transient"
+    if part != "saved":
+        return part, ""
+    return part, BELOW_BLOCK.sub("", allocation.module) or allocation.module or "(model)"
+
+
+def _at_work(allocations: list[Allocation], events: list[int]) -> str:
+    return next((allocations[event].module for event in reversed(events) if event >= 0), "")
+
+
+def in_order(found: list[Moment]) -> Iterator[tuple[tuple[int, int], list[Moment]]]:
+    """((step, micro-batch), its moments)."""
+    keys = dict.fromkeys((each.step, each.micro_batch) for each in found)
+    for key in keys:
+        yield key, [each for each in found if (each.step, each.micro_batch) == key]

@@ -1,0 +1,46 @@
+"""The table of cards: what belongs together, names as people write them, refusals that say what to write."""
+
+from __future__ import annotations
+
+import pytest
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.plan.cards import CARDS, CONTEXT, GiB, card, of_memory
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_figures_belong_together(name):
+    """A card has less than its name says and more than nine tenths of it; narrower types multiply no slower."""
+    found, named = CARDS[name], {"a100-40": 40, "l4": 24, "mi300x": 192, "b200": 186, "h200": 141, "rtx-5090": 32}
+    gb = named.get(name, 24 if "90" in name else 80)
+    assert 0.9 * gb * GiB < found.memory <= gb * GiB and found.usable == found.memory - CONTEXT
+    assert (found.device is None) == (name == "mi300x") == (not found.peak)
+    rates = [found.peak[kind] for kind in ("fp32", "tf32", "bf16", "fp8", "fp4") if kind in found.peak]
+    assert rates == sorted(rates)
+    if found.device is not None:
+        assert ("fp8" in found.peak) == (found.device.capability >= (8, 9))
+        assert ("fp4" in found.peak) == (found.device.capability >= (10, 0))
+
+
+@pytest.mark.parametrize("name", ["h100", "H100", " h100-sxm ", "H100 SXM"])
+def test_names_as_people_write_them(name):
+    assert card(name) is CARDS["h100"]
+
+
+def test_an_unknown_card_is_told_its_neighbours():
+    with pytest.raises(ConfigError, match=r"card = 'h1000' is not known; closest: 'h100'.*--memory 24GiB\.$"):
+        card("h1000")
+    with pytest.raises(ConfigError, match=r"card = 'abacus' is not known\. Choose one of a100-40"):
+        card("abacus")
+
+
+def test_any_memory_is_a_card():
+    assert of_memory("24GiB").memory == 24 * GiB and of_memory("80 GB").memory == 80 * 10**9
+    assert of_memory("0.5tib").usable == 512 * GiB - CONTEXT
+    like = of_memory("48GiB", card("h100"))
+    assert like.peak == card("h100").peak and like.memory == 48 * GiB
+    for bad in ("24 Gigs", "much", "", "-1GiB", "1e3", "nanGiB"):
+        with pytest.raises(ConfigError, match=r"is no size\. Write a number and its unit"):
+            of_memory(bad)
+    with pytest.raises(ConfigError, match="nothing is left"):
+        of_memory("24")
