@@ -414,6 +414,7 @@ class Trainer:
                 written = self.parallel(self.task.sample, self.parallel.pipeline or self.model)
             if written:
                 self.log.write("sample", self.step, **written)
+        self.parallel.release()
         self._set_training(True)
 
     def _set_training(self, mode: bool) -> None:

@@ -282,12 +282,12 @@ class TrainConfig:
     seed: int = TRAINING(0, "Decides weights, order of the data and stochastic rounding.", Range(0, MAX_INT))
     device: str = TRAINING("auto", "auto, cpu, cuda or cuda:N.",
         Matching(r"auto|cpu|cuda(:\d{1,3})?", "one of 'auto', 'cpu', 'cuda' or 'cuda:N'"))
-    parallel: str = TRAINING("", "How ranks of torchrun share a run, as fsdp=4, dp=4,tp=2 or pp=2; empty: dp, a copy on each.")
+    parallel: str = TRAINING("", "How ranks of torchrun share a run, as fsdp=4, tp=2,sp or fsdp=2,pp=2; empty: dp, a copy on each.")
     schedule: str = TRAINING("1F1B", "Order of work in the stages of a pipeline (pp), as torch calls it.",
         OneOf(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")))
     gradients: str = TRAINING("16bit", "How gradients travel between ranks.", OneOf(("16bit", "fp8", "fp8-lm")))
     weights: str = TRAINING("16bit", "What ranks with shards gather of weights: as they are, or codes.", OneOf(("16bit", "codes")))
-    activations: str = TRAINING("16bit", "How activations and their gradients travel between stages.", OneOf(("16bit", "fp8")))
+    activations: str = TRAINING("16bit", "How activations and their gradients travel between stages (pp) or ranks of tp with sp.", OneOf(("16bit", "fp8")))
     threads: int = TRAINING(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
     keep_freed: bool = TRAINING(True, "On a CPU, memory that a step frees is kept for the next, where the C library is glibc.")
     compile: bool = TRAINING(False, "Compile the model with torch.compile.")
