@@ -5,9 +5,8 @@
 
 Every row is two optimizer steps counted under fake tensors (`narrowgauge.plan.count`), the peak of the second. `expected` is
 
-    ours       what an independent counter of allocations had found for the same step before narrowgauge/plan was written (86.1 ... 61.3), less
-               what is not kept any more since,
-               or the figure of docs/limited-memory.md
+    ours       what an independent counter of allocations had found for the same step before narrowgauge/plan was written
+               (86.1 ... 61.3), less what is not kept any more since, or the figure of docs/limited-memory.md
     torchtune  its README, "Optimization flags", of 2024-11-18 (commit 1814feb17): A100, peak of active bytes, GiB
     coat       arXiv 2410.19313v3, table 7, and the benchmark of its repository (OLMo 7B on 4 GPUs by FSDP, mixed precision), GB
 
