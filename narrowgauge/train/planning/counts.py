@@ -43,11 +43,17 @@ class Counts:
         if key not in self.known:
             found = _from_json(cache.load(question))
             if found is None:
-                with _generators_kept():
+                with generators_kept():
                     found = self._counted(Source(config, task, kind, shape), sizes)
                 cache.store(question, _as_json(found))
             self.known[key] = found
         return self.known[key]
+
+    def whole(self, source: Source) -> Forecast:
+        """Of one process that does all the work of a step, nothing kept."""
+        layers, _ = layers_of(source.config, source.model_class)
+        with generators_kept():
+            return forecast(source.builder, self.device, layers, full=True)
 
     def _counted(self, source: Source, sizes: Layout) -> Forecast:
         layers, differing = layers_of(source.config, source.model_class)
@@ -93,7 +99,7 @@ def refuse(config: TrainConfig) -> None:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """Building a model seeds them."""
     python = random.getstate()
     with torch.random.fork_rng(devices=[]):

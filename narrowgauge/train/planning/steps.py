@@ -61,7 +61,8 @@ class Source:
         return partial(self._build, layers, place, real, batch)
 
     def _build(self, layers: int, place: torch.device, real: bool, given: Batch) -> Step:
-        config, task = replace(self.config, compile=False, cuda_graph=False), self.task
+        config = replace(self.config, compile=False, cuda_graph=False)
+        task = replace(self.task, config=config)
         precision = precisions.get(config.precision)
         model = build(config, partial(self.model, layers), place, self.shape.tokens, None)
         batch = {name: value.to(place) if real else torch.zeros_like(value) for name, value in given.items()}
