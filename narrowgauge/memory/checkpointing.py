@@ -34,12 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, set_technique
 from narrowgauge.memory.cheapest import cheapest
 from narrowgauge.memory.measure import saved_bytes
+from narrowgauge.memory.repeating import checkpointed
 from narrowgauge.memory.segments import SegmentMember, equal_lengths, most_inputs, sqrt_lengths
 from narrowgauge.memory.selective import selectively
 
@@ -98,7 +98,7 @@ def _recomputed(
 
 def _whole(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Keeps the inputs alone."""
-    return torch_checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+    return checkpointed(forward, args, kwargs)
 
 
 def _without_cache(

@@ -8,8 +8,8 @@ layers keep for the step are counted at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,14 +68,24 @@ class Meter:
         return SavedBytes(total=sum(by_module.values()), by_module=by_module)
 
 
-_ACTIVE: ContextVar[Meter | None] = ContextVar("narrowgauge_meter", default=None)
+_ACTIVE: ContextVar[Callable[[Tensor], None] | None] = ContextVar("narrowgauge_noted", default=None)
+
+
+@contextmanager
+def noting(heard: Callable[[Tensor], None]) -> Iterator[None]:
+    """`heard` is called with every tensor that is noted in it."""
+    token = _ACTIVE.set(heard)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
 
 
 def note(*tensors: Tensor) -> None:
     """Counts tensors that are kept for backward without autograd's knowledge, if a measurement is active."""
-    meter = _ACTIVE.get()
-    if meter is not None:
-        meter.note_all(tensors)
+    if (heard := _ACTIVE.get()) is not None:
+        for tensor in tensors:
+            heard(tensor)
 
 
 def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> SavedBytes:
@@ -110,7 +120,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         stack.callback(_put_back, [(buffer, buffer.detach().clone()) for buffer in model.buffers()])
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.callback(_ACTIVE.reset, _ACTIVE.set(meter))
+        stack.enter_context(noting(meter.note))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         if isinstance(batch, Mapping):
