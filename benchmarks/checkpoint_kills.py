@@ -205,9 +205,9 @@ def _corrupt(folder: Path) -> list[str]:
     return found
 
 
-def summary(done: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(case: str, done: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "case": "kill -9 of random ranks",
+        "case": case,
         "kills": len(done),
         "ranks_killed": sum(len(row["victims"]) for row in done),
         "worlds": dict(sorted(Counter(str(row["world"]) for row in done).items())),
@@ -231,7 +231,7 @@ def main() -> None:
         for row in rounds(Path(place), given.kills, given.seed):
             done.append(row)
             print(len(done), row, flush=True)
-    found = summary(done)
+    found = summary("kill -9 of random ranks", done)
     print(found)
     record("checkpoint-kills", [found], RESULTS / "checkpoint_kills.jsonl")
     sys.exit(bool(found["corrupt"] or found["lost_steps"] or found["wrong"] or found["hung"]))

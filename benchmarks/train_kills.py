@@ -22,7 +22,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint_kills import PRELOADED
+from benchmarks.checkpoint_kills import PRELOADED, summary
 from benchmarks.harness import RESULTS, record
 from narrowgauge import cli, manifest, storage
 from narrowgauge.diagnose.runs import read_metrics
@@ -218,23 +217,6 @@ def _losses(output: Path) -> dict[int, float]:
     }
 
 
-def summary(done: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "case": "kill -9 of random ranks of narrowgauge train",
-        "kills": len(done),
-        "ranks_killed": sum(len(row["victims"]) for row in done),
-        "worlds": dict(sorted(Counter(str(row["world"]) for row in done).items())),
-        "in_a_save": sum(row["in_a_save"] for row in done),
-        "saves": sum(row["saves"] for row in done),
-        "corrupt": sum(len(row["corrupt"]) for row in done),
-        "lost_steps": sum(row["lost"] for row in done),
-        "wrong": sum(len(row["wrong"]) for row in done),
-        "hung": sum(row["hung"] for row in done),
-        "ended_by_agent": sum(row["ended_by_agent"] for row in done),
-        "longest_end_s": max(row["ended_s"] for row in done),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
@@ -246,7 +228,9 @@ def main() -> None:
             done.append(row)
             print(len(done), row, flush=True)
         differing = differences(Path(place))
-    found = {**summary(done), "steps": done[-1]["told"], "other_losses_or_tensors": len(differing)}
+    found = summary("kill -9 of random ranks of narrowgauge train", done)
+    found |= {"ended_by_agent": sum(row["ended_by_agent"] for row in done), "steps": done[-1]["told"]}
+    found["other_losses_or_tensors"] = len(differing)
     print(found, *differing[:3], sep="\n")
     record("checkpoint-kills", [found], RESULTS / "checkpoint_kills.jsonl")
     sys.exit(any(found[key] for key in ("corrupt", "lost_steps", "wrong", "hung", "other_losses_or_tensors")))

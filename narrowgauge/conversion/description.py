@@ -16,6 +16,7 @@ from torch import nn
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion import is_read_by_owner, output_head, reason_to_keep
 from narrowgauge.fuse import Fusion, fusions
+from narrowgauge.nn.float32_modules import kept_modules, summary
 from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
@@ -81,9 +82,14 @@ class Row:
 
 
 class Description(list[Row]):
-    """The rows of `describe`; prints as a table in which equal layers share a line. `fused`: what `convert(fuse=True)` did."""
+    """The rows of `describe`; prints as a table in which equal layers share a line.
+
+    fused    what `convert(fuse=True)` did
+    float32  modules of a 16-bit model that keep float32 weights and arithmetic
+    """
 
     fused: tuple[Fusion, ...] = ()
+    float32: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         groups: dict[Row, list[Row]] = {}
@@ -98,6 +104,8 @@ class Description(list[Row]):
             if row.recipe != "none":
                 columns = ("output", "grad_input", "grad_weight", "backend", "sends")
                 lines += [f"    {column:11}  {words}" for column in columns if (words := getattr(row, column))]
+        if self.float32:
+            lines.append(f"Weights and arithmetic in float32: {summary(self.float32)}")
         if self.fused:
             lines.append("Casts in the pass that computes the input:")
         return "\n".join([*lines, *dict.fromkeys(_without_numbers(str(each)) for each in self.fused)])
@@ -114,7 +122,7 @@ def describe(model: nn.Module) -> Description:
     """
     require_module(model, "describe")
     description, head = Description(), output_head(model)
-    description.fused = tuple(fusions(model))
+    description.fused, description.float32 = tuple(fusions(model)), tuple(kept_modules(model))
     for name, module in model.named_modules():
         if isinstance(module, QLinear) and module.recipe is not None:
             description.append(_row(model, name, module, module.recipe))

@@ -33,6 +33,7 @@ from narrowgauge.errors import CheckpointError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
 from narrowgauge.ops.random import Stream, hashed
+from narrowgauge.structure import plain_name
 
 
 @dataclass(eq=False)
@@ -73,6 +74,7 @@ class Agreement:
     messages      counts what was sent (bytes), by what it was
     gradients     how gradients travel, and the state of that
     tells         "gradient", "weight" -> what says in words how that of a layer travels
+    is_counted    random numbers go by micro-batch though no layer is converted; then who trains calls `end_step(())` after each step
     number        of this among those of the process: where one optimizer ends the step of several, they do so in one order on all ranks
     """
 
@@ -86,6 +88,7 @@ class Agreement:
     messages: dict[str, int] = field(default_factory=dict)
     gradients: Gradients | None = None
     tells: dict[str, Callable[[QLinear], str]] = field(default_factory=dict)
+    is_counted: bool = False
     _seeds: dict[int, Any] = field(default_factory=dict, init=False)
     _before: list[Any] = field(default_factory=list, init=False)
     _hooks: list[Any] = field(default_factory=list, init=False)
@@ -148,12 +151,13 @@ class Agreement:
             self.arrange = None
         if self.weights is not None:
             self.weights.before_forward(is_first=not trains or self.micro_batch == 0)
-        if not (self.layers and trains):
+        if not (trains and (self.layers or self.is_counted)):
             return
         number, count = self.replica
         words = hashed(self.seed, self.step, self.micro_batch * count + number)
         # Stages of a pipeline begin with other numbers: dropout would leave out the same elements in all of them.
-        drawn = hashed(*words, next(iter(self.layers.values())).name)
+        names = (peers.name for peers in self.layers.values())
+        drawn = hashed(*words, next(names, "") or plain_name(next(name for name, _ in module.named_parameters())))
         seed = drawn[0] | (drawn[1] & 0x7FFFFFFF) << 32
         self._seeds[seed] = words
         self.micro_batch += 1

@@ -22,6 +22,7 @@ With delayed scaling the window of the first reader is the window of all: they s
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from narrowgauge.fuse.patterns import Place, places
 from narrowgauge.fuse.precast import FusedMlp, FusedModule
 from narrowgauge.fuse.probe import gated, kind_of, refuse_rotary
 from narrowgauge.fuse.rotary import FusedAttention, function_of
+from narrowgauge.nn.float32_modules import Float32Forward
 from narrowgauge.nn.linear import QLinear
 
 __all__ = ["Fusion", "fuse", "fusions", "unfuse"]
@@ -58,8 +60,11 @@ def fuse(model: nn.Module) -> list[Fusion]:
 def unfuse(model: nn.Module) -> None:
     """Gives every module its own forward back."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), FusedForward):
+        fused = module.__dict__.get("forward")
+        if isinstance(fused, FusedForward):
             del module.__dict__["forward"]
+            if fused.kept is not None:
+                module.__dict__["forward"] = fused.kept
     model.__dict__.pop("_not_fused", None)
 
 
@@ -83,7 +88,8 @@ def _fused(place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Modu
     module = modules[place.name]
     if place.form != "rotary" and not place.readers:
         return "no Linear is found that reads it"
-    if "forward" in module.__dict__:
+    kept = module.__dict__.get("forward")
+    if kept is not None and not (isinstance(kept, Float32Forward) and place.form == "module"):
         return "its forward was replaced by somebody else"
     if place.form == "rotary":
         function = function_of(module)
@@ -98,7 +104,10 @@ def _fused(place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Modu
         return f"{place.readers[0]} is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}, which has no recipe"
     if place.form == "module":
         found = kind_of(module)
-        return found if isinstance(found, str) else FusedModule(module, found, readers, sources)
+        if isinstance(found, str):
+            return found
+        kind = replace(found, wide=kept is not None)
+        return FusedModule(module, kind, readers, sources, kept=kept)
     names = [name.rpartition(".")[2] for name in (*place.sources, *place.readers)]
     found = gated(module, *names)
     return found if isinstance(found, str) else FusedMlp(module, found, readers, sources, names=tuple(names))

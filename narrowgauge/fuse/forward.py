@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge.nn.float32_modules import Float32Forward
 from narrowgauge.ops.registry import Kernel, Registry, Spec
 
 
@@ -39,13 +40,19 @@ class Fusion:
 
 @dataclass(eq=False)
 class FusedForward:
-    """Called in the place of the `forward` of `module`, whose own code runs under torch.compile and where no kernel computes."""
+    """Called in the place of the `forward` of `module`, whose own code runs under torch.compile and where no kernel computes.
+
+    kept  what stood there, of a module that computes in float32: that is its own code then
+    """
 
     module: nn.Module
+    kept: Float32Forward | None = field(default=None, kw_only=True)
     _kernels: dict[Hashable, Kernel[Any] | None] = field(default_factory=dict, init=False, repr=False)
 
     def own(self, *given: Any, **options: Any) -> Any:
         """What the module's own code computes."""
+        if self.kept is not None:
+            return self.kept(*given, **options)
         forward: Any = type(self.module).forward
         return forward(self.module, *given, **options)
 

@@ -121,7 +121,9 @@ class FusedModule(FusedForward):
         else:
             device = device_facts(weight.device.type, weight.device.index)
             casts = ((wanted.cast, wanted.transposed),)
-            spec = NormActSpec(self.kind, device, (weight.dtype,), reader.in_features, casts)
+            own = (getattr(self.module, name, None) for name in ("weight", "bias") if self.kind.is_norm)
+            dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
+            spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
             backend = self.backend_words(FORWARD, spec)
         takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
         stats = self.stats

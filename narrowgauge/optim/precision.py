@@ -1,14 +1,12 @@
-"""The precision ladder: in which type weights are kept, activations computed, and updates made.
+"""The precision ladder: in which type weights are kept, activations computed, and updates made. `table` prints it, for docs/recipes.md.
 
-    name       weights   activations        update                                      bytes per parameter with AdamW
-    fp32       float32   float32            float32                                     16
-    amp-bf16   float32   bfloat16 (O1)      float32                                     16
-    amp-fp16   float32   float16 (O1)       float32, gradients scaled by a GradScaler   16
-    bf16-o2    bfloat16  bfloat16           float32 master weights, rounded after       16 (2 + 2 gradient + 4 + 8)
-    bf16-o3    bfloat16  bfloat16           in float32, rounded stochastically          12 (2 + 2 gradient + 8)
+Every precision combines with every recipe: the recipe decides the operands of the Linears, the precision all else. "O1", "O2" and "O3"
+are Apex's names (nvidia.github.io/apex/amp.html), which Colossal-AI took over. There O2, "almost FP16", casts the weights of all modules
+but batch norms, embeddings too, and keeps float32 master weights; O3 casts all and keeps none. Transformers have other norms in the
+place of batch norms: those are kept here, and attention's softmax. O3 rounds its updates stochastically, or 16 bits would lose them.
+FP8 training in Colossal-AI is O1 over O2: `bf16-o2` with an fp8 recipe.
 
-Every precision combines with every recipe: the recipe decides the operands of the Linears, the precision all else. "O1" and "O2" are the
-names of Apex and Colossal-AI. FP8 training there is O1 over O2: `bf16-o2` with an fp8 recipe.
+What is kept in float32 can be named (`to_16_bits`): kinds and patterns, see `nn.float32_modules`.
 """
 
 from __future__ import annotations
@@ -18,8 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.nn.float32_modules import NORMS, SOFTMAX, to_16_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class Precision:
     autocast      dtype for `torch.autocast`, or None for none
     update        "plain", "master" (float32 copies) or "stochastic" (rounded so, without a copy); see `optim.masters`
     scales_loss   whether a GradScaler keeps float16 gradients from underflowing
+    keeps         what of a 16-bit model keeps float32 weights and arithmetic, see `nn.float32_modules`
     """
 
     name: str
@@ -37,6 +38,7 @@ class Precision:
     autocast: torch.dtype | None = None
     update: Literal["plain", "master", "stochastic"] = "plain"
     scales_loss: bool = False
+    keeps: tuple[str, ...] = ()
 
     def context(self, device_type: str) -> AbstractContextManager[object]:
         """The autocast context of a forward pass on `device_type`."""
@@ -49,6 +51,24 @@ class Precision:
         """dtype of the activations."""
         return self.autocast or self.weights
 
+    @property
+    def bytes_per_parameter(self) -> int:
+        """With AdamW: weight, gradient, master, two float32 moments."""
+        return 2 * self.weights.itemsize + (4 if self.update == "master" else 0) + 8
+
+    def keep_list(self, named: str = "") -> tuple[str, ...]:
+        """The entries of `named`, with commas; '' those of the precision; "none" none."""
+        if not named:
+            return self.keeps
+        return () if named == "none" else tuple(entry.strip() for entry in named.split(","))
+
+    def prepare(self, model: nn.Module, named: str = "") -> tuple[str, ...]:
+        """Gives the weights of `model` their type, in place; the names of the modules that stay in float32. Before `convert`.
+
+        named  as `keep_list` takes it. Raises ConfigError for an entry that names nothing
+        """
+        return () if self.weights == torch.float32 else to_16_bits(model, self.weights, self.keep_list(named))
+
 
 PRECISIONS: dict[str, Precision] = {
     precision.name: precision
@@ -56,7 +76,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision(name="fp32"),
         Precision(name="amp-bf16", autocast=torch.bfloat16),
         Precision(name="amp-fp16", autocast=torch.float16, scales_loss=True),
-        Precision(name="bf16-o2", weights=torch.bfloat16, update="master"),
+        Precision(name="bf16-o2", weights=torch.bfloat16, update="master", keeps=(NORMS, SOFTMAX)),
         Precision(name="bf16-o3", weights=torch.bfloat16, update="stochastic"),
     )
 }
@@ -68,3 +88,23 @@ def get(name: str) -> Precision:
         near = closest(name, PRECISIONS) or ", ".join(PRECISIONS)
         raise ConfigError(f"precision.get: no precision {name!r}. Closest: {near}.")
     return PRECISIONS[name]
+
+
+UPDATES = {
+    "plain": "float32",
+    "master": "float32 master weights, rounded after",
+    "stochastic": "float32 arithmetic, stochastic rounding",
+}
+
+
+def table() -> str:
+    """The ladder in Markdown."""
+    header = ("`--precision`", "weights", "kept in float32", "activations", "update", "bytes per parameter with AdamW")
+    rows = [header, ("---",) * len(header)]
+    for each in PRECISIONS.values():
+        weights, activations = (str(dtype).removeprefix("torch.") for dtype in (each.weights, each.computes_in))
+        kept = " and ".join(each.keeps) or ("nothing" if each.weights != torch.float32 else "all weights")
+        autocast = " autocast (O1)" if each.autocast is not None else ""
+        update = UPDATES[each.update] + (", scaled gradients" if each.scales_loss else "")
+        rows.append((f"`{each.name}`", weights, kept, activations + autocast, update, str(each.bytes_per_parameter)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

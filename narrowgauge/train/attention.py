@@ -1,18 +1,24 @@
-"""Attention in float32, for a CPU that has no bfloat16 instructions; and without a mask, for a GPU that reads whole rows.
+"""Attention in float32, for a CPU without bfloat16 instructions; without a mask, for a GPU that reads whole rows; a softmax in float32.
+
+PyTorch's attention (sdpa) and flash attention compute their softmax in float32 inside. Eager code rounds it to the type of its scores
+where it does not say float32: there a mode of torch's widens what is given to a softmax, and rounds what it gives.
 
 On such a CPU PyTorch's bfloat16 attention is the slower one: its backward took three times as long as float32's in a single reading. The
 inputs are those of the 16-bit computation, the result is rounded to its dtype; what lies between is more exact, not less.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
+EAGER = "narrowgauge_eager"
 FLOAT32_ATTENTION = "narrowgauge_float32"
 WHOLE_ROWS = "narrowgauge_whole_rows"
 
@@ -37,6 +43,49 @@ def use_float32_attention(model: Any) -> None:
     AttentionInterface.register(FLOAT32_ATTENTION, float32_attention)
     AttentionMaskInterface.register(FLOAT32_ATTENTION, sdpa_mask)
     model.set_attn_implementation(FLOAT32_ATTENTION)
+
+
+class _WideSoftmax(TorchFunctionMode):
+    """A softmax of 16 bits is computed in float32 and rounded once; one that is told its type is left alone."""
+
+    FUNCTIONS = (nn.functional.softmax, torch.softmax, Tensor.softmax)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in self.FUNCTIONS or kwargs.get("dtype") is not None:
+            return function(*args, **kwargs)
+        scores, *more = args
+        return function(scores.float(), *more, **kwargs).to(scores.dtype)
+
+
+def eager_attention(module: nn.Module, *given: Any, **options: Any) -> Any:
+    """The eager attention beside the module's class, with its softmax in float32."""
+    own = sys.modules[type(module).__module__].eager_attention_forward
+    with _WideSoftmax():
+        return own(module, *given, **options)
+
+
+def use_float32_softmax(model: Any) -> None:
+    """Switches a transformers model of eager attention to that one; others compute it in float32 anyway."""
+    if model.config._attn_implementation != "eager" or not _has_interface(model):
+        return
+    AttentionInterface.register(EAGER, eager_attention)
+    AttentionMaskInterface.register(EAGER, eager_mask)
+    model.set_attn_implementation(EAGER)
+
+
+def softmax_words(model: Any) -> str:
+    """In which type attention computes its softmax, a sentence."""
+    kind = model.config._attn_implementation
+    if kind == "eager":
+        return "Softmax of attention: as the model's own code has it, which takes no other attention."
+    return f"Softmax of attention: in float32{'' if kind == EAGER else f' inside of {kind}'}."
+
+
+def _has_interface(model: Any) -> bool:
+    """Whether all attentions of the model look their function up, and have an eager one beside their class."""
+    found = [each for each in model.modules() if hasattr(sys.modules[type(each).__module__], "eager_attention_forward")]
+    return bool(found) and bool(getattr(model, "_supports_attention_backend", False))
 
 
 def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool:

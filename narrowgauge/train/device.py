@@ -24,6 +24,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.ops.cpp.build import cache_folder, user_cache
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux; "5" resets VmHWM
+MAPS = Path("/proc/self/maps")
 
 
 def chosen_device(name: str) -> torch.device:
@@ -74,17 +75,26 @@ def reset_peak(device: torch.device) -> bool:
     return True
 
 
-def keep_freed_memory() -> bool:
-    """Asks glibc to keep what this process frees, instead of giving each large tensor back to the system; False elsewhere.
+def keep_freed_memory(asked: bool, device: torch.device, maps: Path = MAPS) -> str:
+    """Asks glibc to keep what this process frees, instead of giving each large tensor back to the system; what became of it, a sentence.
 
     A step frees and allocates every gradient and activation anew. Each allocation above 32 MiB at most, and freed memory at
     the end of the heap, would be mapped again and zeroed page by page by the kernel: about a tenth of a small model's step.
     The setting is the process's and stays. Memory that is free between steps stays resident; the peak is what it was, but
-    for what fragments.
+    for what fragments. An allocator that was preloaded (jemalloc, tcmalloc, mimalloc) has settings of its own and is left alone.
     """
+    if device.type != "cpu":
+        return "Freed memory: torch's own allocator keeps it."
+    if not asked:
+        return "Freed memory: given back to the system as the C library has it, for keep_freed = false."
+    mapped = maps.read_text(encoding="utf-8", errors="replace") if maps.exists() else ""
+    if other := re.search(r"(jemalloc|tcmalloc|mimalloc)[^/\s]*\.so", mapped):
+        return f"Freed memory: as {other[1]} has it, which is loaded in the place of the C library's allocator."
     mallopt = _of_glibc("mallopt")
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
-    return mallopt is not None and bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+    if mallopt is None or not mallopt(mmap_max, 0) or not mallopt(trim_threshold, 2**31 - 1):
+        return "Freed memory: as this system has it, whose C library is not glibc."
+    return "Freed memory: kept for the next step (glibc: M_MMAP_MAX 0, M_TRIM_THRESHOLD 2 GiB)."
 
 
 def _of_glibc(name: str) -> Any:

@@ -67,8 +67,6 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
             tell(f"Note: {note}")
     if config.threads:
         torch.set_num_threads(config.threads)
-    if device.type == "cpu":
-        keep_freed_memory()
     try:
         return _run(config, ranks, AgreedStop(stop) if ranks.world > 1 else stop)
     except RuntimeError as error:
@@ -157,11 +155,13 @@ def _train_and_log(
     is_first  of this process: an example of the data is shown
     """
     with followers.log_of(folder, config.tensorboard, ranks) as log:
-        has_own_peak = reset_peak(ranks.device(config.device)) or is_first
+        device = ranks.device(config.device)
+        freed_memory = keep_freed_memory(config.keep_freed, device)
+        has_own_peak = reset_peak(device) or is_first
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
-            known = run_metadata.of_run(trainer)
+            known = run_metadata.of_run(trainer) | {"freed_memory": freed_memory}
             folder.write_run(known)
             run_metadata.announce(trainer, show, is_first)
             try:

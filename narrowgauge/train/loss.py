@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from narrowgauge.data import IGNORED, valid_targets
 from narrowgauge.data.targets import aligned_loss
-from narrowgauge.errors import DataError
+from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
@@ -73,14 +73,25 @@ class Objective:
     # Its product and the loss are taken in chunks; None: float32 logits are held once more.
     head: nn.Linear | None = None
     softcap: float | None = None  # of the logits
+    slices: bool = False  # backward computes the logits again, over slices of the vocabulary
 
     @classmethod
-    def of(cls, model: Any, computes_in: torch.dtype, *, compiled: bool) -> Self:
-        """For a language model: tries the chunked head on a few tokens; generators stay as they are."""
-        reason, softcap = _refuse_chunks(model, computes_in)
+    def of(cls, model: Any, computes_in: torch.dtype, config: TrainConfig) -> Self:
+        """For a language model: tries the chunked head on a few tokens; generators stay as they are.
+
+        Raises ConfigError if slices are asked for and the head is not to be had apart.
+        """
+        slices = config.loss == "slices"
+        reason, softcap = ("as asked for", None) if config.loss == "whole" else _refuse_chunks(model, computes_in)
+        if slices and reason:
+            raise ConfigError(
+                f"loss = 'slices': needs the whole logits: {reason}. Remove loss, or take loss = 'whole'."
+            )
         part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())
         description = f"whole logits: {reason}" if reason else "in chunks of tokens, never the whole logits"
-        return cls(torch.compile(part) if compiled else part, NO_CACHE, description, head, softcap)
+        if slices:
+            description += "; in backward again, over slices of the vocabulary"
+        return cls(torch.compile(part) if config.compile else part, NO_CACHE, description, head, softcap, slices)
 
     def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
         """Sum of -log p over the valid targets of a micro-batch, float32 scalar. checked: `check_labels` has seen its labels."""
@@ -96,7 +107,7 @@ class Objective:
         hidden = _beside(self.forward(**inputs_of(batch, device, self.options)).last_hidden_state, self.head.weight)
         loss, _ = chunked_cross_entropy(
             hidden, self.head.weight, on_device(batch["labels"], device),
-            bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked,
+            bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked, slices=self.slices,
         )  # fmt: skip
         return loss, None
 

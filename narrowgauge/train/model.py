@@ -20,11 +20,12 @@ from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import widened
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
+from narrowgauge.nn.float32_modules import SOFTMAX
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim import precision as precisions
 from narrowgauge.recipe import Recipe
-from narrowgauge.train.attention import use_float32_attention
+from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
 from narrowgauge.train.checkpoint.state import seed_all
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config import switch_syntax
@@ -45,8 +46,9 @@ def build(
     precision = precisions.get(config.precision)
     seed_all(config.seed)
     model = make().to(device).train()
-    for parameter in model.parameters():  # parameters alone: rotary frequencies in bfloat16 would be wrong by 2**-9
-        parameter.data = parameter.data.to(precision.weights)
+    precision.prepare(model, config.keep_float32)
+    if SOFTMAX in precision.keep_list(config.keep_float32):
+        use_float32_softmax(model)
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     # else there is nothing to convert, and a model needs no Linear

@@ -27,6 +27,8 @@ MAY_CHANGE = frozenset(
         "device",
         "threads",
         "compile",
+        "keep_freed",
+        "keep_float32",  # a checkpoint refuses another; one of before says nothing, and resumes with none
         "micro_batches",
         "cache",
         "checkpointing",

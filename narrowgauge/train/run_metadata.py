@@ -18,7 +18,9 @@ from narrowgauge.conversion.description import describe
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.fuse import fusions
+from narrowgauge.nn.float32_modules import SOFTMAX, kept_modules, summary
 from narrowgauge.optim import state_bytes
+from narrowgauge.train.attention import softmax_words
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.device import device_name
@@ -76,7 +78,7 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     for stage in trainer.stages:
         if stage.step > trainer.step:
             show.say(f"To come at {stage}")
-    show.say("\n".join([f"Loss: {trainer.objective.description}.", *trainer.memory_notes]))
+    show.say("\n".join([f"Loss: {trainer.objective.description}.", *in_float32(trainer), *trainer.memory_notes]))
     for part in trainer.task.preview() if preview else ():
         show.say(part)
     for setting, what in (("compile", "Compiled code"), ("cuda_graph", "What CUDA graphs replay")):
@@ -92,6 +94,15 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     for fusion in fusions(model):
         if fusion.reason:
             show.say(f"Not fused: {fusion}")
+
+
+def in_float32(trainer: Trainer) -> list[str]:
+    """A sentence for each thing that keeps float32 in a model of 16-bit weights."""
+    names = kept_modules(trainer.model)
+    said = [f"Weights and arithmetic in float32: {summary(names)}."] if names else []
+    if SOFTMAX in trainer.precision.keep_list(trainer.config.keep_float32):
+        said.append(softmax_words(trainer.model))
+    return said
 
 
 def unused_gpu(device: torch.device) -> str:
@@ -153,6 +164,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "recipes": dict(config.layers_recipe),
         "auto": trainer.auto,
         "precision": config.precision,
+        "float32": in_float32(trainer),
         "switches": [{"step": stage.step, **stage.event} for stage in trainer.stages],
         "loss": trainer.objective.description,
         "memory": trainer.memory_notes,

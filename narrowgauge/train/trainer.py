@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import manifest
-from narrowgauge.conversion import advance, nonfinite_amax
+from narrowgauge.conversion import nonfinite_amax
 from narrowgauge.conversion.auto import chosen
 from narrowgauge.cuda_graphs import refuse_run
 from narrowgauge.diagnose import forms
@@ -173,10 +173,12 @@ class Trainer:
             raise CheckpointError(
                 f"{found.path / manifest.FACTS}: {problem}. Restore the checkpoint, or remove it to go on from an older one."
             )
+        # Of checkpoints that do not say it; where they say nothing of others either, they have what the run has.
+        before = {"keep_float32": "none", "loss": "chunks"}
         for key, own in self._numeric_settings().items():
-            if facts.get(key, own) != own:  # checkpoints of before have no optimizer, states and master
+            if facts.get(key, before.get(key, own)) != own:
                 raise CheckpointError(
-                    f"{found.path}: was written with {key} = {facts[key]!r}, this run has {own!r}. "
+                    f"{found.path}: was written with {key} = {facts.get(key, before.get(key))!r}, this run has {own!r}. "
                     "Resume with the settings that wrote it, or start anew in another --output."
                 )
         for key, own in self.task.identity.items():
@@ -198,8 +200,11 @@ class Trainer:
 
     def _numeric_settings(self) -> dict[str, Any]:
         """Settings that change the arithmetic but not the tensors' names and shapes."""
-        own = {key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master")}
-        return own | {"recipes": dict(self.config.layers_recipe), "auto": self.auto}
+        own = {
+            key: getattr(self.config, key) for key in ("recipe", "precision", "optimizer", "states", "master", "loss")
+        }
+        kept = ",".join(self.precision.keep_list(self.config.keep_float32)) or "none"
+        return own | {"keep_float32": kept, "recipes": dict(self.config.layers_recipe), "auto": self.auto}
 
     def train(self, show: Console, stop: StopRequest | AgreedStop) -> str:
         """Steps until the end or a request to stop; returns "finished", "interrupted" or "preempted"."""
@@ -290,7 +295,7 @@ class Trainer:
                 self.scaler.update()
             else:
                 self.optimizer.step()
-            advance(self.model)
+            self.parallel.advance(self.model)
             self.optimizer.zero_grad()
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}

@@ -9,28 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 import narrowgauge as ng
+from narrowgauge.train.parallel.pipeline import SCHEDULES
 from tests.distributed.models import TOKENS, WIDTH, build, micro_batch, state
-
-# Schedule -> (class, stages per rank, whether the stages of a rank are 0 and the last: a V)
-SCHEDULES: dict[str, tuple[Any, int, bool]] = {
-    "gpipe": (ScheduleGPipe, 1, False),
-    "1f1b": (Schedule1F1B, 1, False),
-    "interleaved": (ScheduleInterleaved1F1B, 2, False),
-    "zero-bubble": (ScheduleInterleavedZeroBubble, 2, False),
-    "zbv": (ScheduleZBVZeroBubble, 2, True),
-    "dual-pipe-v": (ScheduleDualPipeV, 2, True),
-}
 
 
 def loss_of(count: int) -> Callable[[Tensor, Tensor], Tensor]:

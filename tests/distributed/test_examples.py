@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,19 @@ def test_two_ranks_have_the_losses_of_one_process(monkeypatch, case):
     assert "narrowgauge.distribute" not in done.stderr  # no warning of ranks that drift
     found = losses(done.stdout)
     assert found == of_one_process(script) and len(found) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-bs", "int4-hq-lss"])
+def test_a_run_of_lightning_is_resumed_to_the_bit(monkeypatch, tmp_path, recipe):
+    pytest.importorskip("lightning")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [*TORCHRUN, Path(__file__).with_name("lightning_resumed.py"), "--recipe", recipe]
+    whole = losses(run_ok([*command, "--steps", "6"]).stdout)
+    run_ok([*command, "--steps", "3", "--save", tmp_path / "saved"])
+    resumed = losses(run_ok([*command, "--steps", "6", "--resume", tmp_path / "saved"]).stdout)
+    assert list(resumed) == ["4", "5", "6"] and resumed.items() <= whole.items()
 
 
 def losses(text: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from tests.distributed.pipelines import SCHEDULES, places, run_alone, run_pipeli
 from tests.selection import quick
 
 STEPS, MICRO_BATCHES, BLOCKS = 3, 4, 4
-SPLIT = ("zero-bubble", "zbv")  # schedules with two halves of a backward pass
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble")  # schedules with two halves of a backward pass
 OLDEST = torch.__version__.startswith("2.11")
 NO_SPLIT = "torch 2.11 cannot split the backward pass of an autograd function of one's own"
 # Recipes with memory and with random numbers of each kind, and one with neither.
@@ -92,9 +92,9 @@ def _assert_same(found, name, truth):
         assert [key for key in here if not torch.equal(here[key], there[key])] == [], name
 
 
-@pytest.mark.parametrize("schedule", quick(["1f1b", "zero-bubble"], SCHEDULES))
+@pytest.mark.parametrize("schedule", quick(["1F1B", "InterleavedZeroBubble"], SCHEDULES))
 def test_two_ranks_are_one_process_to_the_bit(ranks, schedule):
-    names = ng.recipes.names() if schedule == "1f1b" else NEEDY[:3]
+    names = ng.recipes.names() if schedule == "1F1B" else NEEDY[:3]
     found = ranks(2)(_piped, schedule, names)
     for name in names:
         _assert_same(found, name, _alone(name))
@@ -108,7 +108,7 @@ def test_every_recipe_on_every_schedule(ranks, schedule):
         _assert_same(found, name, _alone(name))
 
 
-@pytest.mark.parametrize("schedule", quick(["1f1b"], ["1f1b", "zbv"]))
+@pytest.mark.parametrize("schedule", quick(["1F1B"], ["1F1B", "ZBVZeroBubble"]))
 def test_activation_checkpointing_inside_stages(ranks, schedule):
     names = ["int4-hq-lss", "mxfp4"]
     found = ranks(2)(_piped, schedule, names, checkpoints=True)
@@ -118,16 +118,16 @@ def test_activation_checkpointing_inside_stages(ranks, schedule):
 
 # Schedule -> the blocks whose input comes from another rank; in a V stages 1 and 2 are on one.
 BOUNDARIES = {
-    "gpipe": [2],
-    "1f1b": [2],
-    "interleaved": [1, 2, 3],
-    "zero-bubble": [1, 2, 3],
-    "zbv": [1, 3],
-    "dual-pipe-v": [1, 3],
+    "GPipe": [2],
+    "1F1B": [2],
+    "Interleaved1F1B": [1, 2, 3],
+    "InterleavedZeroBubble": [1, 2, 3],
+    "ZBVZeroBubble": [1, 3],
+    "DualPipeV": [1, 3],
 }
 
 
-@pytest.mark.parametrize("schedule", quick(["1f1b", "zbv"], SCHEDULES))
+@pytest.mark.parametrize("schedule", quick(["1F1B", "ZBVZeroBubble"], SCHEDULES))
 def test_messages_in_8_bits_are_roundings_and_nothing_else(ranks, schedule):
     names = ["fp8-delayed", "mxfp4"]
     found = ranks(2)(_piped, schedule, names, activations="fp8")
@@ -228,7 +228,9 @@ def _products(schedule):
 
 @pytest.mark.skipif(OLDEST, reason=NO_SPLIT)
 def test_a_backward_pass_in_two_halves_computes_each_product_once(ranks):
-    for whole, split in zip(*(ranks(2)(_products, each) for each in ("interleaved", "zero-bubble")), strict=True):
+    for whole, split in zip(
+        *(ranks(2)(_products, each) for each in ("Interleaved1F1B", "InterleavedZeroBubble")), strict=True
+    ):
         assert split == whole and min(split.values()) > 0
 
 
@@ -246,11 +248,11 @@ def _with_data_parallelism(recipe, activations):
                 each.set_force_sum_reduction_for_comms(True)
         return module
 
-    stages = stages_of("interleaved", partial(_model, recipe), group, wrap)
+    stages = stages_of("Interleaved1F1B", partial(_model, recipe), group, wrap)
     ng.distribute(stages, activations=activations)
     number = dist.get_rank(replicas.get_group())
     numbers = range(number, MICRO_BATCHES, 2)
-    return number, run_pipeline(stages, "interleaved", STEPS, numbers, MICRO_BATCHES)
+    return number, run_pipeline(stages, "Interleaved1F1B", STEPS, numbers, MICRO_BATCHES)
 
 
 @pytest.mark.slow
@@ -259,7 +261,7 @@ def _with_data_parallelism(recipe, activations):
 def test_pipelines_of_two_replicas(ranks, recipe, activations):
     """The sums of gradients are in another order: the losses of the first step are equal, its gradients to 1e-7 of the model's."""
     found = ranks(4)(_with_data_parallelism, recipe, activations)
-    losses, _, gradients = _alone(recipe, between=BOUNDARIES["interleaved"] if activations == "fp8" else ())
+    losses, _, gradients = _alone(recipe, between=BOUNDARIES["Interleaved1F1B"] if activations == "fp8" else ())
     per_rank = MICRO_BATCHES // 2
     for number, (own, _, sharded) in found:
         assert not own or own[:per_rank] == losses[number:MICRO_BATCHES:2]
@@ -285,10 +287,10 @@ def _with_ddp(recipe):
         module.register_comm_hook(None, total)
         return module
 
-    stages = stages_of("1f1b", partial(_model, recipe), mesh["stages"].get_group(), wrap, message_like)
+    stages = stages_of("1F1B", partial(_model, recipe), mesh["stages"].get_group(), wrap, message_like)
     ng.distribute(stages, activations="fp8")
     number = dist.get_rank(replicas)
-    return number, run_pipeline(stages, "1f1b", STEPS, range(number, MICRO_BATCHES, 2), MICRO_BATCHES)
+    return number, run_pipeline(stages, "1F1B", STEPS, range(number, MICRO_BATCHES, 2), MICRO_BATCHES)
 
 
 @pytest.mark.slow
@@ -347,8 +349,8 @@ def test_refusals_are_sentences_on_every_rank(ranks, case, words):
 
 
 def _copied():
-    stage = ng.distribute(stages_of("1f1b", partial(_model, "fp8-delayed")), activations="fp8")[0]
-    run_pipeline([stage], "1f1b", 1, range(2), 2)
+    stage = ng.distribute(stages_of("1F1B", partial(_model, "fp8-delayed")), activations="fp8")[0]
+    run_pipeline([stage], "1F1B", 1, range(2), 2)
     x, copied = torch.randn(2, WIDTH), copy.deepcopy(stage.submod)
     with torch.no_grad():
         return copied(x).shape, pickle.loads(pickle.dumps(copied))(x).shape
@@ -359,5 +361,5 @@ def test_a_copy_of_a_stage_takes_and_gives_plain_tensors(ranks):
 
 
 def test_places_of_stages():
-    assert [places("zbv", rank, 2) for rank in range(2)] == [[0, 3], [1, 2]]
-    assert [places("interleaved", rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [places("ZBVZeroBubble", rank, 2) for rank in range(2)] == [[0, 3], [1, 2]]
+    assert [places("Interleaved1F1B", rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]

@@ -9,6 +9,10 @@ weight   a weight changes by its last bit
 nan      a weight becomes NaN
 spoil    all weights of a layer change their sign
 overflow one gradient of float16 is infinite
+norm     the last norm, which ranks that share products hold alike, changes by its last bit
+features the features of this rank in a layer pass the largest float
+forward  the output of a layer is infinite from here on
+backward the gradient of its input is
 stop     SIGINT to this process
 fail     as `data`, in the first start of torchrun alone
 """
@@ -16,6 +20,7 @@ fail     as `data`, in the first start of torchrun alone
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import signal
@@ -55,6 +60,17 @@ def apply(fault: str, trainer: Any) -> None:
             unscale(optimizer)
 
         trainer.scaler.unscale_ = overflowed
+    elif fault == "norm":
+        weight = trainer.model.model.norm.weight.data
+        weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+    elif fault == "features":
+        trainer.model.model.layers[1].mlp.up_proj.weight.data.to_local().fill_(3e38)
+    elif fault == "forward":
+        norm = trainer.model.model.layers[1].post_attention_layernorm
+        norm.register_forward_hook(lambda module, given, output: output * math.inf)
+    elif fault == "backward":
+        norm = trainer.model.model.layers[1].post_attention_layernorm
+        norm.register_full_backward_hook(lambda module, given, _: (given[0] * math.inf,))
     elif fault == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     elif fault in ("weight", "nan"):

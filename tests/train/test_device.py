@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.train import device
+from narrowgauge.train.device import keep_freed_memory
 from tests.processes import PYTHON, run_ok
 
 FAULTS = """
@@ -18,7 +19,7 @@ def faults():
     torch.zeros(2**24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 given_back = [faults() for _ in range(4)]
-kept = keep_freed_memory()
+kept = "kept for the next step" in keep_freed_memory(True, torch.device("cpu"))
 print(json.dumps([given_back, [faults() for _ in range(16)] if kept else []]))
 """
 
@@ -33,6 +34,20 @@ def test_freed_memory_is_kept_for_the_next_step():
     if not kept or min(given_back) < 16_000:
         pytest.skip("no mallopt in this C library, or huge pages, which fault too seldom to show a difference")
     assert max(kept[-4:]) < 1000, kept
+
+
+def test_other_allocators_and_those_who_do_not_ask_are_left_alone(tmp_path, monkeypatch):
+    """Without a call of mallopt, which stays for the whole process."""
+    monkeypatch.setattr(device, "_of_glibc", lambda name: pytest.fail(f"{name} was asked for"))
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 0 08:01 5 /usr/lib/libjemalloc.so.2\n", encoding="utf-8")
+    assert "as jemalloc has it" in keep_freed_memory(True, torch.device("cpu"), maps)
+    maps.write_text("7f00-7f01 r-xp 0 08:01 5 /opt/libtcmalloc_minimal.so.4\n", encoding="utf-8")
+    assert "as tcmalloc has it" in keep_freed_memory(True, torch.device("cpu"), maps)
+    assert "keep_freed = false" in keep_freed_memory(False, torch.device("cpu"), maps)
+    assert "torch's own" in keep_freed_memory(True, torch.device("cuda"), maps)
+    monkeypatch.setattr(device, "_of_glibc", lambda name: None)
+    assert "not glibc" in keep_freed_memory(True, torch.device("cpu"), tmp_path / "none")
 
 
 def test_a_peak_is_measured_where_the_system_tells_none_of_its_own(monkeypatch, tmp_path):

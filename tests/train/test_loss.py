@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowgauge.conversion import convert
 from narrowgauge.data import IGNORED
-from narrowgauge.errors import DataError
+from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train import loop
-from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.settings import InvalidSettings, TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Objective, learning_rate, targets_of_step
 from tests.compare import assert_same
 from tests.train import tiny
@@ -34,7 +34,7 @@ def batch_of(rows, uneven):
 
 def gradients(model, batches, chunked=True):
     model = copy.deepcopy(model)
-    objective = Objective.of(model, torch.float32, compiled=False) if chunked else Objective(model, NO_CACHE)
+    objective = Objective.of(model, torch.float32, TrainConfig()) if chunked else Objective(model, NO_CACHE)
     targets = targets_of_step(batches, 1)
     total = 0.0
     for batch in batches:
@@ -82,7 +82,7 @@ def test_in_chunks_as_with_the_whole_logits(model):
     for name, gradient in reference.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) <= SAME, name
     with torch.no_grad():
-        evaluated = Objective.of(model, torch.float32, compiled=False)(batch, CPU)
+        evaluated = Objective.of(model, torch.float32, TrainConfig())(batch, CPU)
         assert float(evaluated) == pytest.approx(float(Objective(model, NO_CACHE)(batch, CPU)), rel=SAME)
 
 
@@ -90,7 +90,7 @@ def test_a_head_in_the_recipe_bf16_is_ordinary(model):
     """The operands and roundings are those of QLinear, so the losses agree as sums in another order do."""
     model = copy.deepcopy(model)
     convert(model, {"lm_head": "bf16"})
-    objective = Objective.of(model, torch.bfloat16, compiled=False)
+    objective = Objective.of(model, torch.bfloat16, TrainConfig())
     assert objective.head is model.lm_head
     batch = batch_of(4, uneven=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -109,7 +109,7 @@ class Scaled(LlamaForCausalLM):
 
 def test_other_heads_fall_back_and_say_why(model):
     def words(changed, computes_in=torch.bfloat16):
-        objective = Objective.of(changed, computes_in, compiled=False)
+        objective = Objective.of(changed, computes_in, TrainConfig())
         assert objective.head is None and objective.forward is changed
         batch = batch_of(2, uneven=False)
         with torch.no_grad():
@@ -131,7 +131,7 @@ def test_finding_out_leaves_no_trace(model):
     model.model.norm.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    Objective.of(model, torch.float32, compiled=False)
+    Objective.of(model, torch.float32, TrainConfig())
     assert_same(torch.get_rng_state(), state)
     assert_same(dict(model.state_dict()), before)
     assert model.training and model.lm_head.training and not model.model.norm.training
@@ -190,3 +190,36 @@ def test_the_last_update_changes_something(warmup_steps):
 def test_the_rate_rises_then_falls():
     rates = [rate(step) for step in range(1, 101)]
     assert rates[:10] == sorted(rates[:10]) and rates[9:] == sorted(rates[9:], reverse=True)
+
+
+def test_the_ways_to_compute_logits_have_the_same_loss_and_gradients(model):
+    """Bounded: sums of 64 words and 96 tokens in another order."""
+    batch = batch_of(8, True)
+    found = {}
+    for way in ("chunks", "slices", "whole"):
+        own = copy.deepcopy(model)
+        objective = Objective.of(own, torch.float32, TrainConfig(loss=way))
+        loss = objective(batch, CPU)
+        loss.backward()
+        found[way] = loss.detach(), own
+        assert objective.slices == (way == "slices") and (objective.head is None) == (way == "whole")
+        assert ("slices of the vocabulary" in objective.description) == (way == "slices")
+        with torch.no_grad():  # as an evaluation has it
+            assert_same(objective(batch, CPU), loss.detach())
+    for way in ("chunks", "slices"):
+        loss, own = found[way]
+        assert float(loss) == pytest.approx(float(found["whole"][0]), rel=SAME)
+        for (name, mine), theirs in zip(own.named_parameters(), found["whole"][1].parameters(), strict=True):
+            close = (mine.grad - theirs.grad).norm() <= 64 * 2**-24 * theirs.grad.norm() * math.sqrt(96)
+            assert close, name
+
+
+def test_slices_are_refused_where_the_head_is_not_apart(model):
+    head = copy.deepcopy(model)
+    convert(head, {"lm_head": "fp8-current"})
+    with pytest.raises(
+        ConfigError, match=r"loss = 'slices': needs the whole logits: the output head follows .* Remove loss"
+    ):
+        Objective.of(head, torch.bfloat16, TrainConfig(loss="slices"))
+    with pytest.raises(InvalidSettings, match="loss = 'slices': parallel = 'fsdp=2,tp=2' cuts the words of the head"):
+        TrainConfig(loss="slices", parallel="fsdp=2,tp=2")

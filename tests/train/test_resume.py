@@ -24,6 +24,7 @@ from narrowgauge.errors import CheckpointError, ConfigError, DataError, StorageE
 from narrowgauge.train import loop, run_metadata
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
+from narrowgauge.train.trainer import Trainer
 from tests.processes import PYTHON, ROOT
 from tests.selection import quick
 from tests.train import tiny
@@ -59,7 +60,13 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("settings", quick(OPTIMIZERS[1:3], OPTIMIZERS), ids=str)
+OTHERS = [
+    {"states": "8bit", "loss": "slices", "precision": "bf16-o2", "keep_float32": "norms,lm_head"},
+    {"states": "8bit", "loss": "whole"},
+]
+
+
+@pytest.mark.parametrize("settings", quick([*OPTIMIZERS[1:3], OTHERS[0]], OPTIMIZERS + OTHERS), ids=str)
 def test_every_kind_of_optimizer_resumes_exactly(make, before_step, settings):
     sizes = {
         "hidden_size": 64,
@@ -275,6 +282,24 @@ def test_a_checkpoint_of_another_run_is_refused(copy, change, words):
         loop.run(replace(copy, **change))
     rest = {path: data for path, data in before.items() if path.name != "config.toml"}
     assert {path: path.read_bytes() for path in rest} == rest
+
+
+def test_a_checkpoint_of_before_the_keep_list_resumes_with_none(make, monkeypatch):
+    """Then norms were bfloat16 under bf16-o2, and neither the checkpoint nor config.toml said anything of it."""
+    plain = make("plain", precision="bf16-o2", keep_float32="none", steps=2)
+    own = Trainer._numeric_settings
+    with monkeypatch.context() as patch:
+        said = ("keep_float32", "loss")
+        patch.setattr(Trainer, "_numeric_settings", lambda self: {k: v for k, v in own(self).items() if k not in said})
+        assert loop.run(plain) == 0
+    config = Path(plain.output, "config.toml")
+    config.write_text(config.read_text("utf-8").replace('keep_float32 = "none"', ""), "utf-8")
+    changed = replace(plain, keep_float32="", resume=True, steps=3)
+    with pytest.raises(
+        CheckpointError, match=r"written with keep_float32 = 'none', this run has 'norms,softmax'. Resume with"
+    ):
+        loop.run(changed)
+    assert loop.run(replace(changed, keep_float32="none")) == 0
 
 
 def test_changed_data(finished, own_text, tmp_path, text):

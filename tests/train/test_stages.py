@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import math
 import re
 import weakref
 from pathlib import Path
@@ -17,7 +16,8 @@ import transformers
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
-from narrowgauge.train.config.settings import replace
+from narrowgauge.train.config.settings import TrainConfig, replace
+from narrowgauge.train.parallel.pipeline import SCHEDULES
 from narrowgauge.train.parallel.stages import Absent, Cut, remove, view
 from narrowgauge.train.trainer import Trainer
 from tests.distributed.conftest import ranks  # noqa: F401
@@ -273,31 +273,16 @@ def test_a_weight_that_is_nan_ends_all_with_its_name(ranks, make, schedule, laye
     assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
 
 
-def overflowing(config, place):
-    """A run in whose second step a layer of this rank multiplies by infinity: its output, or the gradient of its input."""
-    real = Trainer._optimizer_step
-
-    def step(trainer):
-        if trainer.step == 1 and trainer.ranks.rank == 1:
-            norm = trainer.model.model.layers[1].post_attention_layernorm
-            if place == "forward":
-                norm.register_forward_hook(lambda module, given, output: output * math.inf)
-            else:
-                norm.register_full_backward_hook(lambda module, given, _: (given[0] * math.inf,))
-        return real(trainer)
-
-    Trainer._optimizer_step = step
-    try:
-        return trained(config)
-    finally:
-        Trainer._optimizer_step = real
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "layers"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
 @pytest.mark.parametrize(("place", "words"), [("forward", "the output"), ("backward", "the gradient of the input")])
 def test_what_overflows_is_named_by_the_stage_where_it_began(ranks, make, place, words, schedule, layers):  # noqa: F811
     config = make(parallel="pp=2", layers=layers, schedule=schedule, recipe="fp8-row", **{**COMMON, "micro_batches": 4})
-    said = sorted(ranks(2)(overflowing, config, place))
+    said = sorted(ranks(2)(trained, config, [(place, 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: step 2" in said[1]
     assert "on rank 1" in said[1] and "layers.1." in said[1] and words in said[1]
+
+
+def test_the_setting_names_the_schedules_that_there_are():
+    """They stand in the settings too, which import no torch."""
+    assert set(TrainConfig.__dataclass_fields__["schedule"].metadata["rule"].names) == set(SCHEDULES)

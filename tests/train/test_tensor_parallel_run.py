@@ -174,25 +174,9 @@ def test_from_one_process_to_four_ranks(ranks, make):  # noqa: F811
 # --- what must be equal
 
 
-def _norm_moves(config):
-    """The last norm of rank 1, which all ranks hold, changes before step 2: that step's losses show it, or the digests after it."""
-    real = Trainer._optimizer_step
-
-    def step(run):
-        if run.ranks.rank == 1 and run.step == 1:
-            weight = run.model.model.norm.weight.data
-            weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
-        return real(run)
-
-    Trainer._optimizer_step = step
-    try:
-        return trained(config)
-    finally:
-        Trainer._optimizer_step = real
-
-
 def test_a_norm_that_differs_between_ranks_that_share_products_ends_the_run(ranks, make):  # noqa: F811
-    said = sorted(ranks(2)(_norm_moves, make(recipe="fp8-delayed", parallel="tp=2", digest_every=2)))
+    """That step's losses show it, or the digests after it."""
+    said = sorted(ranks(2)(trained, make(recipe="fp8-delayed", parallel="tp=2", digest_every=2), [("norm", 1, 2)]))
     assert re.search("^DriftError: (rank 1: )?step 2: ", said[0]) and re.search("rank 0 and .*rank 1", said[0])
     assert all(each.startswith(("DriftError", "EndedElsewhere")) for each in said)
 
@@ -249,25 +233,9 @@ def test_a_nan_in_one_ranks_part_of_a_weight_is_named(ranks, make):  # noqa: F81
     assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
 
 
-def _overflows(config):
-    """An activation of rank 1 alone passes the largest float before step 2, in its own features."""
-    real = Trainer._optimizer_step
-
-    def step(run):
-        if run.ranks.rank == 1 and run.step == 1:
-            run.model.model.layers[1].mlp.up_proj.weight.data.to_local().fill_(3e38)
-        return real(run)
-
-    Trainer._optimizer_step = step
-    try:
-        return trained(config)
-    finally:
-        Trainer._optimizer_step = real
-
-
 @pytest.mark.slow
 def test_an_overflow_in_one_ranks_features_is_named_by_its_layer(ranks, make):  # noqa: F811
-    said = sorted(ranks(2)(_overflows, make(recipe="fp8-row", parallel="tp=2")))
+    said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel="tp=2"), [("features", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
     assert "'model.layers.1.mlp.up_proj'" in said[1] and "on rank 1" in said[1]
 

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -31,6 +32,7 @@ from tests.distributed.conftest import ranks  # noqa: F401
 from tests.processes import PYTHON, ROOT, run
 from tests.selection import quick
 from tests.train import faulty_run, tiny
+from tests.train.tasks import folders
 
 NUMBERS = itertools.count()  # of runs, the same on all ranks
 PROGRAM = Path(faulty_run.__file__)
@@ -79,6 +81,28 @@ def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, l
     assert loop.run(reference) == 0
     config = make("ranks", parallel=layout, **common)
     assert ranks(2)(trained, config) == [0, 0]
+    same_run(Path(config.output), Path(reference.output))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"), quick([("none", "dp")], [("none", "dp"), ("none", "fsdp"), ("fp8-delayed", "dp")])
+)
+def test_dropout_leaves_out_what_one_process_does(ranks, tmp_path, recipe, layout):  # noqa: F811
+    """Not the same elements on all ranks; and a run that one process resumes goes on with those that would have come."""
+    common = {
+        "task": "classification",
+        "model": folders.bert(tmp_path / "bert"),
+        "recipe": recipe,
+        "checkpoint_every": 2,
+    }
+    common |= {"data": folders.classes_csv(tmp_path / "classes.csv"), "cache": tmp_path / "cache"}
+    reference = folders.settings(tmp_path / "reference", micro_batches=2, **common)
+    assert loop.run(reference) == 0
+    config = folders.settings(tmp_path / "ranks", parallel=layout, **common)
+    assert ranks(2)(trained, config) == [0, 0]
+    same_run(Path(config.output), Path(reference.output))
+    shutil.rmtree(Path(config.output) / "checkpoints" / "step-00000004")
+    assert loop.run(replace(config, parallel="", micro_batches=2, resume=True)) == 0
     same_run(Path(config.output), Path(reference.output))
 
 

@@ -1,6 +1,7 @@
 """What a norm or an activation computes, with its cast in the same pass; and the gradients of both, an activation's with their casts.
 
     rms-norm     y = w n,           n = x r rounded to x's dtype,  r = (mean x^2 + eps)^-1/2     Llama's order
+                 n is not rounded, and y once, to x's dtype, where weights are float32 in a 16-bit model (`Kind.wide`)
     layer-norm   y = w n + b,       n = (x - mean x) r,            r = (mean (x - mean x)^2 + eps)^-1/2
     swiglu       y = s u,           s = silu(g) = g / (1 + e^-g), rounded to g's dtype
     gelu         y = x P(x),        P the normal distribution

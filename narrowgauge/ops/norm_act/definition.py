@@ -41,7 +41,7 @@ def backward(
 
 
 def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
-    """y [rows, columns] without a cast, in the dtype that torch's promotion gives it; layer-norm's in that of x."""
+    """y [rows, columns] without a cast, in the dtype that torch's promotion gives it; layer-norm's and a wide norm's in that of x."""
     x = tensors[0]
     if kind.name == "swiglu":
         return torch.nn.functional.silu(x) * tensors[1]
@@ -51,7 +51,7 @@ def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
     assert rate is not None
     normal = _centered(x.to(torch.float32), mean) * rate[:, None]
     if kind.name == "rms-norm":
-        return tensors[1] * normal.to(x.dtype)
+        return (tensors[1] * normal).to(x.dtype) if kind.wide else tensors[1] * normal.to(x.dtype)
     return (normal * tensors[1].to(torch.float32) + tensors[2].to(torch.float32)).to(x.dtype)
 
 

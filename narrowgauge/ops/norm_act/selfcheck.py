@@ -75,7 +75,7 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
 
 
 def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
-    """Every function, its casts per tensor by a window and without one, and in the forward pass per row."""
+    """Every function, its casts per tensor by a window and without one, and in the forward pass per row; norms with float32 weights."""
     format = E5M2 if of_gradients else E4M3
     for name in KINDS:
         function, count = Kind(name, 1e-5), 2 if of_gradients and name == "swiglu" else 1
@@ -83,6 +83,10 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
         casts += [] if of_gradients else [(Cast(format=format, tile=(1, WHOLE)), False)]
         for each in [()] if of_gradients and function.is_norm else [(cast,) * count for cast in casts]:
             yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, each)
+    casts = [] if of_gradients else [(Cast(format=format, calibrate=Window()), True)]
+    for name in ("rms-norm", "layer-norm"):
+        dtypes = (torch.float16, *(torch.float32,) * (TENSORS[name] - 1))
+        yield NormActSpec(Kind(name, 1e-5, wide=True), Device("cpu"), dtypes, COLUMNS, tuple(casts))
 
 
 FORWARD, BACKWARD = (Check(_kind, partial(_compare, each), partial(_examples, each)) for each in (False, True))

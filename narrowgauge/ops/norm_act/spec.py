@@ -20,10 +20,15 @@ Statistics = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the functions of `ops.norm_act`. eps: of the norms."""
+    """One of the functions of `ops.norm_act`.
+
+    eps   of the norms
+    wide  of a norm with float32 weights in a 16-bit model: y has the type of x, and is rounded once; n is not
+    """
 
     name: Name
     eps: float = 0.0
+    wide: bool = False
 
     @property
     def is_norm(self) -> bool:

@@ -122,13 +122,16 @@ def _tanh_gate(x):
 
 
 @triton.jit
-def _value(inputs, mean, rate, at, FUNCTION: tl.constexpr):
-    """y float32 [ROWS, COLUMNS] of the `Piece` at; mean, rate [ROWS]."""
+def _value(inputs, mean, rate, at, FUNCTION: tl.constexpr, WIDE: tl.constexpr):
+    """y float32 [ROWS, COLUMNS] of the `Piece` at; mean, rate [ROWS]. WIDE: n of rms-norm is not rounded."""
     raw = tl.load(inputs[0] + at.start + at.place, mask=at.mask, other=0.0)
     x = raw.to(tl.float32)
     if FUNCTION == "rms-norm":
         weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
-        y = (x * rate[:, None]).to(raw.dtype).to(tl.float32) * weight[None, :]
+        normal = x * rate[:, None]
+        if not WIDE:
+            normal = normal.to(raw.dtype).to(tl.float32)
+        y = normal * weight[None, :]
     elif FUNCTION == "layer-norm":
         weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
         bias = tl.load(inputs[2] + at.column, mask=at.inside, other=0.0).to(tl.float32)
@@ -160,7 +163,7 @@ def _row_mean(x, center, rows, columns, H: tl.constexpr, SQUARES: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, H: tl.constexpr):
+def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, WIDE: tl.constexpr, H: tl.constexpr):
     """All pieces of the rows that are this program's, rounded, with their cast."""
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
@@ -171,7 +174,7 @@ def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, 
         largest = tl.zeros((ROWS, COLUMNS), tl.int32)
         for first in range(0, columns, COLUMNS):
             at = _piece_at(rows, columns, down, first, H)
-            values = _rounded(_value(inputs, mean, rate, at, FUNCTION), out.y, at.mask)
+            values = _rounded(_value(inputs, mean, rate, at, FUNCTION, WIDE), out.y, at.mask)
             largest = tl.maximum(largest, magnitude_bits(values))
         row = down * ROWS + tl.arange(0, ROWS)
         of_rows = scale_of(tl.max(largest, axis=1), C)
@@ -180,7 +183,7 @@ def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, 
     greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
     for first in range(0, tl.cast(columns, tl.int64), COLUMNS):
         at = _piece_at(rows, columns, down, first, H)
-        values = _rounded(_value(inputs, mean, rate, at, FUNCTION), out.y, at.mask)
+        values = _rounded(_value(inputs, mean, rate, at, FUNCTION, WIDE), out.y, at.mask)
         if out.maxima is not None:
             greatest = tl.maximum(greatest, magnitude_bits(values))
         _store_values(values, scale, out, at, H)
@@ -189,7 +192,7 @@ def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, 
 
 
 @triton.jit
-def forward(inputs, statistics, out, eps, rows, columns, FUNCTION: tl.constexpr, H: tl.constexpr):
+def forward(inputs, statistics, out, eps, rows, columns, FUNCTION: tl.constexpr, WIDE: tl.constexpr, H: tl.constexpr):
     """inputs: the tensors. Of norms, which have an eps, the statistics (mean or None, r), [rows] float32, are written."""
     ROWS: tl.constexpr = H.rows
     IS_NORM: tl.constexpr = statistics[1] is not None
@@ -204,10 +207,10 @@ def forward(inputs, statistics, out, eps, rows, columns, FUNCTION: tl.constexpr,
         rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(squares + eps))
         tl.store(statistics[1] + row, rate, mask=row < rows)
     if IS_NORM or H.scaling == "row":
-        _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION, H)
+        _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION, WIDE, H)
     else:
         at = _piece_of_program(rows, columns, H)
-        _store_piece(_value(inputs, mean, rate, at, FUNCTION), out, at, H)
+        _store_piece(_value(inputs, mean, rate, at, FUNCTION, WIDE), out, at, H)
 
 
 @triton.jit

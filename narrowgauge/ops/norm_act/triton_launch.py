@@ -119,7 +119,7 @@ def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) 
     """See `ops.norm_act`."""
     inputs = [each.contiguous() for each in tensors]
     x = inputs[0]
-    promotes = kind.name in ("rms-norm", "swiglu")
+    promotes = kind.name in ("rms-norm", "swiglu") and not kind.wide
     dtype = torch.promote_types(x.dtype, inputs[1].dtype) if promotes else x.dtype
     target = _Target(torch.empty_like(x, dtype=dtype), request)
     wanted = kind.name == "layer-norm", kind.is_norm
@@ -129,7 +129,7 @@ def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) 
     across = 1 if whole_rows else -(-x.shape[1] // piece[1])
     launch(
         triton_kernel.forward, -(-len(x) // piece[0]) * across, tuple(inputs), (mean, rate), target.result,
-        kind.eps if kind.is_norm else None, *x.shape, FUNCTION=kind.name, H=target.casting(piece), warps=WARPS,
+        kind.eps if kind.is_norm else None, *x.shape, FUNCTION=kind.name, WIDE=kind.wide, H=target.casting(piece), warps=WARPS,
     )  # fmt: skip
     return target.finished(), (mean, rate)
 

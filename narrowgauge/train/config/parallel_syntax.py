@@ -74,6 +74,11 @@ def layout(text: str, world: int) -> Layout:
     return Layout(**sizes)
 
 
+def names(text: str, key: str) -> bool:
+    """Whether the text asks for more than one rank along `key`, or for those that are left."""
+    return _read(text)[0].get(key, 1) != 1
+
+
 def problems(text: str) -> list[str]:
     """What is wrong with the text whatever the number of ranks, in sentences."""
     return _read(text)[1]

@@ -220,6 +220,9 @@ class TrainConfig:
         dict, "Other recipes for the layers that a pattern names, as 'lm_head=bf16'.", key="recipes")
     switch: str = PRECISION("", "Wider recipes later in the run, as 'fp8-current@80%' or 'layers.0.*=bf16@240:forward'.")
     precision: str = PRECISION("amp-bf16", "Numbers outside the recipe.", OneOf(("fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3")))
+    keep_float32: str = PRECISION("",
+        "What keeps float32 weights and arithmetic in a 16-bit model, as norms,softmax,embeddings,lm_head; empty: as the precision has it.",
+        Matching(r"|[^,\s]+( ?, ?[^,\s]+)*", "names with commas, as 'norms,softmax'"))
     fuse: bool = PRECISION(False, "Norms and activations cast what they compute for the Linears that read it.")
     save: str = PRECISION("", "What a Linear keeps for its backward pass; empty: as the recipe says.", OneOf(("", "original", "quantized")))
 
@@ -243,6 +246,8 @@ class TrainConfig:
     checkpointing: str = TRAINING("none", "What is computed again in backward: none, full, every-N, selective or budget:512MiB.",
         Matching(r"none|full|selective|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
                  "one of 'none', 'full', 'every-2', 'selective' or 'budget:512MiB'"))
+    loss: str = TRAINING("chunks", "Logits of the loss: chunks of tokens; slices of the vocabulary too, again in backward; or whole.",
+        OneOf(("chunks", "slices", "whole")), tasks=WRITING)
     compress_activations: bool = TRAINING(False, "Keep what blocks save for backward in E4M3.")
     seed: int = TRAINING(0, "Decides weights, order of the data and stochastic rounding.", Range(0, MAX_INT))
     device: str = TRAINING("auto", "auto, cpu, cuda or cuda:N.",
@@ -254,6 +259,7 @@ class TrainConfig:
     weights: str = TRAINING("16bit", "What ranks with shards gather of weights: as they are, or codes.", OneOf(("16bit", "codes")))
     activations: str = TRAINING("16bit", "How activations and their gradients travel between stages.", OneOf(("16bit", "fp8")))
     threads: int = TRAINING(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
+    keep_freed: bool = TRAINING(True, "On a CPU, memory that a step frees is kept for the next, where the C library is glibc.")
     compile: bool = TRAINING(False, "Compile the model with torch.compile.")
     cuda_graph: bool = TRAINING(False, "Launch steps as CUDA graphs, on a GPU.")
 
@@ -381,11 +387,17 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         (c.compress_activations and c.compile, "compress_activations compile",
          "compress_activations = true: a compiled model cannot use it, because the compiler decides what is kept for backward. "
          "Remove one of compress_activations and compile."),
+        (c.loss == "slices" and parallel_syntax.names(c.parallel, "tp"), "loss parallel",
+         f"loss = 'slices': parallel = {shown(c.parallel)} cuts the words of the head among ranks, and each has its part of the "
+         "gradient already. Remove loss."),
         (c.cuda_graph and c.checkpointing != "none", "cuda_graph checkpointing",
          f"cuda_graph = true: does not work with checkpointing = {c.checkpointing!r}, which keeps the generator's "
          "state on the host. Remove one of them."),
         (c.master and not c.precision.startswith("bf16-o"), "master precision",
          f"master = {c.master!r}: has no effect with precision = {c.precision!r}, whose weights are float32. "
+         "Remove it, or take precision bf16-o2."),
+        (c.keep_float32 and not c.precision.startswith("bf16-o"), "keep_float32 precision",
+         f"keep_float32 = {c.keep_float32!r}: has no effect with precision = {c.precision!r}, whose weights are float32. "
          "Remove it, or take precision bf16-o2."),
         (c.min_learning_rate > c.learning_rate, "min_learning_rate learning_rate",
          f"min_learning_rate = {c.min_learning_rate}: must not exceed learning_rate = {c.learning_rate}."),

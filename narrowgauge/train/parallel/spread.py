@@ -23,10 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.conversion import advance
 from narrowgauge.distributed import agreement_of, distribute
 from narrowgauge.distributed.agreement import Agreement
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.nn.float32_modules import kept_modules
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
@@ -97,6 +99,8 @@ class Parallel:
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
             self.agreements = [agreement_of(module) for module in modules]
+            for each in self.agreements:
+                each.is_counted = not each.layers  # else ranks would leave out the same elements by dropout
         if self.mesh is not None and plan:
             tensor.split_dropout(model, plan, self.mesh["tp"], self.agreements[0])
 
@@ -110,6 +114,13 @@ class Parallel:
         if self.pipeline is not None:
             return compute(*given, **named)  # which calls the stages
         return self.whole(compute, *given, **named)
+
+    def advance(self, model: nn.Module) -> None:
+        """After an optimizer step: `narrowgauge.advance` of the model, and the end of what is counted where no layer is converted."""
+        advance(model)
+        for each in self.agreements:
+            if each.is_counted:
+                each.end_step(())
 
     @property
     def stages_group(self) -> Any:
@@ -254,7 +265,9 @@ def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
 
 def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
     """Blocks one by one, and what is around them together."""
-    types = {parameter.dtype for parameter in model.parameters()}
+    kept = kept_modules(whole)
+    wide = {id(parameter) for module in kept.values() for parameter in module.parameters()}
+    types = {parameter.dtype for parameter in model.parameters() if id(parameter) not in wide}
     if len(types) > 1:
         learned = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
         why = ": learned steps are float32" if learned else ""
@@ -263,5 +276,14 @@ def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
             "Take precision amp-bf16, or parallel = 'dp'."
         )
     readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
-    for module in (*find_blocks(model, verb="parallel").values(), whole):
+    # What stays in float32 beside 16 bits is gathered apart: of a block together.
+    blocks = (*find_blocks(model, verb="parallel").values(), whole)
+    for module in blocks:
+        own = [
+            each
+            for each in kept_modules(module).values()
+            if any(True for _ in each.parameters()) and not isinstance(each, FSDPModule)
+        ]
+        if own:
+            fully_shard(own, mesh=readers)
         fully_shard(module, mesh=readers)

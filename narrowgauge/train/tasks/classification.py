@@ -169,10 +169,6 @@ class Confusion:
     def __init__(self, classes: int) -> None:
         self.counts = torch.zeros(classes, classes, dtype=torch.int64, device="cpu")
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """logits [rows, classes], labels [rows]; the largest logit is the prediction, the first of equal ones."""
-        self.count(logits.argmax(-1).cpu(), labels.cpu())
-
     def count(self, predicted: Tensor, labels: Tensor) -> None:
         """[rows] each, whole numbers on the host."""
         classes = len(self.counts)

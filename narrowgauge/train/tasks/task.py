@@ -111,7 +111,7 @@ class TrainTask(ABC):
         """A float32 model on the CPU, before its Linears are converted. Random weights come from the generators as they are."""
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective.of(model, computes_in, compiled=self.config.compile)
+        return Objective.of(model, computes_in, self.config)
 
     @abstractmethod
     def feed(self, model: Any) -> Feed:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
+from narrowgauge.train.config.parallel_syntax import names
 from narrowgauge.train.config.settings import (
     SCORES,
     TABLE,
@@ -254,7 +255,9 @@ def configurations(draw) -> TrainConfig:
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
     if not drawn["precision"].startswith("bf16-o"):
-        drawn["master"] = ""
+        drawn["master"] = drawn["keep_float32"] = ""
+    if drawn.get("loss") == "slices" and names(drawn["parallel"], "tp"):
+        drawn["loss"] = "whole"
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"
     if drawn["tokenizer"]:
@@ -298,6 +301,16 @@ def test_later_layers_win_and_name_themselves():
     assert (config.steps, config.layers) == (5, 3)
     with pytest.raises(ConfigError, match=r"^--layers: layers = 0: must"):
         toml.build(file, {"layers": (0, "--layers")})
+
+
+def test_a_keep_list_needs_weights_of_16_bits():
+    assert TrainConfig(precision="bf16-o3", keep_float32="norms, layers.0-3.*").keep_float32
+    with pytest.raises(
+        ConfigError, match=r"keep_float32 = 'norms': has no effect with precision = 'amp-bf16', whose weights"
+    ):
+        TrainConfig(precision="amp-bf16", keep_float32="norms")
+    with pytest.raises(ConfigError, match="must be names with commas, as 'norms,softmax'"):
+        TrainConfig(precision="bf16-o2", keep_float32="norms,,softmax")
 
 
 def test_a_master_needs_weights_of_16_bits():
