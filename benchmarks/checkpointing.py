@@ -44,7 +44,10 @@ def main() -> None:
         report = reports[-1]
         line = {"case": policy, "layers": options.layers, "tokens": options.tokens, "peak_bytes": most, "parts": parts}
         lines.append(line | {"repeats": report.repeats, "segments": report.segments})
-        print(f"{policy:<10} {most / 2**30:7.2f} GiB   {report.repeats:3} of {options.layers} blocks again   {parts}", flush=True)
+        print(
+            f"{policy:<10} {most / 2**30:7.2f} GiB   {report.repeats:3} of {options.layers} blocks again   {parts}",
+            flush=True,
+        )
     record("checkpointing", lines, RESULTS / "checkpointing.jsonl")
 
 
