@@ -6,7 +6,7 @@ is imported, and unknown recipes before data are read.
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,15 +25,20 @@ FILE = Parameter(help="TOML file with settings.", show_default=False, group=Grou
 def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
     """Train a Transformer on narrow numbers. Flags override the file; a key of the file is a flag with dashes."""
     settings = configuration(config, given)
-    from narrowgauge import recipes  # imports torch
+    refuse_unknown_recipes(settings)  # before data are read
+    from narrowgauge.train import loop
+
+    return loop.run(settings)
+
+
+def refuse_unknown_recipes(settings: TrainConfig) -> None:
+    """Imports torch. Raises ConfigError with the closest names."""
+    from narrowgauge import recipes
 
     own = {settings.recipe, *settings.layers_recipe.values()} - {recipes.AUTO}
     later = {entry.recipe for entry in switch_syntax.parse(settings.switch)}
     for name in ({*own, settings.compare or NO_RECIPE} - {NO_RECIPE}) | later:
-        recipes.get(name)  # refused before data are read
-    from narrowgauge.train import loop
-
-    return loop.run(settings)
+        recipes.get(name)
 
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
@@ -67,9 +72,9 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _signature() -> inspect.Signature:
-    """The settings of TrainConfig as a signature for cyclopts."""
-    parameters = [inspect.signature(train).parameters["config"]]
+def signature_of(function: Callable[..., int]) -> inspect.Signature:
+    """What the function names itself, and the settings of TrainConfig, as a signature for cyclopts."""
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
     groups: dict[str, Group] = {}
     for each in fields(TrainConfig):
         group = groups.setdefault(each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1))
@@ -122,4 +127,4 @@ def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
     return table
 
 
-train.__signature__ = _signature()  # type: ignore[attr-defined]
+train.__signature__ = signature_of(train)  # type: ignore[attr-defined]

@@ -95,9 +95,10 @@ def chunked_cross_entropy(
             "chunked_cross_entropy: slices = True, but ranks share the words of the head, a DTensor. Leave slices out: its gradient is "
             "divided among them already."
         )
-    limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
+    kind = device_facts(device_type, hidden.device.index).type
+    limit = CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"])
     options = LossOptions(
-        rows=chunk or _rows(device_type, words if shard is None else shard.most),
+        rows=chunk or _rows(kind, words if shard is None else shard.most),
         words=chunk or max(FEWEST_WORDS, limit // (4 * max(len(labels), 1))),
         computes_in=computes_in,
         multiplies_in=_multiplies_in(computes_in, hidden.device),
@@ -215,9 +216,8 @@ def _rows(device_type: str, vocabulary: int) -> int:
 
 def _multiplies_in(computes_in: torch.dtype, device: torch.device) -> torch.dtype:
     is_narrow = computes_in in (torch.bfloat16, torch.float16)
-    slow = device.type == "cpu" and (
-        computes_in == torch.float16 or not device_facts(device.type, device.index).bf16_gemm
-    )
+    facts = device_facts(device.type, device.index)
+    slow = facts.type == "cpu" and (computes_in == torch.float16 or not facts.bf16_gemm)
     return torch.float32 if is_narrow and slow else computes_in
 
 

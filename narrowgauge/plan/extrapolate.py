@@ -11,27 +11,29 @@ model gets deeper (-27 % in one case). From 2 and 3 layers the first block and t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from narrowgauge.plan.moments import Moment, in_order
 
 FEW, MORE = 3, 4  # layers that are counted
 _OF_BLOCK = re.compile(r"(forward|backward) (\d+)( end)?")
-Place = tuple[
-    str, int
-]  # the phase with # for its block; the block from the start (0, 1) or, below 0, from the end (-1, -2)
+# The phase with # for its block; its stack; the block in it from the start (0, 1) or, below 0, from the end (-1, -2).
+Place = tuple[str, int, int]
 
 
 def extrapolated(few: list[Moment], more: list[Moment], layers: int) -> list[Moment]:
-    """The moments of a model of `layers` blocks; those of blocks in the middle lie on the line between their neighbours'."""
+    """The moments of a model of `layers` blocks in each stack, of which `few` and `more` have FEW and MORE.
+
+    Those of blocks in the middle lie on the line between their neighbours'. ValueError if the two have other phases.
+    """
     found = []
     for (_, first), (_, second) in zip(in_order(few), in_order(more), strict=True):
-        at = {
-            place: _on_line(each, by_place(second, MORE)[place], layers) for place, each in by_place(first, FEW).items()
-        }
-        for place in _order(second, layers):
-            found.append(_renamed(at, place, layers))
+        before, after = by_place(first, FEW), by_place(second, MORE)
+        if before.keys() != after.keys():
+            raise ValueError(f"phases of {FEW} and {MORE} layers differ: {sorted(before.keys() ^ after.keys())}")
+        at = {place: _on_line(each, after[place], layers) for place, each in before.items()}
+        found += [_at(at, name, block, layers) for name, block in _order(second, layers)]
     return found
 
 
@@ -39,81 +41,77 @@ def by_place(found: Iterable[Moment], layers: int) -> dict[Place, Moment]:
     """The moments of one micro-batch; block 1 of 3 is the second from either side."""
     placed: dict[Place, Moment] = {}
     for each in found:
-        match = _OF_BLOCK.fullmatch(each.phase)
-        if match is None:
-            placed[each.phase, 0] = each
+        name, number = _split(each.phase)
+        if number is None:
+            placed[name, 0, 0] = each
             continue
-        block, name = int(match[2]), f"{match[1]} #{match[3] or ''}"
-        for place in (block, block - layers):
-            if place in (0, 1, -1, -2):
-                placed[name, place] = each
+        stack, block = divmod(number, layers)
+        placed |= {(name, stack, place): each for place in (block, block - layers) if place in (0, 1, -1, -2)}
     return placed
 
 
-def alike(more: list[Moment], few: list[Moment]) -> bool:
-    """Whether both have the same phases, so that they can be compared place by place."""
-    pairs = zip(in_order(few), in_order(more), strict=False)
-    return all(by_place(first, FEW).keys() == by_place(second, MORE).keys() for (_, first), (_, second) in pairs)
+def _split(phase: str) -> tuple[str, int | None]:
+    """(the phase with # for its block, the block)."""
+    match = _OF_BLOCK.fullmatch(phase)
+    return (phase, None) if match is None else (f"{match[1]} #{match[3] or ''}", int(match[2]))
 
 
 def _on_line(few: Moment, more: Moment, layers: int) -> Moment:
-    def line(first: int, second: int) -> int:
-        return max(0, first + (layers - FEW) * (second - first))
+    return _mixed(few, more, layers - FEW)
 
-    kinds = few.parts.keys() | more.parts.keys()
+
+def _mixed(first: Moment, second: Moment, share: float) -> Moment:
+    """first + share (second - first), which may lie beyond both."""
+
+    def line(a: int, b: int) -> int:
+        return max(0, round(a + share * (b - a)))
+
     return replace(
-        more,
-        alive=line(few.alive, more.alive),
-        end=line(few.end, more.end),
-        allocated=line(few.allocated, more.allocated),
-        reserved=line(few.reserved, more.reserved),
-        parts={kind: line(few.parts.get(kind, 0), more.parts.get(kind, 0)) for kind in kinds},
+        second,
+        alive=line(first.alive, second.alive),
+        end=line(first.end, second.end),
+        allocated=line(first.allocated, second.allocated),
+        parts={kind: line(first.parts.get(kind, 0), second.parts.get(kind, 0)) for kind in first.parts | second.parts},
     )
 
 
-def _order(found: list[Moment], layers: int) -> Iterable[tuple[str, int | None]]:
-    """(the phase with # for its block, the block) of a deep model, in the order of the shallow one."""
-    forward = [each for each in found if each.phase.startswith("forward ")]
+def _order(found: list[Moment], layers: int) -> Iterator[tuple[str, int | None]]:
+    """(the phase with # for its block, the block) of a deep model, in the order of a shallow one; each run of blocks becomes longer."""
+    last = ("", -1, 0)  # of the run: what it is, its stack, the block
+    names: dict[str, None] = {}
+
+    def run() -> Iterator[tuple[str, int]]:
+        way, stack, _ = last
+        numbers = range(stack * layers, (stack + 1) * layers)
+        for number in numbers if way == "forward" else reversed(numbers):
+            yield from ((name, number) for name in names if (name, number) not in skipped)
+
+    # The last block of all has no "end": what follows it is the head.
+    stacks = max((number // MORE for each in found if (number := _split(each.phase)[1]) is not None), default=0) + 1
+    skipped = {("forward # end", stacks * layers - 1)}
     for each in found:
-        match = _OF_BLOCK.fullmatch(each.phase)
-        if match is None:
-            yield each.phase, None
-        elif each is forward[0]:
-            names = dict.fromkeys(f"forward #{_OF_BLOCK.fullmatch(one.phase)[3] or ''}" for one in forward)  # type: ignore[index]
-            for block in range(layers):
-                for name in names:
-                    if not (block == layers - 1 and name.endswith("end")):
-                        yield name, block
-        elif match[1] == "backward" and int(match[2]) == MORE - 1:
-            for block in reversed(range(layers)):
-                yield "backward #", block
+        name, number = _split(each.phase)
+        here = ("", -1, 0) if number is None else (name.split()[0], number // MORE, number)
+        if here[:2] != last[:2]:
+            yield from run() if last[0] else ()
+            names = {}
+        if number is None:
+            yield name, None
+        names[name] = None
+        last = here
+    yield from run() if last[0] else ()
 
 
-def _renamed(at: dict[Place, Moment], place: tuple[str, int | None], layers: int) -> Moment:
-    name, block = place
-    if block is None:
-        return at[name, 0]
-    phase = name.replace("#", str(block))
+def _at(at: dict[Place, Moment], name: str, number: int | None, layers: int) -> Moment:
+    if number is None:
+        return at[name, 0, 0]
+    stack, block = divmod(number, layers)
     if block < 2:
-        found = at[name, block]
-    elif block >= layers - 2:
-        found = at[name, block - layers]
+        found = at[name, stack, block]
+    elif (name, stack, block - layers) in at:
+        found = at[name, stack, block - layers]
     else:
-        found = _between(at[name, 1], at[name, -2] if (name, -2) in at else at[name, 1], (block - 1) / (layers - 3))
+        last = at[name, stack, -2]
+        found = _mixed(at[name, stack, 1], last, (block - 1) / (layers - 3))
     module = re.sub(r"\.\d+(?=\.|$)", f".{block}", found.module, count=1)
-    return replace(found, phase=phase, module=module)
-
-
-def _between(first: Moment, second: Moment, share: float) -> Moment:
-    def mixed(a: int, b: int) -> int:
-        return int(a + share * (b - a))
-
-    kinds = first.parts.keys() | second.parts.keys()
-    return replace(
-        first,
-        alive=mixed(first.alive, second.alive),
-        end=mixed(first.end, second.end),
-        allocated=mixed(first.allocated, second.allocated),
-        reserved=mixed(first.reserved, second.reserved),
-        parts={kind: mixed(first.parts.get(kind, 0), second.parts.get(kind, 0)) for kind in kinds},
-    )
+    return replace(found, phase=name.replace("#", str(number)), module=module)

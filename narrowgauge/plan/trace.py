@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.addresses import dry_run
 from narrowgauge.memory.measure import noting
 from narrowgauge.ops.registry import Device
+from narrowgauge.plan.autocast import widened
 
 
 @dataclass
@@ -117,11 +118,15 @@ class _Dispatch(TorchDispatchMode):
         return found
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention is one kernel, which keeps its output and a number per row; of fake tensors torch would compose it of products."""
+class _OnDevice(TorchFunctionMode):
+    """What torch does on the device and not with fake tensors.
 
-    def __init__(self, attention: Callable[..., Tensor]) -> None:
-        self.attention = attention
+    Attention is one kernel, which keeps its output and a number per row, and is not composed of products. And a GPU's autocast.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.attention = _on_gpu if self.on_gpu else _on_cpu
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -132,6 +137,8 @@ class _FusedAttention(TorchFunctionMode):
         if func is Tensor.backward:  # a mode is off within a function that it sees, and checkpointing computes there
             with self:
                 return _backward(*args, **kwargs)
+        if self.on_gpu:
+            args, kwargs = widened(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -201,6 +208,6 @@ def recording(device: Device) -> Iterator[Recorder]:
         stack.enter_context(noting(lambda tensor: recorder.saw(tensor, "note")))  # generators' states are real tensors
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(_FusedAttention(_on_gpu if device.type == "cuda" else _on_cpu))
+        stack.enter_context(_OnDevice(device))
         stack.enter_context(_Dispatch(recorder))
         yield recorder

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.data import IGNORED, valid_targets
 from narrowgauge.data.targets import aligned_loss
 from narrowgauge.errors import ConfigError, DataError
@@ -134,28 +135,64 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
         return f"the output head follows the recipe {recipe.name!r}", None
     if model.base_model is model:
         return f"{type(model).__name__} has no part below its output head", None
+    softcap = getattr(model.config, "final_logit_softcapping", None)
     modes = [(module, module.training) for module in model.modules()]
     ids = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
     inputs = {"input_ids": ids, **NO_CACHE}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
     devices = [head.weight.device] if head.weight.is_cuda else []
+    proof = _proved_by_numbers if holds_numbers(head.weight) else _proved_by_storages
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            logits = model(**inputs).logits
-            product = head(model.base_model(**inputs).last_hidden_state)
+            is_product, cap = proof(model, head, inputs, softcap)
     except (TypeError, AttributeError) as error:
         return f"{type(model).__name__} cannot be called below its output head ({error})", None
     finally:
         for module, mode in modes:
             module.training = mode
-    softcap = getattr(model.config, "final_logit_softcapping", None)
+    if is_product:
+        return "", cap
+    return "the logits are not the product of the output head with the last hidden state", None
+
+
+def _proved_by_numbers(
+    model: Any, head: nn.Module, inputs: dict[str, Any], softcap: float | None
+) -> tuple[bool, float | None]:
+    """Whether the logits are the head's product with the last hidden state; and the cap with which they are."""
+    logits = model(**inputs).logits
+    product = head(model.base_model(**inputs).last_hidden_state)
     product = product.to(logits.dtype)  # a float32 buffer added to 16-bit logits, as Marian has, widens them
     for cap in {None, softcap}:
         if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
-            return "", cap
-    return "the logits are not the product of the output head with the last hidden state", None
+            return True, cap
+    return False, None
+
+
+def _proved_by_storages(
+    model: Any, head: nn.Module, inputs: dict[str, Any], softcap: float | None
+) -> tuple[bool, float | None]:
+    """The same of a model without numbers, whose run is planned: the head reads the last hidden state, and what it writes are the logits.
+
+    With a cap in the configuration they may be others, capped.
+    """
+    read, written = list[Tensor](), list[Tensor]()
+    hooks = [
+        head.register_forward_pre_hook(lambda module, given: read.append(given[0])),
+        head.register_forward_hook(lambda module, given, output: written.append(output)),
+        model.base_model.register_forward_hook(lambda module, given, output: written.append(output.last_hidden_state)),
+    ]
+    try:
+        logits = model(**inputs).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(read) != 1 or len(written) != 2:
+        return False, None
+    hidden, product = written
+    is_read = identity(read[0]) == identity(hidden)
+    return is_read and (softcap is not None or identity(product) == identity(logits)), softcap
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

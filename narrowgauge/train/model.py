@@ -45,8 +45,10 @@ def build(
     """
     precision = precisions.get(config.precision)
     seed_all(config.seed)
-    model = make().to(device).train()
+    model = make().train()
     precision.prepare(model, config.keep_float32)
+    if device.type != "cpu":
+        model.to(device)  # now: a GPU that holds the weights in 16 bits may not hold them in 32
     if SOFTMAX in precision.keep_list(config.keep_float32):
         use_float32_softmax(model)
     names = {"*": config.recipe, **config.layers_recipe}

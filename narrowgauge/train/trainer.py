@@ -26,10 +26,8 @@ from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
-from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches
-from narrowgauge.train.attention import use_attention_of_whole_rows
+from narrowgauge.train import launches, step
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
@@ -37,7 +35,7 @@ from narrowgauge.train.device import peak_bytes
 from narrowgauge.train.loss import Batch, Objective, inputs_of, learning_rate
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.model import build, stages
-from narrowgauge.train.optimizer import apply_memory_options, build_optimizer, cast_in_step
+from narrowgauge.train.optimizer import build_optimizer, cast_in_step
 from narrowgauge.train.parallel import checkpoints, digest
 from narrowgauge.train.parallel.evaluation import readings
 from narrowgauge.train.parallel.ranks import Ranks
@@ -79,11 +77,9 @@ class Trainer:
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
         self.feed.share = ranks.layout.share(ranks.rank)
-        if device.type == "cuda":
-            use_attention_of_whole_rows(self.model, self.feed.probe())
-        # before the optimizer: it holds what trains, no more
-        self.memory_notes = apply_memory_options(config, self.model, self.precision, self._probe)
-        self.objective = task.objective(self.model, self.precision.computes_in)
+        self.memory_notes, self.objective = step.ready(
+            config, task, self.model, self.precision, device, self.feed.probe, on_gpu=device.type == "cuda"
+        )
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
@@ -290,13 +286,7 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.update()
         else:
-            if self.scaler:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                self.optimizer.step()
-            self.parallel.advance(self.model)
-            self.optimizer.zero_grad()
+            step.update(self.model, self.optimizer, self.scaler, self.parallel.advance)
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
         return {**numbers, **facts}, step_batch.inputs
@@ -316,15 +306,12 @@ class Trainer:
             losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(
-            self.model.parameters(), self.config.clip or None, wide=True, stages=self.parallel.stages_group
-        )
+        norm = step.clipped(self.config, self.model, self.parallel.stages_group)
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
-        with self.precision.context(self.device.type):
-            loss = self.parallel(objective, batch, self.device, checked=checked) / targets
+        loss = step.loss_of(self.parallel, objective, batch, self.device, self.precision, targets, checked)
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 

@@ -1,0 +1,46 @@
+"""What torch's autocast does on a GPU and not on a CPU, where fake tensors are: these functions read their input in float32.
+
+(ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch 2.11 to 2.13, as far as models call them.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+_NARROW = (torch.bfloat16, torch.float16)
+IN_FLOAT32: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.layer_norm, F.group_norm, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.kl_div, F.softplus,
+        F.binary_cross_entropy_with_logits, F.cosine_similarity, torch.layer_norm, torch.native_layer_norm, torch.pow, Tensor.pow,
+        Tensor.__pow__, torch.rsqrt, Tensor.rsqrt, torch.exp, Tensor.exp, torch.log, Tensor.log, torch.reciprocal, Tensor.reciprocal,
+        torch.logsumexp, Tensor.logsumexp,
+    }
+)  # fmt: skip
+WITH_DTYPE: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.cumsum, Tensor.cumsum,
+        torch.prod, Tensor.prod, torch.sum, Tensor.sum, torch.norm, Tensor.norm,
+    }
+)  # fmt: skip
+
+
+def widened(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call as a GPU's autocast hands them on; as they are while autocast is off."""
+    if not torch.is_autocast_enabled("cpu"):
+        return args, kwargs
+    if func in IN_FLOAT32 or (func in WITH_DTYPE and kwargs.get("dtype") is None):
+        with torch.autocast("cpu", enabled=False):
+            args, kwargs = tree_map(_wide, (args, kwargs))
+    return args, kwargs
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value

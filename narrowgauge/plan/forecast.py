@@ -1,0 +1,120 @@
+"""What a step needs, worked out: from the moments that were counted, all of them or those of a shallow model carried on.
+
+Errors, as far as they are known (docs/planner.md): `alive` agrees with a CPU's own allocations within 0.1 %, and a deep model's with the
+full count within 0.1 %. A kernel's own workspaces are not counted: cuBLAS takes up to 32 MiB. `reserved` is the replay of torch's
+allocator where every layer was counted; else the gap of four layers is added to what is allocated, which was wrong by up to a tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from narrowgauge.ops.registry import Device
+from narrowgauge.plan.count import PARTS, Step, count
+from narrowgauge.plan.extrapolate import FEW, MORE, extrapolated
+from narrowgauge.plan.moments import Moment, moments
+
+Builder = Callable[
+    [int], Callable[[], Step]
+]  # of a number of layers in each stack, 0 for all that there are, what builds the step
+ALLOCATED_ERROR, RESERVED_ERROR, ESTIMATED_ERROR = 0.002, 0.03, 0.10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Moments of two steps.
+
+    counted         which layers, in words
+    reserved        bytes that the allocator takes from the device
+    reserved_error  share of them by which they may be wrong
+    on_gpu          whether the allocator is torch's for GPUs; a CPU's keeps nothing
+    block_weights   bytes of the weights of one block of each stack; 0: not known
+    """
+
+    moments: tuple[Moment, ...]
+    counted: str
+    reserved: int
+    reserved_error: float
+    on_gpu: bool
+    notes: tuple[str, ...] = field(default=())
+    allocated_error: float = ALLOCATED_ERROR
+    block_weights: int = 0
+
+    @property
+    def top(self) -> Moment:
+        """The largest moment."""
+        return max(self.moments, key=self._size)
+
+    @property
+    def allocated(self) -> int:
+        return self._size(self.top)
+
+    def _size(self, moment: Moment) -> int:
+        return moment.allocated if self.on_gpu else moment.alive
+
+    def parts(self) -> dict[str, int]:
+        """Of what is alive at the top."""
+        found = dict.fromkeys(PARTS, 0)
+        for (part, _), nbytes in self.top.parts.items():
+            found[part] += nbytes
+        return found
+
+    def saved(self) -> dict[str, int]:
+        """What is saved for backward when a forward pass ends, by the module that made it, the largest first."""
+        head = next((each for each in reversed(self.moments) if each.phase in ("head", "forward")), self.top)
+        kinds = {kind: nbytes for (part, kind), nbytes in head.parts.items() if part == "saved" and nbytes}
+        return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+
+    def as_dict(self) -> dict[str, Any]:
+        top = self.top
+        last = max(each.step for each in self.moments)
+        timeline = [
+            {"phase": each.phase, "micro_batch": each.micro_batch, "peak_bytes": self._size(each), "end_bytes": each.end}
+            for each in self.moments if each.step == last
+        ]  # fmt: skip
+        return {
+            "allocated_bytes": self.allocated,
+            "allocated_error": self.allocated_error,
+            "reserved_bytes": self.reserved,
+            "reserved_error": self.reserved_error,
+            "counted": self.counted,
+            "peak": {"step": top.step, "phase": top.phase, "module": top.module},
+            "parts": self.parts(),
+            "saved": self.saved(),
+            "timeline": timeline,
+            "notes": list(self.notes),
+        }
+
+
+def forecast(build: Builder, device: Device, layers: int, differing: str = "", full: bool = False) -> Forecast:
+    """Counts two steps: of shallow models, or of the whole one.
+
+    layers     blocks in each stack; 0: not known
+    differing  why blocks are not alike, a clause, or ''
+    """
+    on_gpu = device.type == "cuda"
+    if full or differing or layers <= MORE + 1:
+        found = moments(count(build(0), device))
+        why = f": {differing}" if differing and layers > MORE + 1 else ""
+        words = f"all {layers} layers{why}" if layers else f"the whole model{why}"
+        return Forecast(
+            moments=tuple(found), counted=words, reserved=found[-1].reserved, reserved_error=RESERVED_ERROR, on_gpu=on_gpu,
+            block_weights=_weights(found) // layers if layers else 0,
+        )  # fmt: skip
+    few, more = (moments(count(build(depth), device)) for depth in (FEW, MORE))
+    try:
+        found = extrapolated(few, more, layers)
+    except (ValueError, KeyError):
+        return forecast(build, device, layers, "its layers do not take the same phases", full=True)
+    gap = more[-1].reserved - max(each.allocated for each in more)
+    top = max(each.allocated for each in found)
+    return Forecast(
+        moments=tuple(found), counted=f"{FEW} and {MORE} of {layers} layers", reserved=top + gap,
+        reserved_error=ESTIMATED_ERROR, on_gpu=on_gpu, block_weights=_weights(more) - _weights(few),
+    )  # fmt: skip
+
+
+def _weights(found: list[Moment]) -> int:
+    return found[-1].parts.get(("weights", ""), 0)

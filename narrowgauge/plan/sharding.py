@@ -1,0 +1,66 @@
+"""A rank's share of what one process would need: an estimate, from what is cut and what is gathered for a moment.
+
+fsdp  weights, gradients and states: 1/F of each. Whole on every rank while the model computes: what is around the blocks, the block
+      at work and the next one; in backward also the gradients of a block, before and after they are summed
+tp    weights, gradients and states of the blocks, and what their inner layers save: 1/T. Norms and what is around the blocks: whole
+pp    1/P of the blocks; the first stage keeps P micro-batches for backward (1F1B), and embeddings and head count on every stage
+dp    a copy on each rank
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from narrowgauge.plan.forecast import Forecast
+from narrowgauge.plan.moments import Kind, Moment
+
+ERROR = {"fsdp": 0.10, "tp": 0.15, "pp": 0.20}  # not measured on GPUs; by what is left out
+OWNED = ("weights", "gradients", "states")
+
+
+def divided(
+    whole: Forecast, layers: int, *, fsdp: int = 1, tp: int = 1, stages: int = 1, in_flight: int = 1
+) -> Forecast:
+    """What a rank needs. whole: of one process with a rank's batch and, with stages, a stage's layers.
+
+    layers     blocks of each stack in `whole`; in_flight: micro-batches whose activations the first stage keeps
+    """
+    if fsdp * tp * stages == 1:
+        return whole
+    blocks = whole.block_weights * layers
+    weights = max((each.parts.get(("weights", ""), 0) for each in whole.moments), default=0)
+    around = max(0, weights - blocks)
+
+    def share(moment: Moment) -> Moment:
+        parts = dict(moment.parts)
+        for part in OWNED:
+            size = parts.get((part, ""), 0)
+            in_blocks = size * blocks // weights if weights else 0
+            parts[part, ""] = (in_blocks // tp + size - in_blocks) // fsdp
+        parts = {kind: _saved(kind, size, tp, in_flight) for kind, size in parts.items()}
+        if fsdp > 1 and moment.phase != "step":
+            gathered = around + 2 * whole.block_weights // tp
+            gradients = 2 * whole.block_weights // tp if moment.phase.startswith("backward") else 0
+            parts["transient", ""] = parts.get(("transient", ""), 0) + gathered + gradients
+        change = sum(parts.values()) - moment.alive
+        return replace(
+            moment, parts=parts, alive=moment.alive + change, allocated=moment.allocated + change, end=max(0, moment.end + change)
+        )  # fmt: skip
+
+    moments = tuple(map(share, whole.moments))
+    sizes = {"fsdp": fsdp, "tp": tp, "pp": stages}
+    error = max(ERROR[key] for key, size in sizes.items() if size > 1)
+    words = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
+    own = replace(whole, moments=moments, allocated_error=error, reserved_error=max(error, whole.reserved_error))
+    note = f"one rank's share with {words} is an estimate: cut as they are sharded, gathered blocks added"
+    return replace(own, reserved=own.allocated + max(0, whole.reserved - whole.allocated), notes=(*whole.notes, note))
+
+
+def _saved(kind: Kind, size: int, tp: int, in_flight: int) -> int:
+    part, module = kind
+    if part != "saved":
+        return size
+    inner = (
+        "." in module or "attn" in module or "mlp" in module
+    )  # below a block: attention, MLP, and the layers in them
+    return size * in_flight // (tp if inner else 1)

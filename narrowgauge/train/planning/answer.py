@@ -1,0 +1,204 @@
+"""The answer to `narrowgauge plan`: what a run needs, whether it fits a card, the largest batch that does, and what would make it fit.
+
+Every figure is counted (`counts`), none is interpolated: a guess only says what to count next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from narrowgauge.diagnose.format_text import elsewhere
+from narrowgauge.errors import ConfigError
+from narrowgauge.ops.registry import Device
+from narrowgauge.plan.cards import Card
+from narrowgauge.plan.forecast import Forecast
+from narrowgauge.plan.text import gib
+from narrowgauge.train.config import parallel_syntax
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.planning.counts import Counts
+from narrowgauge.train.planning.shapes import Shape, largest, task_of
+from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, Technique, lines
+
+KEPT_FREE = 0.02  # of what a card can give: for what lies between segments, and kernels' workspaces
+MOST_ROWS = 2**16
+MOST_COUNTS = 6  # of a search for the largest batch
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a card, or none that is known."""
+
+    name: str
+    memory: int
+    usable: int
+    device: Device
+
+    @classmethod
+    def of(cls, card: Card, stand_in: Device) -> Room:
+        return cls(card.name, card.memory, card.usable, card.device or stand_in)
+
+    def fits(self, found: Forecast) -> bool:
+        return found.allocated * (1 + max(found.allocated_error, KEPT_FREE)) <= self.usable
+
+    def verdict(self, found: Forecast) -> str:
+        if not self.usable:
+            return "No card is named."
+        spare = self.usable - found.allocated
+        if not self.fits(found):
+            words = f"{gib(-spare)} too much" if spare < 0 else f"only {gib(spare)} would be free"
+            return f"It does not fit: {words}."
+        if found.reserved > self.usable:
+            return f"It fits, tightly: set {EXPANDABLE}, else up to {gib(found.reserved)} may be reserved."
+        return f"It fits, with {gib(spare)} to spare."
+
+
+@dataclass
+class Answers:
+    """Of one run on one card."""
+
+    config: TrainConfig
+    room: Room
+    counts: Counts
+
+    def shape(self) -> Shape:
+        task, _ = task_of(self.config)
+        copies = parallel_syntax.named(self.config.parallel).data
+        return largest(self.config, task, self.config.micro_batches * copies)
+
+    def answer(self, table: bool = False) -> dict[str, Any]:
+        """In JSON's types; keys as docs/planner.md has them."""
+        config, shape, room = self.config, self.shape(), self.room
+        found = self.counts.of(config)
+        answer = {
+            "run": f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}, {config.optimizer} with {config.states} states)",
+            "card": {"name": room.name, "memory_bytes": room.memory, "usable_bytes": room.usable},
+            "batch": {"rows": shape.rows, "width": shape.width, "micro_batches": config.micro_batches},
+            **found.as_dict(),
+            "fits": room.fits(found) if room.usable else None,
+            "verdict": room.verdict(found),
+        }
+        if room.usable:
+            answer["largest"] = self.largest_batch(shape)
+            if not room.fits(found):
+                answer["changes"] = self.changes()
+                if not answer["changes"]:
+                    answer["verdict"] += f" {self.never(shape)}"
+        if table:
+            answer["table"] = list(self.table(found))
+        return answer
+
+    def largest_batch(self, shape: Shape) -> dict[str, int]:
+        """The most rows of a micro-batch that fit, other settings as they are; 0 if not even one does.
+
+        What is needed grows with rows, more and more steeply: a line through two counts overshoots, and is moved back by counting.
+        """
+        known: dict[int, int] = {}
+
+        def need(rows: int) -> int:
+            known[rows] = known.get(rows) or self.counts.of(self.config, replace(shape, rows=rows)).allocated
+            return known[rows]
+
+        limit = int(self.room.usable / (1 + KEPT_FREE))
+        low, high = 0, MOST_ROWS + 1  # fits, does not fit
+        guess = shape.rows
+        for _ in range(MOST_COUNTS):
+            if need(guess) <= limit:
+                low = guess
+            else:
+                high = guess
+            if high - low <= 1:
+                break
+            guess = min(max(_next(known, limit, guess), low + 1), high - 1)
+        return {"rows": low, "width": shape.width, "tokens": low * shape.width}
+
+    def changes(self) -> list[dict[str, Any]]:
+        """What makes it fit: single techniques, else the cheapest that do together."""
+        single = [(each, after) for each in CHEAPEST_FIRST if (after := each.applied(self.config)) is not None]
+        fitting = [(after, each.words) for each, after in single if self._fits(after)]
+        if not fitting:
+            together = self._together()
+            fitting = [together] if together else []
+        return [
+            {"words": words, "lines": lines(self.config, after), "allocated_bytes": self.counts.of(after).allocated}
+            for after, words in fitting
+        ]
+
+    def _fits(self, config: TrainConfig) -> bool:
+        try:
+            return self.room.fits(self.counts.of(config))
+        except ConfigError:  # does not go with the other settings, as building it shows
+            return False
+
+    def _together(self) -> tuple[TrainConfig, str] | None:
+        taken = list[Technique]()
+        for each in CHEAPEST_FIRST:
+            if (after := _all(self.config, [*taken, each])) is None:
+                continue
+            taken.append(each)
+            if self._fits(after):
+                break
+        else:
+            return None
+        for each in sorted(
+            taken[:-1], key=lambda one: (-one.numbers, -one.time)
+        ):  # what is not needed, the dearest first
+            without = [one for one in taken if one is not each]
+            fewer = _all(self.config, without)
+            if fewer is not None and self._fits(fewer):
+                taken = without
+        found = _all(self.config, taken)
+        assert found is not None
+        return found, "; ".join(each.name for each in taken)
+
+    def never(self, shape: Shape) -> str:
+        """What to do where nothing here makes it fit: ranks, by the estimate of their shares, or a larger card."""
+        everything = self.config
+        for each in CHEAPEST_FIRST:
+            everything = each.applied(everything) or everything
+        least = self.counts.of(everything, replace(shape, rows=1))
+        for ranks in (2, 4, 8, 16, 32, 64):
+            layout = replace(everything, parallel=f"fsdp={ranks}", batch_size=everything.batch_size * ranks)
+            if self._fits(layout):
+                return (
+                    f"With all that saves memory, one row still needs {gib(least.allocated)}. Take {ranks} such cards or more, with "
+                    f"parallel = 'fsdp={ranks}' and those settings."
+                )
+        return f"With all that saves memory, one row still needs {gib(least.allocated)}. Take a larger card, or a smaller model."
+
+    def table(self, found: Forecast) -> Iterator[dict[str, Any]]:
+        """The user's settings, and one technique more in each row."""
+        config, before = self.config, found.allocated
+        yield {"name": "as configured", "settings": "", "allocated_bytes": before, "words": ""}
+        for each in ROAD:
+            after = each.applied(config)
+            if after is None:
+                continue
+            try:
+                size = self.counts.of(after).allocated
+            except ConfigError:
+                continue
+            settings = ", ".join(lines(config, after))
+            yield {"name": each.name, "settings": settings, "allocated_bytes": size, "words": each.words}
+            config = after
+
+
+def _next(known: dict[int, int], limit: int, guess: int) -> int:
+    """Where the line through the two counts that are nearest to the limit meets it; from one count twice or half as many rows."""
+    if len(known) == 1:
+        return 2 * guess if known[guess] <= limit else guess // 2
+    first, second = sorted(sorted(known, key=lambda rows: abs(known[rows] - limit))[:2])
+    slope = (known[second] - known[first]) / (second - first)
+    return MOST_ROWS if slope <= 0 else int(first + (limit - known[first]) / slope)
+
+
+def _all(config: TrainConfig, techniques: list[Technique]) -> TrainConfig | None:
+    """The configuration with all of them; None where one does not go with those before it."""
+    for each in techniques:
+        after = each.applied(config)
+        if after is None:
+            return None
+        config = after
+    return config

@@ -1,0 +1,99 @@
+"""Answers kept by what was asked, in the user's own cache folder: the same question again costs no count, and no import of torch.
+
+An entry belongs to the question, the versions of narrowgauge, torch, transformers and Python, and to the sources of narrowgauge as they
+are (sizes and times of change). One that is damaged, or cannot be written, counts as absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.train.config.settings import TrainConfig
+
+KEPT = 500  # entries; the oldest go first
+GROUPS = ("model", "task", "precision", "training")  # of settings that memory may depend on
+
+
+def load(question: Any) -> Any:
+    """The answer to an equal question, or None."""
+    path = _path(question)
+    try:
+        if path is None:
+            return None
+        entry = json.loads(path.read_bytes())
+        return entry["answer"] if entry["digest"] == _digest(entry["answer"]) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store(question: Any, answer: Any) -> None:
+    """Keeps an answer of JSON's types. Two processes may write the same entry: the last one stays."""
+    path = _path(question)
+    if path is None:
+        return
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft.write_text(json.dumps({"answer": answer, "digest": _digest(answer)}), encoding="utf-8")
+        os.replace(draft, path)
+        for old in sorted(path.parent.glob("*.json"), key=lambda each: -each.stat().st_mtime)[KEPT:]:
+            old.unlink(missing_ok=True)
+    except OSError:
+        draft.unlink(missing_ok=True)
+
+
+def question_of(config: TrainConfig) -> dict[str, Any]:
+    """The settings that memory may depend on, as JSON, with what the model's folder says."""
+    kept = {each.name: getattr(config, each.name) for each in fields(config) if each.metadata["group"] in GROUPS}
+    kept |= {"vocab_size": config.vocab_size, "tokenizer": config.tokenizer}
+    return kept | {"layers_recipe": dict(config.layers_recipe), "folder": _of_folder(config.model)}
+
+
+def _of_folder(model: str) -> str:
+    """A digest of the configuration in a model's folder; '' for a name on the Hub, or none."""
+    try:
+        return hashlib.sha256((Path(model).expanduser() / "config.json").read_bytes()).hexdigest() if model else ""
+    except OSError:
+        return ""
+
+
+def folder() -> Path | None:
+    """$XDG_CACHE_HOME/narrowgauge/plans; None for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge" / "plans"
+    except RuntimeError:
+        return None
+
+
+def _path(question: Any) -> Path | None:
+    own = folder()
+    return None if own is None else own / f"{_digest([question, _library()])}.json"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _library() -> list[Any]:
+    """What a count depends on besides its question."""
+    sources = Path(__file__).parents[2]
+    files = sorted(path for path in sources.rglob("*.py") if "__pycache__" not in path.parts)
+    states = [(str(path.relative_to(sources)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return [platform.python_version(), *map(_version, ("narrowgauge", "torch", "transformers")), _digest(states)]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

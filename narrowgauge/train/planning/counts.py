@@ -1,0 +1,129 @@
+"""Forecasts of runs by their settings, each counted once: kept for the process, and in the user's cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.ops.registry import Device
+from narrowgauge.plan.forecast import Forecast, forecast
+from narrowgauge.plan.moments import Moment
+from narrowgauge.plan.sharding import divided
+from narrowgauge.train.config import parallel_syntax
+from narrowgauge.train.config.parallel_syntax import Layout
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.planning import cache
+from narrowgauge.train.planning.depth import layers_of
+from narrowgauge.train.planning.shapes import Shape, largest, task_of
+from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
+
+
+@dataclass
+class Counts:
+    """Forecasts on one device. full: every layer is counted."""
+
+    device: Device
+    full: bool = False
+    known: dict[str, Forecast] = field(default_factory=dict)
+
+    def of(self, config: TrainConfig, shape: Shape | None = None) -> Forecast:
+        """What a rank of the run needs at most; shape: of a micro-batch, instead of the largest that the settings allow."""
+        refuse(config)
+        sizes = parallel_syntax.named(config.parallel)
+        task, kind = task_of(config)
+        shape = shape or largest(config, task, config.micro_batches * sizes.data)
+        question = [cache.question_of(config), asdict(shape), asdict(self.device), self.full]
+        key = repr(question)
+        if key not in self.known:
+            found = _from_json(cache.load(question))
+            if found is None:
+                with generators_kept():
+                    found = self._counted(Source(config, task, kind, shape), sizes)
+                cache.store(question, _as_json(found))
+            self.known[key] = found
+        return self.known[key]
+
+    def whole(self, source: Source) -> Forecast:
+        """Of one process that does all the work of a step, nothing kept."""
+        layers, _ = layers_of(source.config, source.model_class)
+        with generators_kept():
+            return forecast(source.builder, self.device, layers, full=True)
+
+    def _counted(self, source: Source, sizes: Layout) -> Forecast:
+        layers, differing = layers_of(source.config, source.model_class)
+        of_stage = -(-layers // sizes.pp)
+        if sizes.pp > 1 and layers:
+            found = forecast(
+                lambda depth: source.builder(depth or of_stage),
+                self.device,
+                of_stage,
+                differing,
+                self.full,
+            )
+        else:
+            found = forecast(source.builder, self.device, layers, differing, self.full)
+        in_flight = min(sizes.pp, source.config.micro_batches)
+        found = divided(found, of_stage, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight)
+        return replace(found, notes=(*found.notes, *notes_of(source)))
+
+
+def notes_of(source: Source) -> Iterator[str]:
+    config = source.config
+    if source.shape.note:
+        yield source.shape.note
+    if not config.model and not config.tokenizer:
+        yield f"the vocabulary is taken as {config.vocab_size:,} words; a tokenizer trained on few texts has fewer"
+    if config.micro_batches > MOST_MICRO_BATCHES:
+        yield f"{MOST_MICRO_BATCHES} of {config.micro_batches} micro-batches are counted, the others are like the second"
+    if config.compile:
+        yield "compiled code decides itself what it keeps; counted is the step without torch.compile, which rarely keeps less"
+    if config.cuda_graph:
+        yield "CUDA graphs keep what a step works with in a pool of their own, which is counted as if it were given back"
+    if config.switch:
+        yield "counted are the recipes of the first step; a switch widens some later"
+
+
+def refuse(config: TrainConfig) -> None:
+    """ConfigError for settings of which nothing can be counted."""
+    if "auto" in (config.recipe, *config.layers_recipe.values()):
+        raise ConfigError(
+            "recipe = 'auto': is chosen by measurements on the device of the run, which a plan does not have. Plan a recipe by its "
+            "name, as --recipe fp8-current."
+        )
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Building a model seeds them."""
+    python = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+
+
+def _as_json(found: Forecast) -> dict[str, Any]:
+    moments = [
+        {**asdict(each), "parts": [[part, kind, size] for (part, kind), size in each.parts.items()]}
+        for each in found.moments
+    ]
+    return {**{key: value for key, value in asdict(found).items() if key != "moments"}, "moments": moments}
+
+
+def _from_json(entry: Any) -> Forecast | None:
+    """None for an entry of another form."""
+    try:
+        moments = [
+            Moment(**{**each, "parts": {(part, kind): size for part, kind, size in each["parts"]}})
+            for each in entry["moments"]
+        ]
+        return Forecast(**{**entry, "moments": tuple(moments), "notes": tuple(entry["notes"])})
+    except (TypeError, KeyError, ValueError):
+        return None

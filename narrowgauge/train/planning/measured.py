@@ -1,0 +1,44 @@
+"""Two steps of a run on the device of this machine, with random weights and tokens, beside what is planned for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowgauge.errors import OutOfMemoryError
+from narrowgauge.ops.registry import device_facts
+from narrowgauge.plan.allocations import most_allocated
+from narrowgauge.plan.forecast import Forecast
+from narrowgauge.train.config import parallel_syntax
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.device import chosen_device, device_name
+from narrowgauge.train.planning.counts import Counts, generators_kept
+from narrowgauge.train.planning.shapes import largest, task_of
+from narrowgauge.train.planning.steps import Source
+
+
+def measured(config: TrainConfig) -> dict[str, Any]:
+    """`device`, `allocated_bytes`, `planned_bytes`, and `error`, the share by which the plan was off. Of one process."""
+    device = chosen_device(config.device)
+    copies = parallel_syntax.named(config.parallel)
+    task, kind = task_of(config)
+    source = Source(config, task, kind, largest(config, task, config.micro_batches * copies.data))
+    planned = second_step(Counts(device_facts(device.type, device.index), full=True).whole(source))
+    try:
+        with generators_kept():
+            found = most_allocated(source.builder(place=device, real=True)(), device)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the CPU's has no class
+            raise OutOfMemoryError(
+                f"measure: {str(error).splitlines()[0]} Planned are {planned / 2**30:.2f} GiB. Leave --measure out, or plan a smaller run."
+            ) from error
+        raise
+    return {
+        "device": device_name(device), "allocated_bytes": found, "planned_bytes": planned, "error": planned / found - 1,
+    }  # fmt: skip
+
+
+def second_step(found: Forecast) -> int:
+    """The most that is allocated in it."""
+    return max(each.allocated if found.on_gpu else each.alive for each in found.moments if each.step == 2)

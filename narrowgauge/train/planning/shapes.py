@@ -1,0 +1,109 @@
+"""The largest micro-batch that settings allow, without data; and a task and a tokenizer that stand in for those that would read data.
+
+    text                 batch_size / micro_batches rows of sequence_length
+    a table              the same rows, or as many as fill the token budget, as wide as its longest example may be
+    packing              rows of so many tokens, each with two documents, and a mask of width by width
+
+The width of a table is max_length, or what the model knows positions for: batches of a real table are narrower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from narrowgauge import data
+from narrowgauge.data.rows import round_up
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import Batch
+from narrowgauge.train.model import CAUSAL_LM, ModelClass, own_configuration
+from narrowgauge.train.tasks import TASKS
+from narrowgauge.train.tasks.classification import CLASSIFIER
+from narrowgauge.train.tasks.tables import TableTask, longest_example
+from narrowgauge.train.tasks.task import TrainTask
+from narrowgauge.train.tasks.writing import TextTask
+
+SOMEWHERE = 2048  # tokens of an example where neither the settings nor the model tell a limit
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """In place of a tokenizer: as many words as the settings ask for at most."""
+
+    words: int
+    bos_token_id: int = 0
+    eos_token_id: int = 0
+    pad_token_id: int = 0
+    model_max_length: int = 10**30
+
+    def __len__(self) -> int:
+        return self.words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """rows x width of a micro-batch, and a sentence where that is more than batches of real data need have."""
+
+    rows: int
+    width: int
+    note: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
+    """The task without its data: it makes models, objectives and batches, and no more."""
+    words = 0 if config.model else len(data.load(config.tokenizer)) if config.tokenizer else config.vocab_size
+    tokenizer: Any = Vocabulary(words)
+    if config.task == "text":
+        return TextTask(config, tokenizer, [], None), CAUSAL_LM  # type: ignore[arg-type]
+    kind = TASKS[config.task]
+    assert issubclass(kind, TableTask)
+    if config.task == "classification" and not config.classes:
+        known = getattr(own_configuration(config, CLASSIFIER), "num_labels", None) or 2
+        config = replace(config, classes=str(max(2, known)))
+    _, model_class = kind.roles(config, tokenizer)
+    longest = longest_example(config, model_class, tokenizer)
+    nothing: Any = None
+    return kind(config, tokenizer, [], model_class, nothing, nothing, longest, {}), model_class
+
+
+def largest(config: TrainConfig, task: TrainTask, parts: int) -> Shape:
+    """Of one of `parts` micro-batches of a step."""
+    if not isinstance(task, TableTask):
+        return Shape(-(-config.batch_size // parts), config.sequence_length)
+    longest = task.longest
+    note = f"as wide as an example may be, {longest or SOMEWHERE} tokens: set max_length to plan for shorter ones"
+    if longest is None:
+        note = f"the settings tell no longest example, {SOMEWHERE} tokens are taken: set max_length"
+    if config.packing:
+        rows = config.token_budget // config.packing if config.token_budget else config.batch_size
+        return Shape(max(1, -(-rows // parts)), config.packing)
+    width = round_up(longest or SOMEWHERE, config.pad_multiple)
+    if not config.token_budget:
+        return Shape(-(-config.batch_size // parts), width, note)
+    width = min(width, config.token_budget)
+    return Shape(max(1, config.token_budget // width // parts), width, note)
+
+
+def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
+    """Such a micro-batch before `task.align`, with numbers of no meaning."""
+    rows, width = shape.rows, shape.width
+    ids = np.ones(width, dtype=np.int64)
+    if not isinstance(task, TableTask):
+        both = torch.ones(rows, width, dtype=torch.int64)
+        return {"input_ids": both, "labels": both.clone()}
+    example: dict[str, Any] = {"input_ids": ids, "labels": ids if config.task != "classification" else 0}
+    collate = data.Collator(pad_id=0, widths=(width,))
+    if config.packing:
+        halves = [{name: part[:size] for name, part in example.items()} for size in (width // 2, width - width // 2)]
+        return collate([halves] * rows)
+    return collate([example] * rows)

@@ -1,0 +1,124 @@
+"""What makes a run need less memory: settings, what each costs in time, and what it changes in numbers.
+
+Times are shares of a step, of docs/limited-memory.md; where nothing is measured on a GPU, words say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, key_of, shown
+
+Changed = Callable[[TrainConfig], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One or more settings.
+
+    changes  of a configuration, the settings that it changes; none where it is on already
+    numbers  0: the same bits, or sums in another order; 1: errors below the spread of seeds; 2: errors that can be measured
+    time     share of a step that it costs, roughly
+    """
+
+    name: str
+    changes: Changed = field(repr=False)
+    words: str
+    numbers: int
+    time: float
+
+    def applied(self, config: TrainConfig) -> TrainConfig | None:
+        """The configuration with it; None where it is on already, or does not go with the other settings."""
+        changes = {key: value for key, value in self.changes(config).items() if getattr(config, key, value) != value}
+        try:
+            return replace(config, **changes) if changes else None
+        except (ConfigError, TypeError):  # TypeError: a setting that is not there
+            return None
+
+
+def lines(before: TrainConfig, after: TrainConfig) -> list[str]:
+    """The lines for the settings file that make one configuration of another."""
+    found = []
+    for name, each in before.__dataclass_fields__.items():
+        if getattr(before, name) != getattr(after, name):
+            found.append(f"{key_of(each)} = {shown(getattr(after, name))}")
+    return found
+
+
+def _halved(config: TrainConfig) -> Mapping[str, Any]:
+    """Twice as many micro-batches, while rows are left to divide."""
+    parts = 2 * config.micro_batches
+    divides = bool(config.token_budget) or config.batch_size % parts == 0
+    return {"micro_batches": parts} if divides else {}
+
+
+def _quarters(config: TrainConfig) -> Mapping[str, Any]:
+    """One row in each micro-batch."""
+    return {} if config.token_budget else {"micro_batches": config.batch_size}
+
+
+def _fused(config: TrainConfig) -> Mapping[str, Any]:
+    return {"fuse": True} if config.recipe != NO_RECIPE else {}
+
+
+def _states(kind: str) -> Changed:
+    def changes(config: TrainConfig) -> Mapping[str, Any]:
+        return {} if kind == "8bit" and config.states in ("4bit", "fp8", "fp8-lm") else {"states": kind}
+
+    return changes
+
+
+def _stochastic(config: TrainConfig) -> Mapping[str, Any]:
+    return {} if config.master == "stochastic" else {"precision": "bf16-o3", "master": ""}
+
+
+def _small_embeddings(config: TrainConfig) -> Mapping[str, Any]:
+    return {} if config.states == "fp32" else {"embedding_states": "same"}
+
+
+FUSE = Technique("fuse", _fused, "fewer passes over memory; the same numbers", 0, -0.05)
+HALVE = Technique(
+    "half micro-batches", _halved, "smaller products, a few percent slower; sums in another order", 0, 0.03
+)
+ROWS = Technique(
+    "micro-batches of one row", _quarters, "small products, slower where rows are short; sums in another order", 0, 0.06
+)
+SELECTIVE = Technique(
+    "selective checkpointing", lambda config: {"checkpointing": "selective"} if config.checkpointing == "none" else {},
+    "what lies between products is computed again, about 6 % more time; the same bits", 0, 0.06,
+)  # fmt: skip
+FULL = Technique(
+    "full checkpointing", lambda config: {"checkpointing": "full"},
+    "blocks are computed again, about a quarter more time; the same bits", 0, 0.25,
+)  # fmt: skip
+EIGHT = Technique("8-bit states", _states("8bit"), "no slower; moments rounded to 8 bits (docs/optimizers.md)", 1, 0.0)
+EMBEDDINGS = Technique(
+    "embeddings' states too", _small_embeddings, "no slower; rare words have rounded moments too", 1, 0.0
+)
+STOCHASTIC = Technique(
+    "stochastic rounding",
+    _stochastic,
+    "no slower; 16-bit weights without a float32 copy, rounded stochastically",
+    1,
+    0.0,
+)
+FOUR = Technique("4-bit states", _states("4bit"), "no slower; moments rounded to 4 bits (docs/optimizers.md)", 2, 0.0)
+FP8_SAVES = Technique(
+    "FP8 saves", lambda config: {"save": "fp8"}, "no slower; what layers keep is rounded to FP8", 1, 0.0
+)
+SLICES = Technique(
+    "loss over slices", lambda config: {} if config.loss == "whole" else {"loss": "slices"},
+    "one product with the head more; sums in another order", 0, 0.02,
+)  # fmt: skip
+COMPRESS = Technique(
+    "compressed activations", lambda config: {"compress_activations": True},
+    "slower; what blocks keep is rounded to E4M3, gradients agree to about 34 dB", 2, 0.3,
+)  # fmt: skip
+
+# The cheapest first: what changes no number by what it costs in time, then what changes more and more of them.
+CHEAPEST_FIRST = (FUSE, SLICES, HALVE, ROWS, SELECTIVE, EIGHT, EMBEDDINGS, STOCHASTIC, FP8_SAVES, FULL, FOUR, COMPRESS)
+# From a big card to a small one, each with those before it (docs/limited-memory.md).
+ROAD = (FUSE, FP8_SAVES, EIGHT, EMBEDDINGS, STOCHASTIC, SLICES, FULL, FOUR, HALVE, ROWS)
