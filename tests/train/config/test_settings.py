@@ -210,7 +210,7 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
     if each.name == "checkpointing":
-        return st.sampled_from(["none", "full", "every-2", "selective", "budget:1.5GiB", "budget:9"])
+        return st.sampled_from(["none", "full", "every-2", "sqrt", "auto", "selective", "budget:1.5GiB", "budget:9"])
     if each.type is int:
         return st.integers(rule.low, rule.high)
     if each.type is float:
