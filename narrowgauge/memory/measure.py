@@ -3,7 +3,7 @@
 Counted are the storages that are alive when forward has ended, each once however many operations saved it or a view of it;
 parameters and buffers, which exist anyway, are not counted. A view keeps its whole storage, so the whole is counted. What the
 techniques of this package keep in their own way (codes, selectively kept outputs) reports itself through `note`; casts of weights that
-layers keep for the step are counted at the end.
+layers keep for the step are counted at the end, also where no step has begun yet.
 """
 
 from __future__ import annotations
@@ -118,6 +118,10 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
         stack.enter_context(torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)))
         stack.callback(_put_back, [(buffer, buffer.detach().clone()) for buffer in model.buffers()])
+        for layer in model.modules():
+            if isinstance(layer, QLinear) and layer.training and not layer.kept_casts():
+                layer.empty_cache(keep=True)  # as from the first `advance` on
+                stack.callback(layer.stop_keeping)
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(noting(meter.note))

@@ -167,6 +167,10 @@ class QLinear(nn.Linear):
         if self.gathered is not None:
             self.gathered.forget()
 
+    def stop_keeping(self) -> None:
+        """As before the first `empty_cache(keep=True)`: no casts of its weight are kept from call to call."""
+        self._cache = None
+
     @property
     def recasts(self) -> bool:
         """Whether backward casts the weight again instead of keeping codes of it from forward on."""
