@@ -47,10 +47,10 @@ def build(
     seed_all(config.seed)
     model = make().train()
     precision.prepare(model, config.keep_float32)
-    if device.type != "cpu":
-        model.to(device)  # now: a GPU that holds the weights in 16 bits may not hold them in 32
     if SOFTMAX in precision.keep_list(config.keep_float32):
         use_float32_softmax(model)
+    if device.type != "cpu":
+        model.to(device)  # now: a GPU that holds the weights in 16 bits may not hold them in 32
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     # else there is nothing to convert, and a model needs no Linear

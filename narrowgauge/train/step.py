@@ -1,4 +1,4 @@
-"""What a step is made of, for a run (`trainer`) and for the plan of one (`planning`): objective, loss, clipping, update."""
+"""What a step is made of, for a run (`trainer`) and for the plan of one (`planning`): objective, gradient, update."""
 
 from __future__ import annotations
 
@@ -46,17 +46,12 @@ def clipped(config: TrainConfig, model: nn.Module, stages: Any = None) -> Tensor
     return clip_gradients(model.parameters(), config.clip or None, wide=True, stages=stages)
 
 
-def update(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    advance: Callable[[nn.Module], None],
-) -> None:
-    """The optimizer's step, and what follows it."""
+def update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, advance: Callable[[], None]) -> None:
+    """The optimizer's step, and what follows it. advance: `narrowgauge.advance` of the model."""
     if scaler:
         scaler.step(optimizer)
         scaler.update()
     else:
         optimizer.step()
-    advance(model)
+    advance()
     optimizer.zero_grad()

@@ -299,7 +299,7 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.update()
         else:
-            step.update(self.model, self.optimizer, self.scaler, self.parallel.advance)
+            step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model))
         self.step = number
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
         return {**numbers, **facts}, step_batch.inputs

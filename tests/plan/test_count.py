@@ -115,25 +115,6 @@ def test_counted_is_what_a_cpu_allocates(recipe, states, checkpointing):
     assert found.peak(found.second)[0] == pytest.approx(allocated(build), rel=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "fuse", "tokens", "expected"),
-    [
-        ("none", False, 4096, 75.39),
-        ("none", False, 8192, 105.90),
-        ("fp8-current", False, 4096, 73.1),
-        ("fp8-current", False, 8192, 101.4),
-    ],
-)
-def test_a_llama_of_8_billion_parameters(recipe, fuse, tokens, expected):
-    """bfloat16 weights, torch's fused AdamW, one sequence; GiB as published with their method in docs/limited-memory.md."""
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-    build = llama(recipe, "torch", dtype=torch.bfloat16, tokens=tokens, rows=1, fuse=fuse, **sizes, **heads)
-    found = count(build, HOPPER)
-    assert found.peak(found.second)[0] / GIB == pytest.approx(expected, rel=0.01)
-
-
 def test_parts_add_up_and_the_allocator_rounds_them():
     found = count(llama("fp8-current", "8bit"), HOPPER)
     most, parts = found.peak(found.second)

@@ -74,17 +74,17 @@ def layout(text: str, world: int) -> Layout:
     return Layout(**sizes)
 
 
+def names(text: str, key: str) -> bool:
+    """Whether the text asks for more than one rank along `key`, or for those that are left."""
+    return _read(text)[0].get(key, 1) != 1
+
+
 def named(text: str) -> Layout:
     """The sizes for as many ranks as the text names; a key without a number is 1."""
     sizes, wrong = _read(text)
     if wrong:
         raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
     return Layout(**{key: size or 1 for key, size in sizes.items()})
-
-
-def names(text: str, key: str) -> bool:
-    """Whether the text asks for more than one rank along `key`, or for those that are left."""
-    return _read(text)[0].get(key, 1) != 1
 
 
 def problems(text: str) -> list[str]:

@@ -79,7 +79,7 @@ class Source:
 
         def update() -> None:
             step.clipped(config, model)
-            step.update(model, optimizer, None, parallel.advance)
+            step.update(optimizer, None, partial(parallel.advance, model))
 
         parts = min(config.micro_batches, MOST_MICRO_BATCHES)
         return Step(model, loss, update, lambda: _states(optimizer), batch, parts)
