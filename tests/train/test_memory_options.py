@@ -14,7 +14,7 @@ from narrowgauge.optim import precision
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import InvalidSettings
-from narrowgauge.train.planning import policy
+from narrowgauge.train.planning import command, policy
 from narrowgauge.train.planning.counts import Counts
 from tests.train import tiny
 
@@ -53,6 +53,23 @@ def test_auto_takes_what_fits_and_says_why(make, monkeypatch):
     monkeypatch.setattr(policy, "available_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"no policy fits into .*; the least is [0-9,]+ bytes"):
         policy.settled(config, torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_a_plan_chooses_by_the_card(make):
+    config = make("planned", recipe="fp8-current", checkpointing="auto", batch_size=4096)
+    options = {"table": False, "full": False, "measure": False}
+    found = command.answered(config, "", "2GiB", **options)
+    note = next(each for each in found["notes"] if each.startswith("checkpointing auto"))
+    chosen = note.split()[2]
+    alone = command.answered(replace(config, checkpointing=chosen), "", "2GiB", **options)
+    assert found["fits"] and found["allocated_bytes"] == alone["allocated_bytes"]
+
+
+def test_a_plan_without_a_card_cannot_choose(make):
+    options = {"table": False, "full": False, "measure": False}
+    with pytest.raises(ConfigError, match=r"none is named\. Pass --card h100 or --memory 24GiB, or a policy"):
+        command.answered(make("planned", checkpointing="auto"), "", "", **options)
 
 
 def test_the_memory_of_a_machine(tmp_path, monkeypatch):

@@ -390,6 +390,8 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         (c.loss == "slices" and parallel_syntax.names(c.parallel, "tp"), "loss parallel",
          f"loss = 'slices': parallel = {shown(c.parallel)} cuts the words of the head among ranks, and each has its part of the "
          "gradient already. Remove loss."),
+        (c.checkpointing == "auto" and "auto" in (c.recipe, *c.layers_recipe.values()), "checkpointing recipe",
+         "checkpointing = 'auto': counts a step before the run, and recipe = 'auto' is chosen by measurements in it. Name one of the two."),
         (c.cuda_graph and c.checkpointing != "none", "cuda_graph checkpointing",
          f"cuda_graph = true: does not work with checkpointing = {c.checkpointing!r}, which keeps the generator's "
          "state on the host. Remove one of them."),
