@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from narrowgauge.nn.linear import QLinear, linear
     from narrowgauge.ops.mm import mm
     from narrowgauge.ops.quantize import dequantize, quantize
+    from narrowgauge.plan.functions import plan
     from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast, Gemm, Recipe
 
@@ -31,7 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cast", "Gemm", "QLinear", "QTensor", "Recipe", "advance", "convert", "dequantize", "describe", "distribute", "distributed",
-    "formats", "linear", "memory", "mm", "optim", "quantize", "recipes", "suspended", "switch",
+    "formats", "linear", "memory", "mm", "optim", "plan", "quantize", "recipes", "suspended", "switch",
 ]  # fmt: skip
 
 # Module -> the public names that live in it; a module that is public itself is not here.

@@ -350,8 +350,9 @@ class Recipe:
     name  how users call it
     save  what is kept of x for `grad_weight`: "original" (the tensor as it came, often kept alive by its producer anyway,
           cast again in backward) or "quantized" (its 8-bit codes: a quarter to half of the bytes, no second cast). Casts per
-          tensor share the codes of `output`; others store codes tiled for `grad_weight`. The gradients are the same. Where
-          a CPU emulates, the decoded values stand for the codes: encoding them takes longer than the product saves.
+          tensor share the codes of `output`; others store codes tiled for `grad_weight`. The gradients are the same. Codes are not
+          kept of what its producer keeps anyway (nn/kept_inputs.py). Where a CPU emulates, it keeps the decoded values of a cast
+          per tensor, and x of others: encoding takes longer there than the product saves.
     backward  "recast": the backward products cast x and w anew, from the originals and along their own contracted axis.
           "straight-through": they multiply by the very codes of `output`, in its rotated basis; elements that were clipped
           get no gradient, and the results are rotated back. Only then has a LearnedStep a gradient.

@@ -163,6 +163,19 @@ E4M3_TWO_LEVEL_CEIL = ScaleRule("e4m3-two-level-ceil", _e4m3_relative_ceil, two_
 RULES: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
 
+def to_exponents(scale: Tensor) -> Tensor:
+    """Powers of two, 2**-126 to 2**127, or NaN, float32 -> uint8 of the same shape: the exponent bits as they are, E8M0."""
+    return ((scale.contiguous().view(torch.int32) >> _MANTISSA) & 0xFF).to(
+        torch.uint8
+    )  # NaN has 0xFF there, which is E8M0's NaN
+
+
+def from_exponents(exponents: Tensor) -> Tensor:
+    """The float32 scales that `to_exponents` was given."""
+    scale = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
+    return torch.where(exponents == 0xFF, float("nan"), scale)
+
+
 def tile_sizes(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
     """The tile with -1 replaced by the length of its axis (at least 1)."""
     outer = max(shape[0], 1) if tile[0] == WHOLE else tile[0]

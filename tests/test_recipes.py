@@ -87,10 +87,10 @@ def test_delayed_scaling_remembers_every_role():
     assert all(not recipe.windows() for recipe in recipes.ALL if recipe.name != "fp8-delayed")
 
 
-def test_codes_are_saved_where_one_quantization_serves_both_products():
-    """Elsewhere x is quantized a second time along the other axis, from the original; codes are an option there too."""
+def test_codes_are_saved_where_one_cast_without_a_rotation_is_that_of_both_products():
+    """Of tiles it is a second cast, along the other axis and from the original; codes are an option with rotations too."""
     for recipe in recipes.ALL:
-        serves_both = recipe.output.lhs is not None and recipe.output.lhs.is_symmetric and not recipe.grad_weight.rotate
+        serves_both = recipe.output.lhs is not None and (not recipe.grad_weight.rotate or recipe.backward != "recast")
         assert (recipe.save == "quantized") == (serves_both and recipe.output.lhs == recipe.grad_weight.rhs)
         turn = recipe.grad_weight.rotate
         if recipe.grad_weight.rhs is not None and not (turn and turn.signs == "random"):

@@ -316,7 +316,7 @@ def _restore(layer: QLinear) -> None:
     if type(layer) is not QLinear:  # parametrized since, say: its class is not ours to change
         return
     own = "observer is_suspended reason decision _cache precast shared_inputs peers warned_of_ranks _written step_ended _recipe _plans"
-    for name in (*own.split(), "gathered", "weight_codes"):
+    for name in (*own.split(), "gathered", "frozen", "weight_codes", "reads_last"):
         layer.__dict__.pop(name)
     step_end.forget(layer)
     for name in ("scaling", "steps", "sampling"):

@@ -183,6 +183,8 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
 def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
     if layer.reason:
         yield Note(layer.reason)
+    if layer.frozen is not None:
+        yield Note(f"frozen, kept as {layer.frozen.cast} codes without a 16-bit copy")
     if layer.decision is not None:
         yield Note(str(layer.decision))
     if layer.is_suspended:

@@ -88,7 +88,7 @@ class FusedModule(FusedForward):
         if operand.casts.is_empty:
             operand.read()
             operand.rows(Rotation())
-            operand.saved()
+        operand.saved()  # another cast of y.T, where that is kept
         inputs.put(operand, self.stats)
         if operand.state is None or not operand.context.records:
             return
@@ -205,10 +205,8 @@ def _wanted_cast(operand: Operand) -> CastRequest | str:
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:
         return "products are emulated, which reads decoded values"
-    if transposed and not plan.transposes:
-        return "another cast of x.T is kept"
     live = operand.state if isinstance(cast.calibrate, Window) else None
-    return CastRequest(cast, live, operand.context.records, transposed)
+    return CastRequest(cast, live, operand.context.records, transposed and plan.transposes)
 
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:

@@ -8,16 +8,22 @@ built, and give the optimizer the trainable parameters alone.
 
 A frozen parameter has no gradient and no optimizer state; a frozen Linear computes no grad_weight and keeps no input for it.
 Backward stops at the lowest trainable layer: below it there is no grad_input either, and nothing is kept.
+
+    freeze(model, "layers.*", codes=True)      and their converted Linears keep codes alone, no 16-bit weight (nn/frozen.py)
+    thaw(model, "layers.*")                    gives these 16-bit weights again, what the codes decode to
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from narrowgauge.conversion import is_read_by_owner
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.nn.frozen import FrozenWeight, refuse
+from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import expanded, matches, require_module
 
 ADAMW_STATE_BYTES = 8  # two float32 moments
@@ -34,6 +40,9 @@ class FreezeReport:
     gradient_bytes_saved: int  # gradients of frozen parameters, in their dtype
     optimizer_bytes_saved: int  # optimizer state of frozen parameters, by the `optimizer_bytes` that `freeze` was given
     tied: tuple[tuple[str, ...], ...]  # names of each named parameter that has several: frozen, or trained, together
+    coded: int = 0  # layers whose weight is kept as codes alone
+    weight_bytes_saved: int = 0  # by that: 16-bit weights less codes and scales
+    wide: tuple[tuple[str, str], ...] = ()  # with codes=True: frozen Linears that keep their weight, and why
 
     def __str__(self) -> str:
         gradients, states = self.gradient_bytes_saved / 2**20, self.optimizer_bytes_saved / 2**20
@@ -41,25 +50,111 @@ class FreezeReport:
             f"{self.trainable:,} of {self.parameters:,} parameters train; the others save {gradients:.3g} MiB of gradients "
             f"and {states:.3g} MiB of optimizer state"
         )
-        return "\n".join([head, *(f"tied, so frozen or trained together: {' and '.join(each)}" for each in self.tied)])
+        if self.coded:
+            saved = f"{self.weight_bytes_saved / 2**20:.3g} MiB of weights"
+            head += f"\n{self.coded} weights are kept as codes, without a copy in 16 bits, which saves {saved}"
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.wide:
+            reasons.setdefault(reason, []).append(name)
+        more = [f"kept as they are: {names[0]} and {len(names) - 1} more, {why}" for why, names in reasons.items()]
+        return "\n".join(
+            [head, *more, *(f"tied, so frozen or trained together: {' and '.join(each)}" for each in self.tied)]
+        )
 
 
 def freeze(
-    model: nn.Module, patterns: Patterns, *, optimizer_bytes: OptimizerBytes = ADAMW_STATE_BYTES
+    model: nn.Module,
+    patterns: Patterns,
+    *,
+    optimizer_bytes: OptimizerBytes = ADAMW_STATE_BYTES,
+    codes: bool = False,
 ) -> FreezeReport:
     """Stops the parameters that `patterns` name from training, in place; all others stay as they are.
 
     patterns         one string, commas between patterns, or several strings
     optimizer_bytes  for the report: bytes of optimizer state per element, or a function of a parameter such as
                      `ng.optim.state_bytes(ng.optim.AdamW(model, states="8bit")).of`
+    codes            the frozen weights of converted Linears are kept as the codes of their forward cast alone, for good: 1 byte per
+                     weight instead of 2, of 4-bit formats half a byte. Forward computes the same bits; see nn/frozen.py for backward and
+                     for what a state dict holds. What cannot be kept so stays as it is, and the report says why
 
-    Raises ConfigError, before anything is changed, if a pattern matches nothing or if nothing would be left to train.
+    Raises ConfigError, before anything is changed, if a pattern matches nothing, if nothing would be left to train, or, with codes=True,
+    if there is no weight to keep as codes.
     """
     named = _named(model, patterns, "freeze")
     trains = {parameter for parameter in model.parameters() if parameter.requires_grad} - named
     if not trains:
         raise ConfigError(f"freeze: {patterns!r} leaves no parameter of {type(model).__name__} to train. Freeze fewer.")
-    return _apply(model, named, trains, optimizer_bytes)
+    coded, wide = _found_for_codes(model, named) if codes else ([], {})
+    if codes and not coded:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(wide.items())[:3]) or "the patterns name no Linear"
+        raise ConfigError(
+            f"freeze: codes=True, but no weight can be kept as codes ({why}). Convert the model to an 8-bit or 4-bit recipe first, or "
+            "leave codes out."
+        )
+    report = _apply(model, named, trains, optimizer_bytes)
+    saved = sum(_keep_codes(layer) for layer in coded)
+    return replace(report, coded=len(coded), weight_bytes_saved=saved, wide=tuple(wide.items()))
+
+
+def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
+    """Gives frozen weights that are kept as codes (`freeze(codes=True)`) a 16-bit weight again, in place; returns how many.
+
+    It is what the codes decode to, not what was frozen: its rounding stays. It does not train until `requires_grad_` says so. The codes
+    of one layer and its weight are in memory together, those of others are not. ConfigError if `patterns` name no such weight.
+    """
+    named = _named(model, patterns, "thaw")
+    layers = [
+        each
+        for each in model.modules()
+        if isinstance(each, QLinear) and each.frozen is not None and each.weight in named
+    ]
+    if not layers:
+        raise ConfigError(
+            f"thaw: {patterns!r} names no weight that is kept as codes. freeze(..., codes=True) makes them."
+        )
+    for layer in layers:
+        layer.weight.data = layer.frozen.original(layer.weight)
+        del layer.frozen  # a module
+        layer.frozen = None
+        layer.empty_cache()
+    return len(layers)
+
+
+def _found_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[QLinear], dict[str, str]]:
+    """(the layers whose weight, one of these, can be kept as codes; name -> why another Linear's cannot)."""
+    holders: dict[nn.Parameter, list[str]] = {}
+    for owner, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(owner)
+    found: list[QLinear] = []
+    wide = {}
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
+        if weight is None or weight not in named or (isinstance(layer, QLinear) and layer.frozen is not None):
+            continue
+        others = [each for each in holders[weight] if each != name]
+        reason = refuse(layer) if isinstance(layer, QLinear) else "no recipe casts it"
+        if others:
+            reason = f"tied to {others[0]}"
+        elif not reason and is_read_by_owner(model, name):
+            reason = "the module that holds it multiplies by its weight without calling it"
+        if reason:
+            wide[name] = reason
+        else:
+            assert isinstance(layer, QLinear)
+            found.append(layer)
+    return found, wide
+
+
+def _keep_codes(layer: QLinear) -> int:
+    """Codes in the place of the layer's weight; returns the bytes that this saves."""
+    layer.empty_cache()
+    before = layer.weight.nbytes
+    layer.frozen = FrozenWeight(layer)
+    layer.frozen.release(layer.weight)
+    return before - layer.frozen.nbytes
 
 
 def train_only(
@@ -72,6 +167,12 @@ def train_only(
         raise ConfigError(
             f"train_only: {patterns!r} names integer parameters alone, which have no gradient. Name parameters of a float type."
         )
+    for name, layer in model.named_modules():
+        if isinstance(layer, QLinear) and layer.frozen is not None and layer.weight in trains:
+            raise ConfigError(
+                f"train_only: the weight of {name!r} is kept as codes, which do not train. Call "
+                f"narrowgauge.memory.thaw(model, {name!r}) first."
+            )
     return _apply(model, named, trains, optimizer_bytes)
 
 

@@ -9,15 +9,21 @@ A layer has one AmaxHistory per tensor with a window (role x, w or gy).
 Between steps `roll_history` moves what was seen into the history and sets the amax of the next one. A tensor that was not seen, or
 was all zero, keeps history and scale, so ending a step twice is ending it once. A non-finite amax never enters: its step's scale was
 NaN, and the next step uses the old window again.
+
+Windows that began alike and saw the same tensors hold the same numbers. `lineage` says so without reading them, which a GPU would be
+waited for: layers that read one x can then share its casts. Where nobody followed a window (it was loaded, moved, or seen by a compiled
+graph), its numbers are read, once.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import holds_numbers
 from narrowgauge.recipe import Window
 
 
@@ -54,6 +60,9 @@ class AmaxHistory(LayerState):
     history: Tensor
     live: Tensor
     nonfinite: Tensor
+    _lineage: int | None = None  # None: nobody followed it
+    _followed: tuple[Tensor, int] | None = None  # the history that it is of, and its version
+    _was_seen = False  # in this step
 
     def __init__(self, window: Window, device: torch.device) -> None:
         super().__init__()
@@ -66,6 +75,31 @@ class AmaxHistory(LayerState):
     def reset_parameters(self) -> None:
         for buffer in (self.history, self.live, self.nonfinite):
             buffer.zero_()
+        self._follow(None)
+
+    def lineage(self) -> int | None:
+        """Equal for windows with equal numbers, as far as is known; None: not to be known, while a CUDA graph is captured."""
+        history, followed = self.history, self._followed
+        if self._lineage is None or followed is None or followed[0] is not history or followed[1] != history._version:
+            if history.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            numbers = torch.cat((history, self.live)).cpu().numpy().tobytes() if holds_numbers(history) else b""
+            self._follow(int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little"))
+        return self._lineage
+
+    def saw(self, tensor: int) -> None:
+        """Its numbers now depend on a tensor, which has this number: equal for windows that see the same one, and never used again."""
+        self._was_seen = True
+        if self._lineage is not None:
+            self._lineage = hash((self._lineage, tensor))
+
+    def rolled(self) -> None:
+        """A step has ended. Of one in which nobody said what the window saw, only its numbers tell what it holds."""
+        self._follow(hash((self._lineage, -1)) if self._was_seen and self._lineage is not None else None)
+        self._was_seen = False
+
+    def _follow(self, lineage: int | None) -> None:
+        self._lineage, self._followed = lineage, (self.history, self.history._version)
 
     def extra_repr(self) -> str:
         return str(self.window)
@@ -89,3 +123,5 @@ def roll_history(windows: list[AmaxHistory]) -> None:
         torch._foreach_copy_([member.history for member in members], list(history))
         torch._foreach_copy_([member.live for member in members], list(torch.stack((in_use, zero, zero), dim=1)))
         torch._foreach_add_([member.nonfinite for member in members], list(poisoned.to(torch.int64)[:, None]))
+        for member in members:
+            member.rolled()

@@ -15,9 +15,10 @@ begin empty. torch.compile passes them by: it sees equal computations itself.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
 
+NUMBERS = itertools.count()  # of inputs
+
+
 @dataclass(eq=False)
 class WeightCache:
     """The casts of one weight, from one optimizer step to the next.
@@ -36,7 +40,7 @@ class WeightCache:
     is_given  they were made by others, once per step, as a CUDA graph does: valid whatever the weight's version says, and none is added
     key       of the weight, and of what its casts depend on besides
     held      keeps the memory of the weight: freed, its address could come back as another weight's
-    recasts   casts that can be made again to the bit are not kept: backward makes them anew
+    recasts   casts that can be made again to the bit are not kept, only the keys of their noise: backward makes them anew
     """
 
     casts: Casts = field(default_factory=Casts)
@@ -55,7 +59,15 @@ class WeightCache:
         key = (valid, context.plan, context.out_dtype, context.steps_version)
         if key != self.key:
             self.key, self.held, self.casts = key, operand.tensor.detach(), Casts()
-        return Casts() if self.recasts and all(operand.plan.serves_a_step) else self.casts
+        return self.casts if not self.recasts or self._keeps_noise(operand) else Casts(keys=self.casts.keys)
+
+    def _keeps_noise(self, operand: Operand) -> bool:
+        """Whether a cast could be made again with a number of noise per element alone, which is more than its codes."""
+        if all(operand.plan.serves_a_step):
+            return False
+        from narrowgauge.ops.random import draws_keys
+
+        return not draws_keys(operand.tensor.device)
 
 
 @dataclass(eq=False)
@@ -94,13 +106,15 @@ class InputCasts:
     """The casts of one input.
 
     made     (key, casts, who counts them) of what computed it, then of layers that read it, which nobody counts
-    readers  the layers (by id) that took a share
+    readers  the layers (by id) that took a share, in order
+    number   its own, which no other input has
     """
 
     input: weakref.ref[Tensor]
     key: Key
     made: list[tuple[Key, Casts, CacheStats | None]] = field(default_factory=list)
-    readers: set[int] = field(default_factory=set)
+    readers: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    number: int = field(default_factory=NUMBERS.__next__)
 
     def lookup(self, operand: Operand) -> Casts | None:
         """operand: of the input as [T, K], another object than the one that this goes by."""
@@ -114,6 +128,17 @@ class InputCasts:
             return None
         self.made.append((keys[1], Casts(), None))
         return self.made[-1][1]
+
+    def was_read(self, reader: Any) -> None:
+        """By a layer, which found what it needs; casts that nobody else read when it was last here go now, not with the input."""
+        if reader.reads_last:
+            self.made.clear()
+
+    def close(self) -> None:
+        """Another input comes: who read this one last will know it next time."""
+        readers = [each for found in self.readers.values() if (each := found()) is not None]
+        for each in readers:
+            each.reads_last = each is readers[-1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:
         """Hands over the operand's casts with the input, for every layer whose operand is like this one."""
@@ -149,19 +174,24 @@ class SharedInputs:
             return None
         entry, x = self._entry, x if owner is None else owner
         if entry is None or entry.input() is not x or entry.key != key or id(reader) in entry.readers:
+            if entry is not None:
+                entry.close()
             entry = self._entry = InputCasts(weakref.ref(x, self._forget), key)
         if reader is not None:
-            entry.readers.add(id(reader))
+            entry.readers[id(reader)] = weakref.ref(reader)
         return entry
 
     def clear(self) -> None:
         """Forgets the entry, and the gradients."""
+        if self._entry is not None:
+            self._entry.close()
         self._entry = None
         self.gradients.clear()
 
     def _forget(self, gone: weakref.ref[Tensor]) -> None:
         entry = self._entry
         if entry is not None and entry.input is gone:
+            entry.close()
             self._entry = None
 
     def __reduce__(self) -> tuple[type[SharedInputs], tuple[()]]:

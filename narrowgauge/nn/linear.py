@@ -7,8 +7,8 @@ themselves are in linear_function.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.nn.caches import PrecastSource, SharedInputs, WeightCache
+from narrowgauge.nn.caches import NUMBERS, InputCasts, PrecastSource, SharedInputs, WeightCache
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.operands import Casts, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan, Observer
+from narrowgauge.nn.weight_codes import WeightCodes, chosen
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Recipe
 
@@ -35,7 +36,6 @@ __all__ = ["Observer", "QLinear", "WeightCache", "WeightCodes", "linear"]
 
 # Submodules that recipes add -> what they hold, in words.
 _ADDED = {"scaling": "amax windows", "steps": "learned steps", "sampling": "readings of the sampler"}
-WeightCodes = Literal["auto", "recast", "step"]
 PATIENCE = 16  # optimizer steps without `advance` before a warning
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -54,7 +54,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
             f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "
             "Use narrowgauge.QLinear, or convert the model."
         )
-    context = LinearContext(plan_of(recipe, x.device, wrapper(x, weight)), _out_dtype(x))
+    plan = plan_of(recipe, x.device, wrapper(x, weight))
+    keeps_x = not plan.x.transposes and chosen("auto", device_facts(x.device.type, x.device.index).type) == "step"
+    context = LinearContext(plan, _out_dtype(x), keeps_x=keeps_x)
     y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, None, None, None)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -98,8 +100,10 @@ class QLinear(nn.Linear):
         self.shared_inputs: SharedInputs | None = None  # casts of x are shared with the layers that have the same
         self.peers: Any = None  # what `distribute` knows of the ranks that hold the layer (distributed.agreement.Peers)
         self.gathered: Any = None  # the weight as the codes that ranks sent (distributed.weights.GatheredWeight)
+        self.frozen: Any = None  # the weight as codes, if it was frozen as such (nn.frozen.FrozenWeight)
         self.warned_of_ranks = False
         self.weight_codes: WeightCodes = "auto"  # see `recasts`
+        self.reads_last = False  # whether nobody read its last input after it
         self.step_ended = False  # by an optimizer of torch, and no other has begun: the next `advance` has none to end
         self._cache: WeightCache | None = None
         self._written = (0, 0)
@@ -122,6 +126,11 @@ class QLinear(nn.Linear):
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ConfigError(
                 f"QLinear.recipe is {recipe!r}; it must be a Recipe, a name or None. narrowgauge.recipes.names() lists the names."
+            )
+        if self.frozen is not None and not self.frozen.serves(recipe):
+            raise ConfigError(
+                f"QLinear.recipe: the weight was frozen as codes of recipe {self._recipe and self._recipe.name!r}, which no other recipe "
+                "reads. Call narrowgauge.memory.thaw(model) first, which gives back what they decode to."
             )
         self._recipe = recipe
         self.reason, self.decision = "", None
@@ -164,8 +173,13 @@ class QLinear(nn.Linear):
         self._cache = WeightCache(recasts=self.recasts) if kept else None
         if not keep and self.precast is not None:
             self.precast.forget()
-        if self.gathered is not None:
-            self.gathered.forget()
+        if self.carried is not None:
+            self.carried.forget()
+
+    @property
+    def carried(self) -> Any:
+        """Who has the weight as codes while the parameter has no memory; None: the parameter has it."""
+        return self.gathered if self.frozen is None else self.frozen
 
     def stop_keeping(self) -> None:
         """As before the first `empty_cache(keep=True)`: no casts of its weight are kept from call to call."""
@@ -174,9 +188,10 @@ class QLinear(nn.Linear):
     @property
     def recasts(self) -> bool:
         """Whether backward casts the weight again instead of keeping codes of it from forward on."""
-        if self.weight_codes != "auto":
-            return self.weight_codes == "recast"
-        return device_facts(self.weight.device.type, self.weight.device.index).type != "cpu"
+        return self._recasts_on(self.weight.device)
+
+    def _recasts_on(self, device: torch.device) -> bool:
+        return chosen(self.weight_codes, device_facts(device.type, device.index).type) == "recast"
 
     def kept_casts(self) -> list[Casts]:
         """The casts of its weight that it keeps from call to call."""
@@ -212,7 +227,7 @@ class QLinear(nn.Linear):
     @property
     def keeps_casts(self) -> bool:
         """Whether a cast of its weight serves a whole optimizer step, and could be made before the first input is seen."""
-        if self._recipe is None or self.is_suspended or self.steps is not None or self.gathered is not None:
+        if self._recipe is None or self.is_suspended or self.steps is not None or self.carried is not None:
             return False
         return any(self.plan(self.weight.device).w.serves_a_step)
 
@@ -221,15 +236,16 @@ class QLinear(nn.Linear):
         self._cache = WeightCache(casts, is_given=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gathered is not None:
+        carried = self.carried
+        if carried is not None:
             if not torch.compiler.is_compiling():
-                self.gathered.release(self.weight)
-            elif self.is_suspended or not (self.gathered.serves(self._recipe) and self.gathered.joins_graphs):
+                carried.release(self.weight)
+            elif self.is_suspended or not (carried.serves(self._recipe) and carried.joins_graphs):
                 return self._forward_eagerly(x)
         if self._recipe is None or self.is_suspended:
-            if self.gathered is None:
+            if carried is None:
                 return super().forward(x)
-            return nn.functional.linear(x, self.gathered.original(self.weight), self.bias)
+            return nn.functional.linear(x, carried.original(self.weight), self.bias)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         owner, local = x, None
@@ -239,10 +255,16 @@ class QLinear(nn.Linear):
 
             local = Locals(x, weight, bias, None if torch.compiler.is_compiling() else self._any_state())
             x, weight, bias, owner = local.x, local.weight, local.bias, local.owner
-        context = self.context(x, self._cache if torch.is_grad_enabled() else None)
+        context, inputs = self.context(x, self._cache if torch.is_grad_enabled() else None), None
         if not torch.compiler.is_compiling():
             if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self, owner)) is not None:
                 context.sources["x"] = [inputs]
+            if (window := self.window("x")) is not None:
+                context.x_window = self._window_key(window, inputs)
+            if context.cache is not None and context.cache.recasts and self._recipe.save == "quantized":
+                from narrowgauge.nn.kept_inputs import stays  # where codes of an input are kept
+
+                context.keeps_x = stays(x)
             if context.grads and self.training and (self.scaling or self.steps or self.sampling):
                 self.step_ended = False
                 self._expect_advance(weight)
@@ -252,6 +274,15 @@ class QLinear(nn.Linear):
             return y if local is None else local.wrap(y)
         finally:
             context.sources.pop("x", None)  # backward keeps the context, not the casts
+            if inputs is not None:
+                inputs.was_read(self)
+
+    def _window_key(self, window: AmaxHistory, inputs: InputCasts | None) -> Hashable:
+        """See `LinearContext.x_window`. From now on the window has seen the input."""
+        lineage, groups = window.lineage(), () if self.peers is None else tuple(map(id, self.peers.groups))
+        if self.training:
+            window.saw(next(NUMBERS) if inputs is None else inputs.number)
+        return None if inputs is None or lineage is None else (lineage, groups)
 
     @_disable_dynamo
     def _forward_eagerly(self, x: Tensor) -> Tensor:
@@ -267,24 +298,26 @@ class QLinear(nn.Linear):
             plan = plan_of(self._recipe, x.device)
             by_rows = self.peers is not None
             found = LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
-            if self.gathered is not None:
-                found.sources, found.cache = {"w": [self.gathered]}, self.gathered
+            found.keeps_x = not plan.x.transposes and not self._recasts_on(x.device)
+            if (carried := self.carried) is not None:
+                found.sources, found.cache = {"w": [carried]}, carried
             return found
-        cache = cache if self.gathered is None else self.gathered
+        cache = cache if self.carried is None else self.carried
         sources: dict[str, list[Any]] = {}
         if cache is not None:
             sources["w"] = [cache]
-            if self.precast is not None and self.gathered is None:
+            if self.precast is not None and self.carried is None:
                 sources["w"].insert(0, PrecastSource(self.precast, cache))
         if self.shared_inputs is not None:
             sources["gy"] = [self.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
+        plan = self.plan(x.device, wrapper(x, weight), wide and x.device.type == "cpu")
         return LinearContext(
-            self.plan(x.device, wrapper(x, weight), wide and x.device.type == "cpu"),
-            out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
+            plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             steps_version=() if steps is None or cache is None else steps.version(),
             stream=None if self.peers is None else self.peers.stream(x.device), by_rows=self.peers is not None,
+            keeps_x=not plan.x.transposes and not self._recasts_on(x.device),
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:
@@ -369,11 +402,24 @@ class QLinear(nn.Linear):
         """model.to(...), and all that moves or converts the weight: its casts are made anew."""
         super()._apply(fn, recurse)
         self.empty_cache()
+        if self.frozen is not None:
+            self.frozen.release(self.weight)
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As ever; a weight that was frozen as codes is in the state as these."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.frozen is not None:
+            destination.pop(f"{prefix}weight", None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As ever; but what a recipe added to the layer is not missing where it was saved without, and another's is told."""
+        whole = self._take_whole_weight(state_dict, prefix, rest[-1])
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.frozen is not None:
+            rest[2][:] = [key for key in rest[2] if key != f"{prefix}weight"]  # of the missing ones
+        if whole is not None:
+            state_dict[f"{prefix}weight"] = whole
         if self.gathered is not None:
             self.gathered.forget()
         if not self.weight.is_meta and any(each.is_meta for each in self._memory().values()):
@@ -398,6 +444,30 @@ class QLinear(nn.Linear):
                 stacklevel=2,
             )
 
+    def _take_whole_weight(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> Tensor | None:
+        """Removes a 16-bit weight for a frozen layer, which takes the codes of it, and codes for one that is not frozen, an error."""
+        frozen, key = f"{prefix}frozen.", f"{prefix}weight"
+        if self.frozen is None:
+            if taken := [each for each in state_dict if each.startswith(frozen)]:
+                for each in taken:
+                    state_dict.pop(each)
+                errors.append(
+                    f"{key} was saved as the codes of a frozen weight. Call narrowgauge.memory.freeze(model, patterns, codes=True) before "
+                    "loading, or save after narrowgauge.memory.thaw(model)."
+                )
+            return None
+        whole: Tensor | None = state_dict.pop(key, None)
+        if whole is None:
+            return None
+        if whole.shape != self.weight.shape:
+            errors.append(
+                f"size mismatch for {key}: {list(whole.shape)} in the state, {list(self.weight.shape)} in the model."
+            )
+        else:
+            self.frozen.write(self, whole.to(self.weight.device, self.weight.dtype))
+        state_dict.update({f"{frozen}{name}": own for name, own in self.frozen.state_dict().items()})
+        return whole
+
     def plan(self, device: torch.device, hidden_by: str = "", wide: bool = False) -> LinearPlan:
         """What its recipe means on a device, worked out once; see `LinearPlan.of`."""
         if (plan := self._plans.get((device, hidden_by, wide))) is None:
@@ -410,6 +480,8 @@ class QLinear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if self.frozen is not None:  # a copy of the weight has memory
+            self.frozen.release(self.weight)
         step_end.follow_layer(self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Everything works on plain tensors, so that torch.compile traces through.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +21,8 @@ from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Hadamard, Window
-from narrowgauge.scaling import WHOLE
+from narrowgauge.recipe import Cast, Current, Hadamard, Window
+from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key, Stream
@@ -68,12 +68,18 @@ class Casts:
 
     rows, cols  see the module
     amax        [1, 1], by which its window had it cast; None without a window
+    state       of the window that saw it
+    keys        (w) of the random numbers of its rows and cols, so that they can be cast again to the same bits
+    kept        (of x) what backward keeps of cols, the same tensors for all layers that share them
     codes       of a straight-through operand, with what backward keeps of them (straight_through.Coded)
     """
 
     rows: QTensor | Tensor | None = None
     cols: QTensor | Tensor | None = None
     amax: Tensor | None = None
+    state: Tensor | None = None
+    keys: dict[str, Any] = field(default_factory=dict)
+    kept: Saved | None = None
     codes: Any = None
 
     @property
@@ -117,6 +123,8 @@ class Operand:
         state = self.state if plan.is_delayed else None
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
             return
+        if state is not None and self._was_seen_by_another(state):
+            return
         if state is not None and plan.role == "w" and not self.context.records:
             # A weight may be another than the window saw: averaged, merged, copied in. Evaluation scales it by itself.
             if casts.amax is None:
@@ -128,17 +136,35 @@ class Operand:
                 from narrowgauge.ops.quantize.pair import quantize_pair
 
                 x, records = self.tensor, self.context.records
-                noise = (
-                    (self._noise(x, "rows"), self._noise(x.T, "cols"))
-                    if cast.rounding == "stochastic"
-                    else (None, None)
-                )
-                made = quantize_pair(x, cast, amax_state=state, records=records, cols=both, noise=noise)
+                noise: list[Any] = [None, None]
+                if cast.rounding == "stochastic":
+                    noise = [self._noise(x, "rows"), self._noise(x.T, "cols") if both else None]
+                made = quantize_pair(x, cast, amax_state=state, records=records, cols=both, noise=(noise[0], noise[1]))
                 casts.rows, casts.cols, casts.amax = made
+                casts.state = state
                 return
+        if state is None and casts.rows is None and self._remembers_amax:
+            casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
         if state is not None and casts.amax is None:
             amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             casts.amax = update_amax(state, amax, records=self.context.records)
+            casts.state = state
+
+    def _was_seen_by_another(self, state: Tensor) -> bool:
+        """Whether a window with the same numbers saw this tensor; then this one has seen what that one has."""
+        seen = self.casts.state
+        if self.plan.role != "x" or seen is None or seen is state:
+            return False
+        if self.context.records:
+            state.copy_(seen)
+        return True
+
+    @property
+    def _remembers_amax(self) -> bool:
+        """(w) whether backward, which casts it again, would read it once more for the amax that serves both its casts."""
+        plan, cache = self.plan, self.context.cache
+        is_whole = plan.rows is not None and plan.rows.is_per_tensor and isinstance(plan.rows.calibrate, Current)
+        return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and cache is not None and cache.recasts
 
     def _keeps_cols(self, cast: Cast) -> bool:
         """Whether what is made of t.T now will still be there when it is read."""
@@ -212,13 +238,20 @@ class Operand:
         if cast is None:
             return high_precision(x, self.context.out_dtype)
         noise = self._noise(x, which) if cast.rounding == "stochastic" else None
-        amax = self.casts.amax if isinstance(cast.calibrate, Window) else None
+        amax = self.casts.amax if isinstance(cast.calibrate, Window | Current) else None
         return self.plan.quantize(x, cast, amax, noise, expand)
 
     def _noise(self, x: Tensor, which: str) -> Tensor | Key:
         from narrowgauge.ops.random import draw  # where casts round stochastically alone
 
-        return draw(tuple(x.shape), x.device, self.context.stream, self.plan.role, which)
+        plan, keys = self.plan, self.casts.keys
+        rotate = plan.rows_rotate if which == "rows" else plan.cols_rotate
+        if plan.role != "w" or self.context.cache is None or (rotate is not None and rotate.signs == "random"):
+            return draw(tuple(x.shape), x.device, self.context.stream, plan.role, which)
+        if which == "cols" and which in keys:  # cast once a step, or again with the same numbers
+            return keys[which]
+        noise = draw(tuple(x.shape), x.device, self.context.stream, plan.role, which)
+        return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
 
     @property
     def rows_matter(self) -> bool:
@@ -231,21 +264,31 @@ class Operand:
     @property
     def keeps_codes(self) -> bool:
         """(x) whether the codes of x.T are kept for backward instead of x."""
-        return self.needs[1] and self.context.plan.recipe.save == "quantized"
+        return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.keeps_x
 
     def share_key(self) -> tuple[Any, ...] | None:
         """(x) what layers whose casts of the same tensor are equal have in common; None: nobody else's are."""
         plan, context, codes = self.plan, self.context, self.keeps_codes
         if plan.rows is None or not plan.shares_rows or (codes and not plan.shares_cols):
             return None
+        if plan.is_delayed and context.x_window is None:
+            return None
         kept = (plan.cols, plan.cols_rotate, plan.transposes) if codes else None
-        return plan.rows, plan.rows_rotate, plan.rows_expand, context.out_dtype, context.grads, kept
+        window = (context.x_window, context.records) if plan.is_delayed else None
+        return plan.rows, plan.rows_rotate, plan.rows_expand, context.out_dtype, context.grads, kept, window
 
     def saved(self) -> Saved:
         """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w."""
         casts, plan = self.casts, self.plan
         if plan.role != "x" or not self.keeps_codes:
             return casts.amax, self.tensor if plan.role == "w" or self.needs[1] else None
+        if casts.kept is None:
+            casts.kept = self._kept_codes()
+        return casts.amax, *casts.kept
+
+    def _kept_codes(self) -> Saved:
+        """(codes, scale, global scale) of x.T; scales that are powers of two as their exponents, a byte each."""
+        casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
             keeps_values = rows.is_expanded and rows.device.type == "cpu"
@@ -255,7 +298,8 @@ class Operand:
             casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
-        return casts.amax, codes.data, codes.scale, codes.global_scale
+        scale = to_exponents(codes.scale) if codes.cast.scale.power_of_two else codes.scale
+        return codes.data, scale, codes.global_scale
 
     def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
         """Itself, in backward, made without a tensor, as forward left it. shape: of t."""
@@ -267,6 +311,8 @@ class Operand:
         if codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
+            if plan.cols.scale.power_of_two:
+                scale = from_exponents(scale)
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
             casts.cols = QTensor(
                 data=tensor, scale=scale, cast=plan.cols, inner=-(-shape[0] // block) * block, global_scale=global_scale, checked=True,

@@ -41,7 +41,8 @@ class OperandPlan:
     *_rotate      the rotation of the product
     transposes    t.T needs no cast of its own: it is the cast of t, transposed
     pairs         both products read codes of the same cast, so that one read of t may give both (`ops.quantize.pair`)
-    shares_rows   whether layers that cast the same t get the same rows: no random numbers, and no scale from a layer's own state
+    shares_rows   whether layers that cast the same t get the same rows: no random numbers, and no scale from a layer's own state but
+                  a window, if theirs are the same
     shares_cols   and the same cols
     is_delayed    whether a window of earlier steps gives their scale
     kernels       the kernels chosen so far
@@ -100,7 +101,7 @@ def _draws(cast: Cast | None, rotate: Hadamard | None) -> bool:
 
 
 def _is_shareable(cast: Cast | None, rotate: Hadamard | None) -> bool:
-    has_own_scale = cast is not None and isinstance(cast.calibrate, Window | LearnedStep)
+    has_own_scale = cast is not None and isinstance(cast.calibrate, LearnedStep)
     return not has_own_scale and not _draws(cast, rotate)
 
 
@@ -186,6 +187,8 @@ class LinearContext:
     steps_version  changes whenever the learned steps do
     stream         where random numbers come from; None: torch's generator, in turn
     by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
+    x_window       what layers have in common whose windows of x hold the same numbers; None: nobody else's is known to
+    keeps_x        whether x is kept for backward, and cast again, although the recipe keeps codes; see `kept_inputs`
     """
 
     plan: LinearPlan
@@ -200,3 +203,5 @@ class LinearContext:
     steps_version: tuple[int, ...] = ()
     stream: Stream | None = None
     by_rows: bool = False
+    x_window: Hashable | None = None
+    keeps_x: bool = False

@@ -114,6 +114,14 @@ def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = N
     return Key((low, high))
 
 
+def draws_keys(device: torch.device) -> bool:
+    """Whether `draw` gives a key there, in eager mode, and not a number for each element."""
+    if torch.compiler.is_compiling() or (wrapper() and dry_run_on() is None):
+        return False
+    facts = device_facts(device.type, device.index)
+    return facts.type == "cpu" or (facts.type == "cuda" and refuse_triton("cuda", facts.capability) is None)
+
+
 def _mix(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK

@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from narrowgauge.addresses import dry_run_on, wrapper
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim import shards
+from narrowgauge.optim.cpp.norm import Blocks
 
 
 @torch.no_grad()
@@ -38,8 +39,14 @@ def clip_gradients(
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    norm = gradient_norm(gradients, wide=wide, stages=stages)
+    blocks = Blocks.of(gradients) if wide else None
+    norm = gradient_norm(gradients, wide=wide, stages=stages, blocks=blocks)
     if largest is None or not trained:
+        return norm
+    if blocks is not None and math.isfinite(float(norm)):
+        factor = float(torch.clamp(largest / (norm + 1e-6), max=1.0))
+        if factor < 1.0:
+            blocks.multiply(factor)
         return norm
     if not any(map(shards.is_sharded, gradients)):
         clip_grads_with_norm_(trained, largest, norm)
@@ -54,10 +61,12 @@ def clip_gradients(
 
 
 @torch.no_grad()
-def gradient_norm(gradients: list[Tensor], *, wide: bool = False, stages: Any = None) -> Tensor:
-    """0-d float32. wide, stages: see `clip_gradients`."""
+def gradient_norm(
+    gradients: list[Tensor], *, wide: bool = False, stages: Any = None, blocks: Blocks | None = None
+) -> Tensor:
+    """0-d float32. wide, stages: see `clip_gradients`. blocks: the gradients once more, where nothing of them is sharded."""
     if stages is not None or (wide and gradients) or any(map(shards.is_sharded, gradients)):
-        return _norm_over_ranks(gradients, stages).to(torch.float32)
+        return _norm_over_ranks(gradients, stages, blocks).to(torch.float32)
     if gradients and gradients[0].is_cuda and not wrapper(*gradients):
         return _wide_norm(gradients).to(torch.float32)
     norm = get_total_norm(gradients)
@@ -66,9 +75,15 @@ def gradient_norm(gradients: list[Tensor], *, wide: bool = False, stages: Any = 
     return norm.to(torch.float32)
 
 
+def _square(gradients: list[Tensor]) -> Tensor:
+    return _wide_norm([shards.local(each) for each in gradients]).square()
+
+
 def _wide_norm(gradients: list[Tensor]) -> Tensor:
     """0-d float64, on the device of the first."""
     if gradients and all(device_facts(each.device.type, each.device.index).type == "cpu" for each in gradients):
+        if (blocks := Blocks.of(gradients)) is not None:
+            return blocks.square().sqrt()
         return sum((_square_on_cpu(each) for each in gradients), torch.zeros((), dtype=torch.float64)).sqrt()
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
@@ -84,7 +99,7 @@ def _square_on_cpu(x: Tensor) -> Tensor:
     return total
 
 
-def _norm_over_ranks(gradients: list[Tensor], stages: Any) -> Tensor:
+def _norm_over_ranks(gradients: list[Tensor], stages: Any, blocks: Blocks | None) -> Tensor:
     """0-d float64: one gather for each mesh whose axes cut gradients (for each such axis of it), and one over the stages."""
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
@@ -96,7 +111,7 @@ def _norm_over_ranks(gradients: list[Tensor], stages: Any) -> Tensor:
     own = shards.local(gradients[0]).device if gradients else _device_of(stages)
     total = torch.zeros((), dtype=torch.float64, device=own)
     for key, members in groups.items():
-        square = _wide_norm([shards.local(each) for each in members]).square()
+        square = _square(members) if blocks is None else blocks.square()
         total += square.to(own) if key is None else shards.sum_of_shards(square, members[0]).to(own)
     if stages is not None:
         found = [torch.empty_like(total) for _ in range(dist.get_world_size(stages))]

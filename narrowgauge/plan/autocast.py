@@ -1,4 +1,6 @@
-"""What torch's autocast does on a GPU and not on a CPU, where fake tensors are: these functions read their input in float32.
+"""What torch's autocast does on a device and not with fake tensors, which are on a CPU.
+
+On a GPU these functions read their input in float32. Attention reads 16 bits everywhere, but not the kernel that it is sent to here.
 
 (ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch 2.11 to 2.13, as far as models call them.)
 """
@@ -40,6 +42,19 @@ def widened(
         with torch.autocast("cpu", enabled=False):
             args, kwargs = tree_map(_wide, (args, kwargs))
     return args, kwargs
+
+
+def narrowed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an attention as autocast hands them on."""
+    if not torch.is_autocast_enabled("cpu"):
+        return args, kwargs
+    dtype = torch.get_autocast_dtype("cpu")
+
+    def narrow(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(narrow, (args, kwargs))
+    return changed
 
 
 def _wide(value: Any) -> Any:

@@ -117,7 +117,7 @@ def _one_step(step: Step, recorder: Recorder) -> None:
         recorder.begin("forward", is_forward=True)
         before = len(trace.allocations)
         loss = step.loss()
-        recorder.name("codes", _codes(step.model))
+        _name_codes(step.model, recorder)
         _name_saved(trace, before, recorder)
         recorder.begin("backward")
         loss.backward()
@@ -126,7 +126,7 @@ def _one_step(step: Step, recorder: Recorder) -> None:
     recorder.begin("step")
     step.update()
     recorder.name("states", step.states())
-    recorder.name("codes", _codes(step.model))
+    _name_codes(step.model, recorder)
 
 
 def _name_saved(trace: Trace, before: int, recorder: Recorder) -> None:
@@ -137,12 +137,11 @@ def _name_saved(trace: Trace, before: int, recorder: Recorder) -> None:
             allocation.part = "head" if names[allocation.phase] == "head" else "saved"
 
 
-def _codes(model: nn.Module) -> Iterator[Tensor]:
-    """The casts of weights that its layers keep from call to call."""
-    for module in model.modules():
-        if isinstance(module, QLinear):
-            for casts in module.kept_casts():
-                yield from casts.tensors()
+def _name_codes(model: nn.Module, recorder: Recorder) -> None:
+    """The casts of weights that its layers keep from call to call; a weight that a product takes as it is stays one."""
+    layers = [module for module in model.modules() if isinstance(module, QLinear)]
+    recorder.name("codes", (each for layer in layers for casts in layer.kept_casts() for each in casts.tensors()))
+    recorder.name("weights", model.parameters())
 
 
 def _mark_blocks(model: nn.Module, recorder: Recorder) -> int:

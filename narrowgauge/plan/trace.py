@@ -14,16 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.addresses import dry_run
+from narrowgauge.errors import ConfigError
 from narrowgauge.memory.measure import noting
 from narrowgauge.ops.registry import Device
-from narrowgauge.plan.autocast import widened
+from narrowgauge.plan.autocast import narrowed, widened
 
 
 @dataclass
@@ -111,10 +117,22 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        try:
+            found = func(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ConfigError(
+                f"plan: {self.recorder.modules[-1] or 'the model'} reads the values of a tensor ({name}, as .item(), int(x), x[mask] or "
+                "`if x > 0` do), and a plan has shapes alone. Let an argument or a shape decide there instead."
+            ) from error
+        except UnsupportedOperatorException as error:
+            raise ConfigError(
+                f"plan: {self.recorder.modules[-1] or 'the model'} calls {name}, of which torch does not know what it returns without "
+                "computing it. Register a fake implementation (torch.library.register_fake)."
+            ) from error
         for each in tree_leaves(found):
             if isinstance(each, Tensor):
-                self.recorder.saw(each, func._schema.name.removeprefix("aten::"))
+                self.recorder.saw(each, name)
         return found
 
 
@@ -133,6 +151,7 @@ class _OnDevice(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
+            args, kwargs = narrowed(args, kwargs)
             return self.attention(*args, **kwargs)
         if func is Tensor.backward:  # a mode is off within a function that it sees, and checkpointing computes there
             with self:

@@ -18,6 +18,7 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import (
     keep_freed_memory,
+    peak_bytes,
     refuse_without_compiler,
     reset_peak,
     use_own_caches,
@@ -27,6 +28,7 @@ from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.checkpoints import trained_weights
 from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
 from narrowgauge.train.parallel.spread import shared
+from narrowgauge.train.planning import of_run
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import TASKS, TrainTask
@@ -161,9 +163,14 @@ def _train_and_log(
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
+            settled = replace(config, checkpointing=trainer.policy)
+            memory_plan = ranks.first(lambda: of_run.planned(settled, device, trainer.feed.probe())) or {}
             known = run_metadata.of_run(trainer) | {"freed_memory": freed_memory}
+            known |= {"planned": memory_plan} if memory_plan else {}
             folder.write_run(known)
             run_metadata.announce(trainer, show, is_first)
+            if line := of_run.first_line(memory_plan):
+                show.say(line)
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
@@ -171,6 +178,8 @@ def _train_and_log(
                 folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
+            if line := of_run.last_line(memory_plan, peak_bytes(device) if has_own_peak else 0, device):
+                show.say(line)
             if reason == "finished":
                 weights = trained_weights(trainer.model, trainer.best)
                 ranks.first(

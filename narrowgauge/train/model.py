@@ -20,6 +20,7 @@ from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import widened
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
+from narrowgauge.nn.dropout import use_counted_dropout
 from narrowgauge.nn.float32_modules import SOFTMAX
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
@@ -66,6 +67,8 @@ def build(
             convert(model, kept)
     if config.fuse:
         fuse(model)
+    if device.type == "cpu":
+        use_counted_dropout(model)
     return model
 
 

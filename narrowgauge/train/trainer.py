@@ -73,14 +73,14 @@ class Trainer:
         self.nonfinite_counts: dict[tuple[str, str], int] = {}
         self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
+        self.policy, why = self._policy()  # before the model takes memory
         # What recipe "auto" chose when the run began: a resumed run computes the same.
         choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
         self.feed.share = ranks.layout.share(ranks.rank)
-        policy, why = self._policy()
         self.memory_notes, self.objective = step.ready(
-            replace(config, checkpointing=policy), task, self.model, self.precision, device, self.feed.probe,
+            replace(config, checkpointing=self.policy), task, self.model, self.precision, device, self.feed.probe,
             on_gpu=device.type == "cuda",
         )  # fmt: skip
         self.memory_notes = [*filter(None, [why]), *self.memory_notes]

@@ -89,6 +89,7 @@ def test_sharing_changes_no_bit(recipe):
         for mine, theirs in zip(step(together)[0], step(alone)[0], strict=True):
             assert_same(mine, theirs)
         ng.advance(together), ng.advance(alone)
+        assert_same(together.state_dict(), alone.state_dict())
 
 
 def test_one_copy_of_the_codes_is_kept():
@@ -96,6 +97,56 @@ def test_one_copy_of_the_codes_is_kept():
     of_x, of_w = TOKENS * WIDTH * 5 // 8 + 4, 4
     assert step(built("int4-hq-bs"))[1] == of_x + 3 * of_w
     assert step(built("int4-hq-bs", shared=False))[1] == 3 * (of_x + of_w)
+
+
+def test_windows_that_hold_the_same_share_casts_and_others_do_not():
+    """One copy of x's codes (float32 on a CPU) beside three amax; from a state that was loaded as well."""
+    alone, together = 3 * TOKENS * WIDTH * 4, TOKENS * WIDTH * 4
+    model = built("fp8-delayed")
+    for _ in range(3):
+        assert together <= step(model)[1] < together + 300
+        ng.advance(model)
+    loaded = built("fp8-delayed")
+    loaded.load_state_dict(model.state_dict())
+    assert step(loaded)[1] < together + 300
+    ng.advance(loaded)
+    loaded.q.scaling["x"].history[0] *= 2
+    assert 2 * together <= step(loaded)[1] < 2 * together + 300, "of k and v alone"
+    other = built("fp8-delayed")
+    other.k(torch.randn(TOKENS, WIDTH))
+    step(other)  # who reads last is known from the pass before
+    assert 2 * together <= step(other)[1] < 2 * together + 300, "k saw what q and v did not"
+    assert step(built("fp8-delayed", shared=False))[1] >= alone
+
+
+def test_windows_that_share_end_as_those_that_do_not():
+    """With other tensors in between, several micro-batches and evaluation (exact)."""
+    together, alone = built("fp8-delayed"), built("fp8-delayed", shared=False)
+    for number in range(4):
+        for model in (together, alone):
+            torch.manual_seed(number)
+            for _ in range(number % 2 + 1):
+                model(torch.randn(TOKENS, WIDTH, requires_grad=True)).sum().backward()
+            if number == 1:
+                model.v(torch.randn(TOKENS, WIDTH) * 3)
+            with torch.no_grad():
+                model.eval()(torch.randn(TOKENS, WIDTH) * 9)
+            ng.advance(model.train())
+        assert_same(together.state_dict(), alone.state_dict())
+
+
+def test_casts_go_with_the_last_reader_of_the_pass_before():
+    """x itself may live on, where it is kept for backward."""
+    model = built("fp8-row")
+    shared, x = model.q.shared_inputs, torch.randn(TOKENS, WIDTH)
+    model(x)
+    assert shared._entry.made
+    ng.advance(model)
+    model(x)
+    assert not shared._entry.made and [each.reads_last for each in (model.q, model.k, model.v)] == [False, False, True]
+    model.q(x)
+    model.v(x * 2)
+    assert [each.reads_last for each in (model.q, model.k, model.v)] == [True, False, True]
 
 
 @pytest.mark.parametrize("through", ["reentrant", "non-reentrant"])

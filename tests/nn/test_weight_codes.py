@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
@@ -12,10 +14,11 @@ from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import Device
+from narrowgauge.recipe import Gemm, Recipe
 from tests.compare import assert_same
 
 
-def trained(recipe: str, weight_codes: str, again: bool = False) -> tuple[list[Tensor], nn.Module]:
+def trained(recipe: str | Recipe, weight_codes: str, again: bool = False) -> tuple[list[Tensor], nn.Module]:
     """Outputs and gradients of three steps of two micro-batches, then all state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
@@ -46,6 +49,69 @@ def test_casting_again_changes_no_bit(recipe, again):
     kept, _ = trained(recipe, "step", again)
     recast, _ = trained(recipe, "recast", again)
     assert_same(recast, kept)
+
+
+def drawing(rounding: str = "stochastic") -> Recipe:
+    """Weights rounded by chance: no recipe of ours has them."""
+    cast = recipes.FP8_ROW.output.lhs
+    drawn = Gemm(lhs=cast, rhs=replace(cast, rounding=rounding))
+    return replace(recipes.FP8_ROW, name="drawing", output=drawn, grad_input=drawn)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpointed"])
+def test_the_key_of_the_noise_is_kept_instead_of_codes(again):
+    kept, _ = trained(drawing(), "step", again)
+    recast, model = trained(drawing(), "recast", again)
+    assert_same(recast, kept)
+    model(torch.randn(8, 64, requires_grad=True))
+    (casts,) = model[0].kept_casts()
+    assert casts.is_empty and not list(casts.tensors()) and list(casts.keys) == ["rows"]
+    assert not all(map(torch.equal, recast, trained(drawing("nearest"), "recast", again)[0]))
+
+
+def saved_of(y: Tensor) -> list[UntypedStorage]:
+    """What the graph of y keeps, without hooks, each memory once."""
+    found, seen, nodes = {}, set(), [y.grad_fn]
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        named = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        for each in (*named, *getattr(node, "saved_tensors", ())):
+            if isinstance(each, Tensor):
+                found[each.untyped_storage().data_ptr()] = each.untyped_storage()
+        nodes += [each for each, _ in node.next_functions]
+    return list(found.values())
+
+
+class Attention(nn.Module):
+    """One head, whose output is read as it lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each[None, None] for each in self.qkv(x).chunk(3, dim=-1))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).view(len(x), 64))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+def test_nothing_is_kept_beside_the_output_of_attention(recipe):
+    """The same bits; and one copy less, 4 bytes per element on a CPU, and a scale, of the recipes that keep codes."""
+    found, kept = [], []
+    for weight_codes in ("step", "recast"):
+        torch.manual_seed(0)
+        model = ng.convert(Attention(), recipe, weight_codes=weight_codes)
+        ng.advance(model)
+        x = torch.randn(48, 64, requires_grad=True)
+        y = model(x)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, *(each.grad for each in model.parameters())])
+        y = model(x)
+        kept.append(sum(each.nbytes() for each in saved_of(y)))
+    assert_same(*found)
+    assert kept[0] - kept[1] == 48 * 64 * 4 + 4
 
 
 def test_nothing_is_kept_between_forward_and_backward():

@@ -274,6 +274,7 @@ class TrainConfig:
     timeout_s: float = RUN(600.0, "Seconds that a rank waits for the others before it takes one for dead.", Range(1, 86400))
     tensor_every: int = RUN(50, "Steps between tensor statistics; 0: none.", COUNT_OR_ZERO)
     launches_at: int = RUN(30, "Step whose idle time on a GPU is measured, or the next if its tensors are read; 0: none.", COUNT_OR_ZERO)
+    plan: str = RUN("auto", "Whether memory is planned before the first step: auto, on a GPU.", OneOf(("auto", "always", "never")))
     tensorboard: bool = RUN(False, "Write TensorBoard events to the run folder too.")
     compare: str = RUN("", "Recipe of a second run on the same data to compare with, as bf16; empty: none.")
     sample_tokens: int = RUN(64, "Tokens of the sample written at each evaluation; 0: none.", Range(0, 2**20), tasks=WRITING)

@@ -11,9 +11,8 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.registry import Device
-from narrowgauge.plan.cards import Card
 from narrowgauge.plan.forecast import Forecast
+from narrowgauge.plan.room import KEPT_FREE, Room
 from narrowgauge.plan.text import gib
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.settings import TrainConfig
@@ -21,38 +20,8 @@ from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, Technique, lines
 
-KEPT_FREE = 0.02  # of what a card can give: for what lies between segments, and kernels' workspaces
 MOST_ROWS = 2**16
 MOST_COUNTS = 6  # of a search for the largest batch
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-
-
-@dataclass(frozen=True)
-class Room:
-    """The memory of a card, or none that is known."""
-
-    name: str
-    memory: int
-    usable: int
-    device: Device
-
-    @classmethod
-    def of(cls, card: Card, stand_in: Device) -> Room:
-        return cls(card.name, card.memory, card.usable, card.device or stand_in)
-
-    def fits(self, found: Forecast) -> bool:
-        return found.allocated * (1 + max(found.allocated_error, KEPT_FREE)) <= self.usable
-
-    def verdict(self, found: Forecast) -> str:
-        if not self.usable:
-            return "No card is named."
-        spare = self.usable - found.allocated
-        if not self.fits(found):
-            words = f"{gib(-spare)} too much" if spare < 0 else f"only {gib(spare)} would be free"
-            return f"It does not fit: {words}."
-        if found.reserved > self.usable:
-            return f"It fits, tightly: set {EXPANDABLE}, else up to {gib(found.reserved)} may be reserved."
-        return f"It fits, with {gib(spare)} to spare."
 
 
 @dataclass
@@ -72,13 +41,10 @@ class Answers:
         """In JSON's types; keys as docs/planner.md has them."""
         config, shape, room = self.config, self.shape(), self.room
         found = self.counts.of(config)
-        answer = {
+        answer: dict[str, Any] = {
             "run": f"{config.recipe}{elsewhere(config.layers_recipe)} ({config.precision}, {config.optimizer} with {config.states} states)",
-            "card": {"name": room.name, "memory_bytes": room.memory, "usable_bytes": room.usable},
             "batch": {"rows": shape.rows, "width": shape.width, "micro_batches": config.micro_batches},
-            **found.as_dict(),
-            "fits": room.fits(found) if room.usable else None,
-            "verdict": room.verdict(found),
+            **room.answer(found),
         }
         if room.usable:
             answer["largest"] = self.largest_batch(shape)

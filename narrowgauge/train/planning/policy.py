@@ -10,10 +10,10 @@ import torch
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory import Choice, cheapest
 from narrowgauge.ops.registry import device_facts
+from narrowgauge.plan.room import KEPT_FREE
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning.counts import Counts
 
-KEPT_FREE = 0.02  # of it: what lies between an allocator's segments, kernels' workspaces
 MEMORY, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -31,9 +31,10 @@ def chosen(config: TrainConfig, counts: Counts, usable_bytes: int) -> Choice:
 
 
 def available_bytes(device: torch.device) -> int:
-    """What a run can have now: what is free on a GPU; of the machine's memory what is available, within a control group's limit."""
+    """What a run can have now: what is free on a GPU, or torch holds and does not use; of the machine's memory what is available, within a control group's limit."""
     if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free: int = torch.cuda.mem_get_info(device)[0] + unused
         return free
     try:
         line = next(each for each in MEMORY.read_text().splitlines() if each.startswith("MemAvailable:"))

@@ -97,7 +97,10 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         ({"from_scratch": True}, "from_scratch = true: needs model"),
         ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
         ({"cuda_graph": True, "checkpointing": "full"}, "cuda_graph = true: does not work with checkpointing = 'full'"),
-        ({"recipe": "auto", "checkpointing": "auto"}, "checkpointing = 'auto': counts a step before the run, and recipe = 'auto'"),
+        (
+            {"recipe": "auto", "checkpointing": "auto"},
+            "checkpointing = 'auto': counts a step before the run, and recipe = 'auto'",
+        ),
         ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
     ],
 )

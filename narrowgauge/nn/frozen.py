@@ -1,0 +1,202 @@
+"""A weight that does not train, as the codes of its forward cast alone: [N, K] codes and their scales, and no 16-bit copy.
+
+    output       codes as they are: the bits of the layer before, whose cast of its weight they are
+    grad_input   codes turned, where the cast of w.T is the cast of w transposed (one scale per tensor, square tiles): the same bits too
+                 else w is decoded, for the length of one product, and cast along its other axis
+
+From now on the weight is what its codes decode to. Casting that along the other axis loses nothing more where scales are powers of two
+(fp8-row, mxfp8) and 2 to 3 dB of grad_input's weight where they are float32 (int8).
+
+Kept: a byte per weight, or half of one, and scales, of powers of two a byte each (E8M0). Parameter `weight` stays, with its shape and type,
+and reads as NaN: whoever multiplies by it without the layer's codes sees it. In the place of `weight` the state of a layer has the exact
+bytes, `frozen.codes` and `frozen.scale`, and `frozen.words`, those for the cast that made them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.nn.amax_history import LayerState
+from narrowgauge.nn.operands import Casts, Operand, Rotation, find
+from narrowgauge.nn.plan import OperandPlan
+from narrowgauge.ops.quantize import dequantize
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import LearnedStep, Recipe
+from narrowgauge.scaling import from_exponents, to_exponents
+
+QLinear = Any  # nn.linear has what this holds
+
+
+class FrozenWeight(LayerState):
+    """The codes of one layer's weight; a source of its casts, as gathered codes are (distributed.weights)."""
+
+    is_gathered, recasts, joins_graphs = True, False, False
+    codes: Tensor  # uint8
+    scale: Tensor
+    words: Tensor
+    global_scale: Tensor | None
+
+    def __init__(self, layer: QLinear) -> None:
+        """Of a layer for which `refuse` has no reason. Its weight keeps its numbers until `release`."""
+        super().__init__()
+        self.recipe: Recipe = layer.recipe
+        found = _cast(layer, layer.weight)
+        self.cast, self.inner, self.columns = found.cast, found.inner, layer.in_features
+        self.rotate = self.recipe.output.rotate
+        scale = to_exponents(found.scale) if self.cast.scale.power_of_two else found.scale
+        self.register_buffer("codes", found.data.contiguous().view(torch.uint8))
+        self.register_buffer("scale", scale.contiguous())
+        self.register_buffer("global_scale", found.global_scale)
+        self.register_buffer("words", torch.tensor(list(str(self.cast).encode()), dtype=torch.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.buffers())
+
+    @property
+    def quantized(self) -> QTensor:
+        scale = from_exponents(self.scale) if self.cast.scale.power_of_two else self.scale
+        return QTensor(
+            data=self.codes.view(self.cast.format.storage),
+            scale=scale,
+            cast=self.cast,
+            inner=self.inner,
+            global_scale=self.global_scale,
+            checked=True,
+        )
+
+    def write(self, layer: QLinear, weight: Tensor) -> None:
+        """Takes the codes of another weight, [N, K]."""
+        found = _cast(layer, weight)
+        self.codes.copy_(found.data.contiguous().view(torch.uint8))
+        self.scale.copy_(to_exponents(found.scale) if self.cast.scale.power_of_two else found.scale)
+        if self.global_scale is not None and found.global_scale is not None:
+            self.global_scale.copy_(found.global_scale)
+
+    def reset_parameters(self) -> None:
+        """Of what arrives from the meta device nothing is known."""
+        self.codes.zero_()
+        self.scale.zero_()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As ever; but codes of another cast are refused, which mean other numbers."""
+        given = state_dict.get(f"{prefix}words")
+        if given is not None and given.tolist() != self.words.tolist():
+            made_by = bytes(given.tolist()).decode()
+            rest[-1].append(
+                f"{prefix}codes were made by the cast '{made_by}', recipe {self.recipe.name!r} has '{self.cast}'. Convert to the recipe "
+                "under which the weight was frozen, or save after narrowgauge.memory.thaw(model)."
+            )
+            state_dict = {name: each for name, each in state_dict.items() if not name.startswith(prefix)} | {
+                f"{prefix}{name}": each for name, each in self.named_buffers()
+            }
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
+        if any(each.is_meta for each in self.buffers()):
+            raise ConfigError(
+                "The codes of a frozen weight are on the meta device, without numbers. Load the weights first, and freeze then."
+            )
+        return super()._apply(fn, recurse)
+
+    # --- as a source of casts, and as the layer's weight
+
+    def serves(self, recipe: Recipe | None) -> bool:
+        return recipe is self.recipe
+
+    def forget(self) -> None:
+        """Nothing is made of them that could be forgotten."""
+
+    def release(self, weight: Tensor) -> None:
+        """The weight reads as NaN, and has no memory. ConfigError if it is to train."""
+        if weight.requires_grad:
+            raise ConfigError(
+                f"A weight {list(weight.shape)} is to train, but was frozen as {self.cast.format} codes. Call narrowgauge.memory.thaw("
+                "model, patterns) first, which gives back what they decode to, and requires_grad_() then."
+            )
+        if any(weight.stride()):
+            weight.data = weight.new_full((1, 1), float("nan")).expand(weight.shape)
+
+    def lookup(self, operand: Operand) -> Casts:
+        """What the product of this pass reads; nothing is kept."""
+        plan = operand.plan
+        if not operand.is_restored:
+            operand.is_carrier = True
+            found = self.quantized
+            # Its window, if it has one, saw the weight when it was cast: it scales by the largest number that the codes hold.
+            amax = found.scale.amax().reshape(1, 1) * self.cast.format.max if plan.is_delayed else None
+            return Casts(rows=_expanded(found, plan.rows_expand), amax=amax)
+        if not operand.needs[0]:
+            return Casts()
+        if self._turns(plan):
+            operand.is_carrier = True
+            return Casts(cols=_expanded(_turned(self.quantized), plan.cols_expand))
+        operand.tensor = self.decoded(operand.tensor.dtype)
+        return Casts()
+
+    def _turns(self, plan: OperandPlan) -> bool:
+        is_same = plan.cols == self.cast and plan.rows_rotate is None and plan.cols_rotate is None
+        return is_same and self.cast.is_symmetric and self.cast.rounding == "nearest"
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """[N, K], rounded to dtype; of float16, which cannot hold what its largest numbers round up to, to float32."""
+        values = dequantize(self.quantized)
+        if self.rotate is not None:
+            from narrowgauge.ops.hadamard import unrotate
+
+            values = unrotate(values, self.rotate, self.columns, Rotation.draw(self.rotate, values).signs)
+        return values if dtype == torch.float16 else values.to(dtype)
+
+    def original(self, weight: Tensor) -> Tensor:
+        """For a layer that computes as an ordinary Linear."""
+        return self.decoded(weight.dtype).to(weight.dtype)
+
+
+def refuse(layer: QLinear) -> str:
+    """Why a layer's weight cannot be kept as codes alone, a clause; '' if it can."""
+    recipe: Recipe | None = layer.recipe
+    if recipe is None:
+        return "no recipe casts it"
+    if layer.gathered is not None or type(layer.weight).__name__ == "DTensor":
+        return "ranks share it"
+    if recipe.backward == "straight-through":
+        return f"{recipe.name} multiplies straight-through, which needs the weight in backward"
+    cast = recipe.output.rhs
+    if cast is None:
+        return f"{recipe.name} takes it in 16 bits"
+    if cast.rounding != "nearest" or isinstance(cast.calibrate, LearnedStep):
+        return f"its cast {cast} is not the same at every step"
+    if recipe.output.rotate is not None and recipe.output.rotate.signs == "random":
+        return "a rotation with new signs at every product comes before its cast"
+    if layer.weight.is_meta:
+        return "it is on the meta device, without numbers"
+    return ""
+
+
+@torch.no_grad()
+def _cast(layer: QLinear, weight: Tensor) -> QTensor:
+    """The rows that `output` would read of such a weight, as codes."""
+    context = layer.context(weight)
+    context.sources, context.cache = {}, None
+    operand = find("w", weight.detach(), context, (False, False), layer.amax_state("w"))
+    found = operand.rows(Rotation.draw(context.plan.w.rows_rotate, weight))
+    assert isinstance(found, QTensor)
+    return found.compact()
+
+
+def _expanded(found: QTensor, expand: torch.dtype | None) -> QTensor:
+    return found if expand is None else found.expanded(expand)
+
+
+def _turned(found: QTensor) -> QTensor:
+    """The transposed tensor, in its own row-major order."""
+    codes = (
+        found.cast.format.pack(found.one_to_a_byte().T.contiguous()) if found.is_packed else found.data.T.contiguous()
+    )
+    return QTensor(
+        data=codes, scale=found.scale.T, cast=found.cast, inner=found.shape[0], global_scale=found.global_scale, checked=True
+    )  # fmt: skip

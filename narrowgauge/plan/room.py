@@ -1,0 +1,68 @@
+"""Whether what a step needs fits a card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowgauge.ops.registry import Device, device_facts
+from narrowgauge.plan.cards import CARDS, CONTEXT, card, of_memory
+from narrowgauge.plan.forecast import Forecast
+from narrowgauge.plan.text import gib
+
+KEPT_FREE = 0.02  # of what a card can give: for what lies between segments, and kernels' workspaces
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a card, or none that is known."""
+
+    name: str
+    memory: int
+    usable: int
+    device: Device
+
+    @classmethod
+    def of(cls, card_name: str, memory: str, place: str = "auto") -> Room:
+        """The card that is named, of a memory that is named; else the GPU `place` of this machine; else one of unknown memory.
+
+        Of a card without kernels here, and of none, those of Hopper are counted.
+        """
+        hopper = CARDS["h100"].device
+        assert hopper is not None
+        if card_name or memory:
+            named = card(card_name) if card_name else None
+            found = of_memory(memory, named) if memory else named
+            assert found is not None
+            return cls(found.name, found.memory, found.usable, found.device or hopper)
+        if place != "cpu" and torch.cuda.is_available():
+            index = torch.device(place).index or 0 if place.startswith("cuda") else 0
+            total = torch.cuda.get_device_properties(index).total_memory
+            return cls(torch.cuda.get_device_name(index), total, total - CONTEXT, device_facts("cuda", index))
+        return cls("a GPU like an H100", 0, 0, hopper)
+
+    def fits(self, found: Forecast) -> bool:
+        return found.allocated * (1 + max(found.allocated_error, KEPT_FREE)) <= self.usable
+
+    def verdict(self, found: Forecast) -> str:
+        if not self.usable:
+            return "No card is named."
+        spare = self.usable - found.allocated
+        if not self.fits(found):
+            words = f"{gib(-spare)} too much" if spare < 0 else f"only {gib(spare)} would be free"
+            return f"It does not fit: {words}."
+        if found.reserved > self.usable:
+            return f"It fits, tightly: set {EXPANDABLE}, else up to {gib(found.reserved)} may be reserved."
+        return f"It fits, with {gib(spare)} to spare."
+
+    def answer(self, found: Forecast) -> dict[str, Any]:
+        """The part of an answer that every plan has (`text.rendered`)."""
+        return {
+            "card": {"name": self.name, "memory_bytes": self.memory, "usable_bytes": self.usable},
+            **found.as_dict(),
+            "fits": self.fits(found) if self.usable else None,
+            "verdict": self.verdict(found),
+        }
