@@ -49,7 +49,7 @@ def with_layers(sizes: Any, layers: int) -> dict[str, Any]:
 
 def _differing(config: TrainConfig) -> str:
     """Which setting makes blocks differ by their numbers, a clause, or ''."""
-    if re.fullmatch(r"every-(?!1$).*|budget:.*", config.checkpointing):
+    if re.fullmatch(r"sqrt|every-(?!1$).*|budget:.*", config.checkpointing):
         return f"checkpointing = {config.checkpointing!r} treats its blocks differently"
     numbered = {
         "recipes": config.layers_recipe.keys(), "freeze": [config.freeze], "switch": [config.switch.partition("@")[0]],

@@ -91,8 +91,12 @@ SELECTIVE = Technique(
     "what lies between products is computed again, about 6 % more time; the same bits", 0, 0.06,
 )  # fmt: skip
 FULL = Technique(
-    "full checkpointing", lambda config: {"checkpointing": "full"},
+    "full checkpointing", lambda config: {"checkpointing": "full"} if config.checkpointing in ("none", "selective") else {},
     "blocks are computed again, about a quarter more time; the same bits", 0, 0.25,
+)  # fmt: skip
+SQRT = Technique(
+    "checkpointing in segments", lambda config: {"checkpointing": "sqrt"},
+    "most blocks are computed again twice, about half more time; the same bits", 0, 0.45,
 )  # fmt: skip
 EIGHT = Technique("8-bit states", _states("8bit"), "no slower; moments rounded to 8 bits (docs/optimizers.md)", 1, 0.0)
 EMBEDDINGS = Technique(
@@ -119,6 +123,20 @@ COMPRESS = Technique(
 )  # fmt: skip
 
 # The cheapest first: what changes no number by what it costs in time, then what changes more and more of them.
-CHEAPEST_FIRST = (FUSE, SLICES, HALVE, ROWS, SELECTIVE, EIGHT, EMBEDDINGS, STOCHASTIC, FP8_SAVES, FULL, FOUR, COMPRESS)
+CHEAPEST_FIRST = (
+    FUSE,
+    SLICES,
+    HALVE,
+    ROWS,
+    SELECTIVE,
+    EIGHT,
+    EMBEDDINGS,
+    STOCHASTIC,
+    FP8_SAVES,
+    FULL,
+    SQRT,
+    FOUR,
+    COMPRESS,
+)
 # From a big card to a small one, each with those before it (docs/limited-memory.md).
 ROAD = (FUSE, FP8_SAVES, EIGHT, EMBEDDINGS, STOCHASTIC, SLICES, FULL, FOUR, HALVE, ROWS)
