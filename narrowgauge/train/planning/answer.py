@@ -50,7 +50,7 @@ class Answers:
             "batch": {"rows": shape.rows, "width": shape.width, "micro_batches": config.micro_batches},
             **room.answer(found),
         }
-        if room.card is not None and config.parallel == "":
+        if room.card is not None and not config.parallel:
             answer["time"] = self.time(found, shape, room.card)
         if room.usable:
             answer["largest"] = self.largest_batch(shape)

@@ -92,10 +92,18 @@ SELECTIVE = Technique(
     "what lies between products is computed again, about 6 % more time; the same bits", 0, 0.06,
 )  # fmt: skip
 FULL = Technique(
-    "full checkpointing", lambda config: {"checkpointing": "full"},
+    "full checkpointing", lambda config: {"checkpointing": "full"} if config.checkpointing in ("none", "selective") else {},
     "blocks are computed again, about a quarter more time; the same bits", 0, 0.25,
 )  # fmt: skip
+SQRT = Technique(
+    "checkpointing in segments", lambda config: {"checkpointing": "sqrt"},
+    "most blocks are computed again twice, about half more time; the same bits", 0, 0.45,
+)  # fmt: skip
 EIGHT = Technique("8-bit states", _states("8bit"), "no slower; moments rounded to 8 bits (docs/optimizers.md)", 1, 0.0)
+IN_BACKWARD = Technique(
+    "step in backward", lambda config: {"step_in_backward": True, "clip_by": "previous" if config.clip else ""},
+    "no slower; clipped by the norm of the step before, and no gradient is kept", 1, 0.0,
+)  # fmt: skip
 EMBEDDINGS = Technique(
     "embeddings' states too", _small_embeddings, "no slower; rare words have rounded moments too", 1, 0.0
 )
@@ -120,6 +128,8 @@ COMPRESS = Technique(
 )  # fmt: skip
 
 # The cheapest first: what changes no number by what it costs in time, then what changes more and more of them.
-CHEAPEST_FIRST = (FUSE, SLICES, HALVE, ROWS, SELECTIVE, EIGHT, EMBEDDINGS, STOCHASTIC, FP8_SAVES, FULL, FOUR, COMPRESS)
+CHEAPEST_FIRST = (
+    FUSE, SLICES, HALVE, ROWS, SELECTIVE, EIGHT, EMBEDDINGS, STOCHASTIC, FP8_SAVES, IN_BACKWARD, FULL, SQRT, FOUR, COMPRESS,
+)  # fmt: skip
 # From a big card to a small one, each with those before it (docs/limited-memory.md).
-ROAD = (FUSE, FP8_SAVES, EIGHT, EMBEDDINGS, STOCHASTIC, SLICES, FULL, FOUR, HALVE, ROWS)
+ROAD = (FUSE, FP8_SAVES, EIGHT, EMBEDDINGS, STOCHASTIC, SLICES, IN_BACKWARD, FULL, FOUR, HALVE, ROWS)
