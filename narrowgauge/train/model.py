@@ -20,6 +20,7 @@ from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.switching import widened
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
+from narrowgauge.nn.dropout import use_counted_dropout
 from narrowgauge.nn.float32_modules import SOFTMAX
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
@@ -29,7 +30,7 @@ from narrowgauge.train.attention import use_float32_attention, use_float32_softm
 from narrowgauge.train.checkpoint.state import seed_all
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config import switch_syntax
-from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
+from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
 from narrowgauge.train.console import tell
 from narrowgauge.train.model_files import quiet, refuse_foreign_code
 
@@ -65,7 +66,9 @@ def build(
         if kept:
             convert(model, kept)
     if config.fuse:
-        fuse(model)
+        fuse(model, config.save if config.save in FUSED_SAVES else None)  # type: ignore[arg-type]
+    if device.type == "cpu":
+        use_counted_dropout(model)
     return model
 
 
@@ -83,7 +86,7 @@ def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | None:
 def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
     """The recipe called `name` with the run's `save` option."""
     recipe = recipes.get(name)
-    if not config.save or recipe.grad_weight.rhs is None:
+    if config.save in ("", *FUSED_SAVES) or recipe.grad_weight.rhs is None:
         return recipe
     return replace(recipe, save=config.save)  # type: ignore[arg-type]
 

@@ -1,0 +1,93 @@
+"""Norm and clipping of gradients on the CPU, in two passes over memory: norm.cpp.
+
+    square()      sum of squares in float64: of blocks of 4,096 elements, and of those; one read
+    multiply(c)   x = round(x c), as torch's product; one read and one write of the blocks that hold anything but zeros
+
+The gradient of an embedding is nearly all zeros: rows of words that the batch does not have. torch takes a call for each tensor and each
+piece of one, and copies pieces to float64: 6 ms for the 22.7 million parameters of MiniLM on two threads, where one read takes 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from narrowgauge.addresses import address, dry_run_on, wrapper
+from narrowgauge.errors import BackendError
+from narrowgauge.ops.cpp import build
+
+BLOCK = 4096
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Blocks:
+    """Tensors as blocks. `of` gives None for what the kernel does not take."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        counts = [-(-each.numel() // BLOCK) for each in tensors]
+        self.count, self.elements = sum(counts), sum(each.numel() for each in tensors)
+        starts = [0, *accumulate(counts[:-1])]
+        columns = (
+            starts,
+            [each.numel() for each in tensors],
+            map(address, tensors),
+            [DTYPES[each.dtype] for each in tensors],
+        )
+        self._given = [torch.tensor(list(each), dtype=torch.int64, device="cpu") for each in columns]
+        self._sums = torch.zeros(self.count, dtype=torch.float64, device="cpu")
+        self._tensors = tensors  # whose memory is read
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Blocks | None:
+        """Of dense float32 and bfloat16 tensors in the CPU's memory; those without elements are left out."""
+        tensors = [each for each in tensors if each.numel()]
+        if not tensors or dry_run_on() is not None or wrapper(*tensors) or torch.compiler.is_compiling() or refuse():
+            return None
+        fit = all(each.device.type == "cpu" and each.dtype in DTYPES and each.is_contiguous() for each in tensors)
+        return cls(tensors) if fit and not any(map(torch._is_zerotensor, tensors)) else None
+
+    def square(self) -> Tensor:
+        """0-d float64."""
+        return self.squares().sum()
+
+    def squares(self) -> Tensor:
+        """float64 [blocks], in the order of the tensors."""
+        self._call("squares")
+        return self._sums
+
+    def multiply(self, factor: float) -> None:
+        """After `square`, in place."""
+        self._call("multiply", factor)
+
+    def _call(self, name: str, *more: float) -> None:
+        function = getattr(_library(), f"narrowgauge_{name}")
+        count = max(min(build.parts(self.elements), self.count), 1)
+        pointers = [address(each) for each in self._given]
+        edges = [self.count * k // count for k in range(count + 1)]
+        tensors, sums = len(self._tensors), address(self._sums)
+        build.in_shares(count, lambda k: function(edges[k], edges[k + 1], *pointers, tensors, sums, *more))
+
+
+@cache
+def refuse() -> str:
+    """Why the library cannot be used here, or ''. A build that fails is not tried again."""
+    try:
+        _library()
+    except BackendError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = build.library("narrowgauge.optim.cpp", ("norm.cpp",), "the norm of gradients", "leave it to torch")
+    shared = (ctypes.c_int64, ctypes.c_int64, *(ctypes.c_void_p,) * 4, ctypes.c_int64, ctypes.c_void_p)
+    library.narrowgauge_squares.argtypes, library.narrowgauge_squares.restype = shared, None
+    library.narrowgauge_multiply.argtypes = (*shared, ctypes.c_float)
+    library.narrowgauge_multiply.restype = None
+    return library
