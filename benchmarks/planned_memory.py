@@ -5,13 +5,8 @@
 
 Every row is two optimizer steps counted under fake tensors (`narrowgauge.plan.count`), the peak of the second. `expected` is
 
-<<<<<<< HEAD
-    ours       today's count, so that a change of it is seen; on 2026-11-22 the first eight were what an independent counter of
-               allocations had found (results/planned_memory.jsonl), before attention's output was cast again instead of kept (-0.5 GiB)
-=======
     ours       what an independent counter of allocations had found for the same step before narrowgauge/plan was written
                (86.1 ... 61.3), less what is not kept any more since, or the figure of docs/limited-memory.md
->>>>>>> main
     torchtune  its README, "Optimization flags", of 2024-11-18 (commit 1814feb17): A100, peak of active bytes, GiB
     coat       arXiv 2410.19313v3, table 7, and the benchmark of its repository (OLMo 7B on 4 GPUs by FSDP, mixed precision), GB
 
@@ -86,17 +81,6 @@ def ours() -> Iterator[Row]:
     cases = [
         ("bf16", Run(), 75.387),
         ("bf16, 8,192 tokens", Run(tokens=8192), 105.90),
-<<<<<<< HEAD
-        ("fp8-current", Run(recipe="fp8-current"), 72.637),
-        ("fp8-current, 8,192 tokens", Run(recipe="fp8-current", tokens=8192), 100.4),
-        ("fp8-current, kept codes", Run(recipe="fp8-current", convert=kept), 85.637),
-        ("fp8-current, kept codes, fused", Run(recipe="fp8-current", convert=kept | fused), 78.137),
-        ("fp8-delayed, kept codes", Run(recipe="fp8-delayed", convert=kept), 86.141),
-        ("fp8-row, kept codes", Run(recipe="fp8-row", convert=kept), 88.397),
-        ("fp8-current, fused, whole logits", Run(recipe="fp8-current", convert=fused), 65.137),
-        ("fp8-current, fused, chunks", Run(recipe="fp8-current", convert=fused, loss="chunks"), 62.8),
-        ("fp8-current, fused, slices", Run(recipe="fp8-current", convert=fused, loss="slices"), 61.3),
-=======
         ("fp8-current", Run(recipe="fp8-current"), 73.137 - out),
         ("fp8-current, 8,192 tokens", Run(recipe="fp8-current", tokens=8192), 101.4 - 2 * out),
         ("fp8-current, kept codes", Run(recipe="fp8-current", convert=kept), 86.137),
@@ -106,7 +90,6 @@ def ours() -> Iterator[Row]:
         ("fp8-current, fused, whole logits", Run(recipe="fp8-current", convert=fused), 65.637 - out),
         ("fp8-current, fused, chunks", Run(recipe="fp8-current", convert=fused, loss="chunks"), 62.8 - out),
         ("fp8-current, fused, slices", Run(recipe="fp8-current", convert=fused, loss="slices"), 61.3 - out),
->>>>>>> main
     ]
     for name, run, expected in cases:
         yield Row(group="ours", name=name, step=partial(llama_step, run), expected=expected, within=0.01)
