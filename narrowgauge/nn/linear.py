@@ -181,6 +181,10 @@ class QLinear(nn.Linear):
         """Who has the weight as codes while the parameter has no memory; None: the parameter has it."""
         return self.gathered if self.frozen is None else self.frozen
 
+    def stop_keeping(self) -> None:
+        """As before the first `empty_cache(keep=True)`: no casts of its weight are kept from call to call."""
+        self._cache = None
+
     @property
     def recasts(self) -> bool:
         """Whether backward casts the weight again instead of keeping codes of it from forward on."""

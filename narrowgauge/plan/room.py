@@ -18,13 +18,13 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of a card, or none that is known. rates: the card, where it is known how fast it is."""
+    """The memory of a card, or none that is known. card: with its rates, where they are."""
 
     name: str
     memory: int
     usable: int
     device: Device
-    rates: Card | None = None
+    card: Card | None = None
 
     @classmethod
     def of(cls, card_name: str, memory: str, place: str = "auto") -> Room:
@@ -38,13 +38,8 @@ class Room:
             named = card(card_name) if card_name else None
             found = of_memory(memory, named) if memory else named
             assert found is not None
-            return cls(
-                found.name,
-                found.memory,
-                found.usable,
-                found.device or hopper,
-                found if found.device and found.peak else None,
-            )
+            rated = found if found.device and found.peak else None
+            return cls(found.name, found.memory, found.usable, found.device or hopper, rated)
         if place != "cpu" and torch.cuda.is_available():
             index = torch.device(place).index or 0 if place.startswith("cuda") else 0
             total = torch.cuda.get_device_properties(index).total_memory

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.addresses import dry_run
 from narrowgauge.errors import ConfigError
+from narrowgauge.memory.measure import noting
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan.autocast import narrowed, widened
 from narrowgauge.plan.work import Work, of_kernel, of_operator
@@ -237,6 +238,7 @@ def recording(device: Device) -> Iterator[Recorder]:
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(dry_run(device, recorder.launched))
+        stack.enter_context(noting(lambda tensor: recorder.saw(tensor, "note")))  # generators' states are real tensors
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(_OnDevice(device))

@@ -164,7 +164,8 @@ def _train_and_log(
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
-            memory_plan = ranks.first(lambda: of_run.planned(config, device, trainer.feed.probe())) or {}
+            settled = replace(config, checkpointing=trainer.policy)
+            memory_plan = ranks.first(lambda: of_run.planned(settled, device, trainer.feed.probe())) or {}
             known = run_metadata.of_run(trainer) | {"freed_memory": freed_memory}
             known |= {"planned": memory_plan} if memory_plan else {}
             folder.write_run(known)

@@ -37,6 +37,8 @@ def apply_memory_options(
             report = memory.checkpoint(
                 model, config.checkpointing, batch=inputs, loss=lambda output: output.logits.sum()
             )
+        if config.compile and report.segments:
+            memory.compile_blocks(model)  # a segment is repeated block by block
         notes.append(str(report))
     return notes
 

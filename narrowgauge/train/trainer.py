@@ -12,6 +12,7 @@ its micro-batches of a step; what decides anything, and what is logged, is of al
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,14 +75,17 @@ class Trainer:
         self.nonfinite_counts: dict[tuple[str, str], int] = {}
         self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
+        self.policy, why = self._policy()  # before the model takes memory
         # What recipe "auto" chose when the run began: a resumed run computes the same.
         choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
         self.feed.share = ranks.layout.share(ranks.rank)
         self.memory_notes, self.objective = step.ready(
-            config, task, self.model, self.precision, device, self.feed.probe, on_gpu=device.type == "cuda"
-        )
+            replace(config, checkpointing=self.policy), task, self.model, self.precision, device, self.feed.probe,
+            on_gpu=device.type == "cuda",
+        )  # fmt: skip
+        self.memory_notes = [*filter(None, [why]), *self.memory_notes]
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
@@ -105,6 +109,15 @@ class Trainer:
         # Why the optimizer's step is not asked to cast weights, or ''.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
         self._compare_ranks()
+
+    def _policy(self) -> tuple[str, str]:
+        """The policy of checkpointing, the same on all ranks, and why where it was chosen."""
+        if self.config.checkpointing != "auto":
+            return self.config.checkpointing, ""
+        from narrowgauge.train.planning.policy import settled  # counts, which no other run does
+
+        policy, why = self.ranks.told_by_first(lambda: settled(self.config, self.device))
+        return policy, why
 
     def _built(self, choices: dict[str, str] | None) -> Any:
         """The model. Recipe "auto" chooses by the measurements of rank 0, on all ranks."""

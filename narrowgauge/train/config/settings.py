@@ -273,9 +273,9 @@ class TrainConfig:
         "or each parameter's own.", OneOf(("", "previous", "two-pass", "parameter")))
     held_gradients: str = TRAINING("16bit", "How gradients of matrices wait for the step: as they are, or in FP8.", OneOf(("16bit", "fp8")))
     freeze: str = TRAINING("", "Patterns of layers and parameters that do not train, as embed*,layers.0-3; empty: none.")
-    checkpointing: str = TRAINING("none", "What is computed again in backward: none, full, every-N, selective or budget:512MiB.",
-        Matching(r"none|full|selective|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
-                 "one of 'none', 'full', 'every-2', 'selective' or 'budget:512MiB'"))
+    checkpointing: str = TRAINING("none", "What backward computes again: none, selective, full, every-N, sqrt, budget:512MiB, or auto.",
+        Matching(r"none|full|selective|sqrt|auto|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
+                 "one of 'none', 'selective', 'full', 'every-2', 'sqrt', 'auto' or 'budget:512MiB'"))
     loss: str = TRAINING("chunks", "Logits of the loss: chunks of tokens; slices of the vocabulary too, again in backward; or whole.",
         OneOf(("chunks", "slices", "whole")), tasks=WRITING)
     compress_activations: bool = TRAINING(False, "Keep what blocks save for backward in E4M3.")
@@ -287,7 +287,8 @@ class TrainConfig:
         OneOf(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")))
     gradients: str = TRAINING("16bit", "How gradients travel between ranks.", OneOf(("16bit", "fp8", "fp8-lm")))
     weights: str = TRAINING("16bit", "What ranks with shards gather of weights: as they are, or codes.", OneOf(("16bit", "codes")))
-    activations: str = TRAINING("16bit", "How activations and their gradients travel, of pp and sp.", OneOf(("16bit", "fp8")))
+    activations: str = TRAINING("16bit", "How activations and their gradients travel between stages (pp) or ranks of tp with sp.",
+        OneOf(("16bit", "fp8")))
     threads: int = TRAINING(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
     keep_freed: bool = TRAINING(True, "On a CPU, memory that a step frees is kept for the next, where the C library is glibc.")
     compile: bool = TRAINING(False, "Compile the model with torch.compile.")
@@ -451,6 +452,8 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         (c.loss == "slices" and parallel_syntax.names(c.parallel, "tp"), "loss parallel",
          f"loss = 'slices': parallel = {shown(c.parallel)} cuts the words of the head among ranks, and each has its part of the "
          "gradient already. Remove loss."),
+        (c.checkpointing == "auto" and "auto" in (c.recipe, *c.layers_recipe.values()), "checkpointing recipe",
+         "checkpointing = 'auto': counts a step before the run, and recipe = 'auto' is chosen by measurements in it. Name one of the two."),
         (c.cuda_graph and c.checkpointing != "none", "cuda_graph checkpointing",
          f"cuda_graph = true: does not work with checkpointing = {c.checkpointing!r}, which keeps the generator's "
          "state on the host. Remove one of them."),

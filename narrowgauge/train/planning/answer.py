@@ -50,8 +50,8 @@ class Answers:
             "batch": {"rows": shape.rows, "width": shape.width, "micro_batches": config.micro_batches},
             **room.answer(found),
         }
-        if room.rates is not None and not config.parallel:
-            answer["time"] = self.time(found, shape, room.rates)
+        if room.card is not None and not config.parallel:
+            answer["time"] = self.time(found, shape, room.card)
         if room.usable:
             answer["largest"] = self.largest_batch(shape)
             if not room.fits(found):

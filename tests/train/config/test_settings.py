@@ -118,6 +118,10 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
             {"step_in_backward": True, "clip_by": "two-pass", "precision": "amp-fp16"},
             "with precision = 'amp-fp16', whose loss scaling",
         ),
+        (
+            {"recipe": "auto", "checkpointing": "auto"},
+            "checkpointing = 'auto': counts a step before the run, and recipe = 'auto'",
+        ),
         ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
     ],
 )
@@ -234,7 +238,7 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
     if each.name == "checkpointing":
-        return st.sampled_from(["none", "full", "every-2", "selective", "budget:1.5GiB", "budget:9"])
+        return st.sampled_from(["none", "full", "every-2", "sqrt", "auto", "selective", "budget:1.5GiB", "budget:9"])
     if each.type is int:
         return st.integers(rule.low, rule.high)
     if each.type is float:
