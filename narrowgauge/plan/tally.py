@@ -1,11 +1,11 @@
 """The work of one optimizer step, equal operations counted together: what a card's roofline is laid over (`roofline.time`).
 
-A step of a deep model does the operations of two shallow ones, each as often as lies on a line with the number of layers.
+A deep model's step does what two shallow ones do, as often, or as largely, as lies on a line with the number of layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from narrowgauge.plan.count import Count
@@ -56,10 +56,41 @@ def _done(work: Work, phase: str) -> Done:
 
 
 def deeper(few: Tally, more: Tally, layers: int) -> Tally:
-    """Of a model of so many layers more than the first, of which the second has one more."""
-    both = dict.fromkeys([*few, *more])
-    found = {each: few.get(each, 0) + layers * (more.get(each, 0) - few.get(each, 0)) for each in both}
-    return {each: times for each, times in found.items() if times > 0}
+    """Of a model of so many layers more than the first, of which the second has one more.
+
+    What a layer adds comes once more with each. An operation over all tensors at once, as the update, becomes larger instead.
+    """
+    lost, won = _beyond(few, more), _beyond(more, few)
+    found = {each: min(times, more[each]) for each, times in few.items() if each in more}
+    for alike, before in lost.items():
+        after = won.get(alike, {})
+        for small, large in zip(_by_size(before), _by_size(after), strict=False):
+            times = min(before[small], after[large])
+            grown = replace(
+                small, flops=small.flops + layers * (large.flops - small.flops),
+                nbytes=small.nbytes + layers * (large.nbytes - small.nbytes),
+            )  # fmt: skip
+            found[grown] = found.get(grown, 0) + times
+            after[large] -= times
+    for added in won.values():
+        for each, times in added.items():
+            if times:
+                found[each] = found.get(each, 0) + layers * times
+    return found
+
+
+def _beyond(first: Tally, second: Tally) -> dict[tuple[str, ...], Tally]:
+    """What the first does more often, by all but its size."""
+    found: dict[tuple[str, ...], Tally] = {}
+    for each, times in first.items():
+        if (rest := times - second.get(each, 0)) > 0:
+            alike = (each.phase, each.kind, each.operation, each.operands, each.sums)
+            found.setdefault(alike, {})[each] = rest
+    return found
+
+
+def _by_size(done: Tally) -> list[Done]:
+    return sorted(done, key=lambda each: (-each.nbytes, -each.flops))
 
 
 def repeated(done: Tally, factor: float) -> Tally:

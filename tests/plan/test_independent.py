@@ -6,8 +6,6 @@ Nothing of narrowgauge/plan is used for the expected figures. They follow from w
     MLP                        g, u, silu(g), silu(g) u                               Linear      its input: 16 bits, or the codes of x.T
     loss                       log-softmax in float32; then two gradients of its size
 
-Of o_proj's input, which attention keeps, no codes are kept.
-
 The peak is where the gradient of the logits has been made, which the sizes below make larger than the optimizer's step.
 """
 

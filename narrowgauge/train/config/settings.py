@@ -287,8 +287,7 @@ class TrainConfig:
         OneOf(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")))
     gradients: str = TRAINING("16bit", "How gradients travel between ranks.", OneOf(("16bit", "fp8", "fp8-lm")))
     weights: str = TRAINING("16bit", "What ranks with shards gather of weights: as they are, or codes.", OneOf(("16bit", "codes")))
-    activations: str = TRAINING("16bit", "How activations and their gradients travel between stages (pp) or ranks of tp with sp.",
-        OneOf(("16bit", "fp8")))
+    activations: str = TRAINING("16bit", "How activations and their gradients travel, of pp and sp.", OneOf(("16bit", "fp8")))
     threads: int = TRAINING(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
     keep_freed: bool = TRAINING(True, "On a CPU, memory that a step frees is kept for the next, where the C library is glibc.")
     compile: bool = TRAINING(False, "Compile the model with torch.compile.")
