@@ -6,7 +6,7 @@ Cases, all in one run and interleaved; the loss is chunked in all but the baseli
 
     plain             everything kept, whole logits
     chunked-loss      logits in chunks of tokens
-    full, every-2, selective
+    full, every-2, sqrt, selective
                       blocks computed again in backward, the last one left out
     compressed        what blocks keep, in E4M3 by groups of 128
     compressed-full   inputs of recomputed blocks in E4M3
@@ -30,7 +30,17 @@ from torch import Tensor
 from benchmarks.bench_emulation import VOCABULARY, llama
 from benchmarks.harness import RESULTS, measure, record, rows, table
 
-CASES = ("plain", "chunked-loss", "full", "every-2", "selective", "compressed", "compressed-full", "frozen-half")
+CASES = (
+    "plain",
+    "chunked-loss",
+    "full",
+    "every-2",
+    "sqrt",
+    "selective",
+    "compressed",
+    "compressed-full",
+    "frozen-half",
+)
 
 
 def main() -> None:
@@ -65,7 +75,7 @@ def main() -> None:
 def prepared(name: str, model: Any) -> Any:
     from narrowgauge import memory
 
-    if name in ("full", "every-2", "selective", "compressed-full"):
+    if name in ("full", "every-2", "sqrt", "selective", "compressed-full"):
         memory.checkpoint(model, name.removeprefix("compressed-"))
     if name.startswith("compressed"):
         memory.compress_activations(model)

@@ -66,16 +66,18 @@ def set_technique(block: nn.Module, kind: str, technique: Any) -> None:
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """torch.compile of each block's forward, in place, below what techniques put around it. options: of torch.compile.
 
-    For segments of blocks (`checkpoint(model, "sqrt")`), which eager code repeats block by block. Call it once, before `checkpoint`.
+    For segments of blocks (`checkpoint(model, "sqrt")`), which eager code repeats block by block. Blocks that are compiled already stay.
     """
     for block in find_blocks(model, verb="compile_blocks").values():
-        if not is_compiled(block):
-            replaced = forward_of(block)
-            compiled = torch.compile(block.forward if replaced is None else replaced._forward, **options)
-            if replaced is None:
-                block.forward = compiled
-            else:
-                replaced.before = compiled
+        if is_compiled(block):
+            continue
+        replaced = forward_of(block)
+        own = block.__dict__.get("forward") if replaced is None else replaced.before
+        compiled = torch.compile(own or type(block).forward.__get__(block), **options)
+        if replaced is None:
+            block.forward = compiled
+        else:
+            replaced.before = compiled
 
 
 def is_compiled(block: nn.Module) -> bool:

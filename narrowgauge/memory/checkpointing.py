@@ -29,17 +29,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, set_technique
 from narrowgauge.memory.cheapest import cheapest
 from narrowgauge.memory.measure import saved_bytes
+from narrowgauge.memory.repeating import checkpointed
 from narrowgauge.memory.segments import SegmentMember, equal_lengths, most_inputs, sqrt_lengths
 from narrowgauge.memory.selective import selectively
 
@@ -98,7 +99,7 @@ def _recomputed(
 
 def _whole(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Keeps the inputs alone."""
-    return torch_checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+    return checkpointed(forward, args, kwargs)
 
 
 def _without_cache(
@@ -167,7 +168,7 @@ def checkpoint(
         budget_bytes = float(parsed[2]) * UNITS[parsed[3] or ""]
         chosen, lengths, kept_bytes = _within(model, found, below, budget_bytes, batch, loss)
     if parsed[2] is None:
-        lengths = _lengths(policy, len([name for name in chosen if name not in below]), parsed[1])
+        lengths = _lengths(policy, [name for name in chosen if name not in below], parsed[1])
     cache_is_off = _apply(model, found, _runs(policy, chosen, below, lengths))
     notes = [reason, _below_words([name for name in below if name in chosen])]
     if cache_is_off:
@@ -182,11 +183,21 @@ def checkpoint(
     )
 
 
-def _lengths(policy: str, blocks: int, every: str | None = None) -> list[int]:
-    """Of the segments that so many blocks form; none where each keeps its input."""
-    if policy == "sqrt":
-        return sqrt_lengths(blocks)
-    return equal_lengths(blocks, int(every)) if every and int(every) > 1 else []
+def _lengths(policy: str, names: list[str], every: str | None = None) -> list[int]:
+    """Of the segments that these blocks form, in no case of two stacks; none where each keeps its input."""
+    if policy != "sqrt" and int(every or 1) == 1:
+        return []
+    found: list[int] = []
+    for _, stack in groupby(names, key=_stack_of):
+        number = len(list(stack))
+        found += sqrt_lengths(number) if policy == "sqrt" else equal_lengths(number, int(every or 1))
+    return found
+
+
+def _stack_of(name: str) -> str:
+    """Where a numbered block lies; '' of one that has another name."""
+    container, _, last = name.rpartition(".")
+    return container if last.isdecimal() else ""
 
 
 def _runs(policy: str, chosen: list[str], below: list[str], lengths: list[int]) -> dict[str, Run]:
@@ -240,7 +251,7 @@ def _within(
         largest = max((run.output_bytes for run in runs.values() if isinstance(run, SegmentMember)), default=0)
         return total + (most_inputs(lengths) - len(lengths)) * largest
 
-    lengths = sqrt_lengths(len(names) - len(below))
+    lengths = _lengths("sqrt", [name for name in names if name not in below])
     try:
         if (least := kept(len(names))) <= budget_bytes:
             count = bisect_left(range(len(names)), True, key=lambda count: kept(count) <= budget_bytes)

@@ -3,13 +3,13 @@
 Counted are the storages that are alive when forward has ended, each once however many operations saved it or a view of it;
 parameters and buffers, which exist anyway, are not counted. A view keeps its whole storage, so the whole is counted. What the
 techniques of this package keep in their own way (codes, selectively kept outputs) reports itself through `note`; casts of weights that
-layers keep for the step are counted at the end.
+layers keep for the step are counted at the end, also where no step has begun yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,14 +68,24 @@ class Meter:
         return SavedBytes(total=sum(by_module.values()), by_module=by_module)
 
 
-_ACTIVE: ContextVar[Meter | None] = ContextVar("narrowgauge_meter", default=None)
+_ACTIVE: ContextVar[Callable[[Tensor], None] | None] = ContextVar("narrowgauge_noted", default=None)
+
+
+@contextmanager
+def noting(heard: Callable[[Tensor], None]) -> Iterator[None]:
+    """`heard` is called with every tensor that is noted in it."""
+    token = _ACTIVE.set(heard)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
 
 
 def note(*tensors: Tensor) -> None:
     """Counts tensors that are kept for backward without autograd's knowledge, if a measurement is active."""
-    meter = _ACTIVE.get()
-    if meter is not None:
-        meter.note_all(tensors)
+    if (heard := _ACTIVE.get()) is not None:
+        for tensor in tensors:
+            heard(tensor)
 
 
 def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> SavedBytes:
@@ -108,9 +118,13 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
         stack.enter_context(torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)))
         stack.callback(_put_back, [(buffer, buffer.detach().clone()) for buffer in model.buffers()])
+        for layer in model.modules():
+            if isinstance(layer, QLinear) and layer.training and not layer.kept_casts():
+                layer.empty_cache(keep=True)  # as from the first `advance` on
+                stack.callback(layer.stop_keeping)
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.callback(_ACTIVE.reset, _ACTIVE.set(meter))
+        stack.enter_context(noting(meter.note))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         if isinstance(batch, Mapping):

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from narrowgauge.addresses import Key, validity
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import is_compiled
-from narrowgauge.memory.generators import Surroundings
+from narrowgauge.memory.repeating import Surroundings
 
 
 def sqrt_lengths(blocks: int) -> list[int]:
@@ -85,7 +85,7 @@ class SegmentMember:
         if is_traced and not is_compiled(block):
             raise ConfigError(
                 f"checkpoint: {self.name} is in a segment of blocks, which code compiled for a whole model cannot repeat one by one. "
-                "Call narrowgauge.memory.compile_blocks(model) before `checkpoint`, which compiles each; or take 'full' or 'selective'."
+                "Call narrowgauge.memory.compile_blocks(model), which compiles each; or take 'full' or 'selective'."
             )
         previous = self.before.last() if self.before is not None else None
         call = Call(block, forward, args, kwargs, previous)

@@ -11,8 +11,7 @@ would not draw, and all later draws would differ. Where torch.compile traces, it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from narrowgauge.memory.measure import note
+from narrowgauge.memory.repeating import checkpointed
 from narrowgauge.nn.kept_products import KEEPER
 
 # Operations whose outputs are kept; a release of torch may lack some.
@@ -36,30 +35,18 @@ KEPT_OPERATIONS = frozenset(
 
 def selectively(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a block's forward so that backward repeats it but for products and attention."""
-    return torch_checkpoint(
-        forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=_contexts, **kwargs
-    )
+    return checkpointed(forward, args, kwargs, _contexts)
 
 
 def _contexts() -> Any:
     if torch.compiler.is_compiling():
         return create_selective_checkpoint_contexts(_policy)
     kept: deque[tuple[Any, Any]] = deque()
-    return _keeping(_Keep(kept)), _keeping(_Give(kept))
+    return _Keep(kept), _Give(kept)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _keeps(operation, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@contextmanager
-def _keeping(mode: _Keep | _Give) -> Iterator[None]:
-    token = KEEPER.set(mode)
-    try:
-        with mode:
-            yield
-    finally:
-        KEEPER.reset(token)
 
 
 class _Watch(TorchDispatchMode):
@@ -69,6 +56,22 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.kept = kept
         self.is_inside = False  # a Linear with a recipe, which speaks for itself
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> Any:
+        self.is_inside = False
+        self._tokens.append(KEEPER.set(self))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        KEEPER.reset(self._tokens.pop())
+
+    def begin(self) -> Tensor | None:
+        raise NotImplementedError
+
+    def end(self, output: Tensor | None) -> None:
+        raise NotImplementedError
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -83,9 +83,12 @@ class LinearFunction(torch.autograd.Function):
         if wants[1]:
             rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
-            d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, weight.dtype)
+            # Float16 has no gradient below 6e-8: of a float16 weight beside wider activations it has their type. Autograd makes it the
+            # parameter's `grad_dtype`.
+            dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype
+            d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
-            grad_weight = d.to(weight.dtype)
+            grad_weight = d.to(dtype)
         if ctx.bias_dtype is not None and asked[2]:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.

@@ -11,7 +11,7 @@ import narrowgauge
 from narrowgauge import storage
 from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
 from narrowgauge.report import page
-from narrowgauge.train import run_metadata
+from narrowgauge.train import run_metadata, stepping
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -62,6 +62,7 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
     ranks.refuse_differences(asdict(config), "settings")
     ranks.layout = layout(config.parallel, ranks.world)
+    stepping.refuse(config, ranks.layout)
     if config.compile:
         refuse_without_compiler(device)
     if config.compile or device.type == "cuda":
@@ -163,7 +164,8 @@ def _train_and_log(
         trainer = Trainer(config, folder, task, log, has_own_peak, ranks)
         folder.write_config(asked)
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
-            memory_plan = ranks.first(lambda: of_run.planned(config, device, trainer.feed.probe())) or {}
+            settled = replace(config, checkpointing=trainer.policy)
+            memory_plan = ranks.first(lambda: of_run.planned(settled, device, trainer.feed.probe())) or {}
             known = run_metadata.of_run(trainer) | {"freed_memory": freed_memory}
             known |= {"planned": memory_plan} if memory_plan else {}
             folder.write_run(known)

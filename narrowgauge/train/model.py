@@ -147,7 +147,7 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
     refuse_foreign_code(where, sizes)
     try:
         if config.from_scratch:
-            return model_class.auto.from_config(sizes, trust_remote_code=False).to(torch.float32)
+            return model_class.auto.from_config(sizes, trust_remote_code=False, dtype=torch.float32)
         with quiet():
             model, found = model_class.auto.from_pretrained(
                 where, config=sizes, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True

@@ -12,6 +12,7 @@ its micro-batches of a step; what decides anything, and what is logged, is of al
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,10 @@ from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
+from narrowgauge.optim.held_gradients import HeldGradients
+from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches, step
+from narrowgauge.train import launches, step, stepping
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
@@ -72,14 +75,17 @@ class Trainer:
         self.nonfinite_counts: dict[tuple[str, str], int] = {}
         self.device = device = ranks.device(config.device)
         self.precision = precisions.get(config.precision)
+        self.policy, why = self._policy()  # before the model takes memory
         # What recipe "auto" chose when the run began: a resumed run computes the same.
         choices = read_run(folder.run).get("auto") if folder.has_run() and folder.run.exists() else None
         self.model = self._built(choices or None)
         self.feed = task.feed(self.model)
         self.feed.share = ranks.layout.share(ranks.rank)
         self.memory_notes, self.objective = step.ready(
-            config, task, self.model, self.precision, device, self.feed.probe, on_gpu=device.type == "cuda"
-        )
+            replace(config, checkpointing=self.policy), task, self.model, self.precision, device, self.feed.probe,
+            on_gpu=device.type == "cuda",
+        )  # fmt: skip
+        self.memory_notes = [*filter(None, [why]), *self.memory_notes]
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.shapes = {name: each.shape for name, each in self.model.state_dict().items() if is_weight(name)}
         self.auto = chosen(self.model)
@@ -90,6 +96,10 @@ class Trainer:
         if self.parallel.pipeline is not None:
             self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
         self.optimizer = self._new_optimizer()
+        begun = stepping.begin(config, self.optimizer, config.micro_batches // ranks.layout.data)
+        self.stepping = begun if isinstance(begun, InBackward) else None
+        self.holding = begun if isinstance(begun, HeldGradients) else None
+        self.memory_notes += stepping.summary(config, begun)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self._resume()
@@ -99,6 +109,15 @@ class Trainer:
         # Why the optimizer's step is not asked to cast weights, or ''.
         self.no_cast_reason = cast_in_step(config, self.optimizer, self.model)
         self._compare_ranks()
+
+    def _policy(self) -> tuple[str, str]:
+        """The policy of checkpointing, the same on all ranks, and why where it was chosen."""
+        if self.config.checkpointing != "auto":
+            return self.config.checkpointing, ""
+        from narrowgauge.train.planning.policy import settled  # counts, which no other run does
+
+        policy, why = self.ranks.told_by_first(lambda: settled(self.config, self.device))
+        return policy, why
 
     def _built(self, choices: dict[str, str] | None) -> Any:
         """The model. Recipe "auto" chooses by the measurements of rank 0, on all ranks."""
@@ -281,8 +300,11 @@ class Trainer:
         targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
-        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
-        self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
+        if self.stepping is not None:
+            loss, grad_norm = self._step_in_backward(self.stepping, micro_batches, targets)
+        else:
+            loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
+            self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()
         else:
@@ -306,8 +328,36 @@ class Trainer:
             losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = step.clipped(self.config, self.model, self.parallel.stages_group)
+        norm = step.clipped(self.config, self.model, self.parallel.stages_group, self.holding)
         return torch.stack((*losses, norm.to(losses[0].dtype)))
+
+    def _step_in_backward(self, inside: InBackward, micro_batches: list[Batch], targets: int) -> tuple[float, float]:
+        """The loss of a step and the norm of its gradient; its parameters have stepped in its last backward pass."""
+
+        def backward() -> Tensor:
+            self.parallel.follows(True)  # each micro-batch: what is summed in FP8 is the part of this rank
+            return torch.stack([self._backward(self.objective, batch, targets) for batch in micro_batches])
+
+        def between(losses: Tensor) -> None:
+            assert inside.norm is not None
+            readings = agreed(*read(torch.cat((losses, inside.norm.to(losses.dtype)[None]))), self.ranks)
+            self._refuse_nonfinite(*readings, micro_batches, targets)
+            self._repeat_draws()
+
+        losses = stepping.take(inside, backward, between)
+        inside.end_step()
+        norm = losses.new_zeros(()) if inside.norm is None else inside.norm.to(losses.dtype)
+        found = agreed(*read(torch.cat((losses, norm[None]))), self.ranks)
+        if (error := stepping.lost(self.step + 1, *found)) is not None:
+            self.log.write("step", self.step + 1, loss=found[0], grad_norm=found[1])
+            self.log.write("nonfinite", self.step + 1, where="a step in backward, where it is not looked for")
+            raise error
+        return found
+
+    def _repeat_draws(self) -> None:
+        """The next pass of this step draws what ranks have drawn once more."""
+        for agreement in self.parallel.agreements:
+            agreement.micro_batch = 0
 
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
@@ -330,15 +380,15 @@ class Trainer:
         self.parallel.follows(False)
 
         def repeat() -> None:
-            for agreement in self.parallel.agreements:
-                agreement.micro_batch = 0  # the same random numbers once more
+            self._repeat_draws()
             if pipeline is not None:
                 pipeline.step(micro_batches, targets)
             for batch in micro_batches if pipeline is None else ():
                 self._backward(whole, batch, targets)
 
         stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
-        where = where_nonfinite(self.model, repeat, loss, self.ranks, *stages)
+        again = repeat if self.stepping is None else partial(self.stepping.measure, repeat)
+        where = where_nonfinite(self.model, again, loss, self.ranks, *stages)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
@@ -377,6 +427,7 @@ class Trainer:
                 written = self.parallel(self.task.sample, self.parallel.pipeline or self.model)
             if written:
                 self.log.write("sample", self.step, **written)
+        self.parallel.release()
         self._set_training(True)
 
     def _set_training(self, mode: bool) -> None:

@@ -280,7 +280,7 @@ def test_queries_and_keys_are_turned_as_the_attention_would(precision, monkeypat
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", ["full", "sqrt", "selective"])
 def test_fused_blocks_are_computed_again_to_the_bit(policy, monkeypatch):
     """By the autograd function that a kernel runs in; torch hands what was saved out once while it computes a block again."""
     monkeypatch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))

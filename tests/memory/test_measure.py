@@ -79,3 +79,16 @@ def test_a_frozen_model_below_counts_from_the_first_trainable_layer():
     whole = saved_bytes(model, {**batch(), "use_cache": False}).total
     freeze(model, "embed*,layers.0-2")
     assert saved_bytes(model, {**batch(), "use_cache": False}).total < whole / 3
+
+
+def test_codes_of_weights_count_before_the_first_step_too():
+    """A run measures a budget before its first `advance`; from there on its layers keep them."""
+    model = ng.convert(llama(), "fp8-row", weight_codes="step")
+    inputs = {**batch(), "use_cache": False}
+    before = saved_bytes(model, inputs).total
+    assert not any(layer.kept_casts() for layer in model.modules() if isinstance(layer, ng.QLinear))
+    ng.advance(model)
+    assert saved_bytes(model, inputs).total == before
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, ng.QLinear) and layer.recipe)
+    recast = ng.convert(llama(), "fp8-row", weight_codes="recast")
+    assert before - saved_bytes(recast, inputs).total >= weights

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops.registry import cpu_facts
 from narrowgauge.optim import precision
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import InvalidSettings
+from narrowgauge.train.planning import command, policy
+from narrowgauge.train.planning.counts import Counts
 from tests.train import tiny
 
 
@@ -21,10 +27,65 @@ def finished(make, name, **changes):
 
 def test_checkpointing_changes_no_bit(make):
     plain = finished(make, "plain", recipe="fp8-delayed")
-    for policy in ("selective", "budget:3MiB"):
-        again = finished(make, policy.replace(":", "-"), recipe="fp8-delayed", checkpointing=policy)
+    for chosen in ("selective", "sqrt", "budget:3MiB"):
+        again = finished(make, chosen.replace(":", "-"), recipe="fp8-delayed", checkpointing=chosen)
         assert tiny.losses(again) == tiny.losses(plain)
         assert tiny.digests(again) == tiny.digests(plain)
+
+
+@pytest.mark.slow
+def test_auto_takes_what_fits_and_says_why(make, monkeypatch):
+    """By the count of the run's own step: of the memory that is there, and of a little less than each policy needs."""
+    changes = {"recipe": "fp8-delayed", "checkpointing": "auto", "layers": 4, "batch_size": 64}
+    config = make("auto", **changes)
+    counts = Counts(cpu_facts())
+    peaks = {each: counts.of(replace(config, checkpointing=each)).allocated for each in ("none", "full")}
+    assert peaks["full"] < peaks["none"]
+    notes = {}
+    for name, limit in (("none", 2 * peaks["none"]), ("full", 1.03 * peaks["full"])):
+        monkeypatch.setattr(policy, "available_bytes", lambda device, limit=limit: int(limit))
+        run = finished(make, f"auto-{name}", **changes)
+        notes[name] = json.loads((run / "run.json").read_text())["memory"]
+        notes[name, "losses"] = tiny.losses(run)
+    assert notes["none"][0].startswith("checkpointing auto: none is the cheapest whose step fits into")
+    assert "full is the cheapest" in notes["full"][0] and "3 of 4 blocks are computed again" in notes["full"][1]
+    assert notes["none", "losses"] == notes["full", "losses"]
+    monkeypatch.setattr(policy, "available_bytes", lambda device: 1000)
+    with pytest.raises(ConfigError, match=r"no policy fits into .*; the least is [0-9,]+ bytes"):
+        policy.settled(config, torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_a_plan_chooses_by_the_card(make):
+    config = make("planned", recipe="fp8-current", checkpointing="auto", batch_size=4096)
+    options = {"table": False, "full": False, "measure": False}
+    found = command.answered(config, "", "2GiB", **options)
+    note = next(each for each in found["notes"] if each.startswith("checkpointing auto"))
+    chosen = note.split()[2]
+    alone = command.answered(replace(config, checkpointing=chosen), "", "2GiB", **options)
+    assert found["fits"] and found["allocated_bytes"] == alone["allocated_bytes"]
+
+
+def test_a_plan_without_a_card_cannot_choose(make):
+    options = {"table": False, "full": False, "measure": False}
+    with pytest.raises(ConfigError, match=r"none is named\. Pass --card h100 or --memory 24GiB, or a policy"):
+        command.answered(make("planned", checkpointing="auto"), "", "", **options)
+
+
+def test_the_memory_of_a_machine(tmp_path, monkeypatch):
+    meminfo, group = tmp_path / "meminfo", tmp_path / "group"
+    monkeypatch.setattr(policy, "MEMORY", meminfo)
+    monkeypatch.setattr(policy, "GROUP", group)
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match="does not tell how much memory is available here"):
+        policy.available_bytes(cpu)
+    meminfo.write_text("MemTotal: 200 kB\nMemAvailable:  100 kB\n")
+    assert policy.available_bytes(cpu) == 102_400
+    group.mkdir()
+    for limit, expected in (("max", 102_400), ("60000", 50_000), ("9999999", 102_400)):
+        (group / "memory.max").write_text(limit + "\n")
+        (group / "memory.current").write_text("10000\n")
+        assert policy.available_bytes(cpu) == expected
 
 
 def test_frozen_layers_stay_and_have_no_optimizer_state(make, capsys):

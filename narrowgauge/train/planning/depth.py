@@ -8,6 +8,12 @@ from typing import Any
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import ModelClass, own_configuration
 
+ALIKE = (
+    "none",
+    "selective",
+    "full",
+    "every-1",
+)  # policies of checkpointing that treat all blocks but the last one equally
 # How configurations of transformers call the depth of a stack; the second row, of encoder-decoders, both.
 _DEPTHS = (("num_hidden_layers",), ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
 
@@ -49,7 +55,7 @@ def with_layers(sizes: Any, layers: int) -> dict[str, Any]:
 
 def _differing(config: TrainConfig) -> str:
     """Which setting makes blocks differ by their numbers, a clause, or ''."""
-    if re.fullmatch(r"every-(?!1$).*|budget:.*", config.checkpointing):
+    if config.checkpointing not in ALIKE:
         return f"checkpointing = {config.checkpointing!r} treats its blocks differently"
     numbered = {
         "recipes": config.layers_recipe.keys(), "freeze": [config.freeze], "switch": [config.switch.partition("@")[0]],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.train.config.parallel_syntax import named
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, key_of, shown
 
 Changed = Callable[[TrainConfig], Mapping[str, Any]]
@@ -51,13 +52,13 @@ def lines(before: TrainConfig, after: TrainConfig) -> list[str]:
 def _halved(config: TrainConfig) -> Mapping[str, Any]:
     """Twice as many micro-batches, while rows are left to divide."""
     parts = 2 * config.micro_batches
-    divides = bool(config.token_budget) or config.batch_size % parts == 0
+    divides = bool(config.token_budget) or config.batch_size % (parts * named(config.parallel).data) == 0
     return {"micro_batches": parts} if divides else {}
 
 
-def _quarters(config: TrainConfig) -> Mapping[str, Any]:
+def _rows(config: TrainConfig) -> Mapping[str, Any]:
     """One row in each micro-batch."""
-    return {} if config.token_budget else {"micro_batches": config.batch_size}
+    return {} if config.token_budget else {"micro_batches": max(1, config.batch_size // named(config.parallel).data)}
 
 
 def _fused(config: TrainConfig) -> Mapping[str, Any]:
@@ -84,17 +85,25 @@ HALVE = Technique(
     "half micro-batches", _halved, "smaller products, a few percent slower; sums in another order", 0, 0.03
 )
 ROWS = Technique(
-    "micro-batches of one row", _quarters, "small products, slower where rows are short; sums in another order", 0, 0.06
+    "micro-batches of one row", _rows, "small products, slower where rows are short; sums in another order", 0, 0.06
 )
 SELECTIVE = Technique(
     "selective checkpointing", lambda config: {"checkpointing": "selective"} if config.checkpointing == "none" else {},
     "what lies between products is computed again, about 6 % more time; the same bits", 0, 0.06,
 )  # fmt: skip
 FULL = Technique(
-    "full checkpointing", lambda config: {"checkpointing": "full"},
+    "full checkpointing", lambda config: {"checkpointing": "full"} if config.checkpointing in ("none", "selective") else {},
     "blocks are computed again, about a quarter more time; the same bits", 0, 0.25,
 )  # fmt: skip
+SQRT = Technique(
+    "checkpointing in segments", lambda config: {"checkpointing": "sqrt"},
+    "most blocks are computed again twice, about half more time; the same bits", 0, 0.45,
+)  # fmt: skip
 EIGHT = Technique("8-bit states", _states("8bit"), "no slower; moments rounded to 8 bits (docs/optimizers.md)", 1, 0.0)
+IN_BACKWARD = Technique(
+    "step in backward", lambda config: {"step_in_backward": True, "clip_by": "previous" if config.clip else ""},
+    "no slower; clipped by the norm of the step before, and no gradient is kept", 1, 0.0,
+)  # fmt: skip
 EMBEDDINGS = Technique(
     "embeddings' states too", _small_embeddings, "no slower; rare words have rounded moments too", 1, 0.0
 )
@@ -107,7 +116,7 @@ STOCHASTIC = Technique(
 )
 FOUR = Technique("4-bit states", _states("4bit"), "no slower; moments rounded to 4 bits (docs/optimizers.md)", 2, 0.0)
 FP8_SAVES = Technique(
-    "FP8 saves", lambda config: {"save": "fp8"}, "no slower; what layers keep is rounded to FP8", 1, 0.0
+    "FP8 saves", lambda config: {"save": "fp8", "fuse": True}, "no slower; what layers keep is rounded to FP8", 1, 0.0
 )
 SLICES = Technique(
     "loss over slices", lambda config: {} if config.loss == "whole" else {"loss": "slices"},
@@ -119,6 +128,8 @@ COMPRESS = Technique(
 )  # fmt: skip
 
 # The cheapest first: what changes no number by what it costs in time, then what changes more and more of them.
-CHEAPEST_FIRST = (FUSE, SLICES, HALVE, ROWS, SELECTIVE, EIGHT, EMBEDDINGS, STOCHASTIC, FP8_SAVES, FULL, FOUR, COMPRESS)
+CHEAPEST_FIRST = (
+    FUSE, SLICES, HALVE, ROWS, SELECTIVE, EIGHT, EMBEDDINGS, STOCHASTIC, FP8_SAVES, IN_BACKWARD, FULL, SQRT, FOUR, COMPRESS,
+)  # fmt: skip
 # From a big card to a small one, each with those before it (docs/limited-memory.md).
-ROAD = (FUSE, FP8_SAVES, EIGHT, EMBEDDINGS, STOCHASTIC, SLICES, FULL, FOUR, HALVE, ROWS)
+ROAD = (FUSE, FP8_SAVES, EIGHT, EMBEDDINGS, STOCHASTIC, SLICES, IN_BACKWARD, FULL, FOUR, HALVE, ROWS)

@@ -17,6 +17,7 @@ from narrowgauge.train.config.settings import (
     SCORES,
     TABLE,
     OneOf,
+    OneOrPair,
     Range,
     TrainConfig,
     by_key,
@@ -98,6 +99,29 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         ({"from_scratch": True}, "from_scratch = true: needs model"),
         ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
         ({"cuda_graph": True, "checkpointing": "full"}, "cuda_graph = true: does not work with checkpointing = 'full'"),
+        ({"step_in_backward": True}, "step_in_backward = true: clip = 1.0 wants the norm of the whole gradient"),
+        (
+            {"step_in_backward": True, "clip": 0.0, "held_gradients": "fp8"},
+            "with held_gradients = 'fp8', since it holds none",
+        ),
+        ({"held_gradients": "fp8", "cuda_graph": True}, "held_gradients = 'fp8': does not work with cuda_graph = true"),
+        ({"clip_by": "previous"}, "clip_by = 'previous': has no effect with step_in_backward = false"),
+        (
+            {"step_in_backward": True, "clip": 0.0, "clip_by": "previous"},
+            "clip_by = 'previous': has no effect with clip = 0.0",
+        ),
+        (
+            {"step_in_backward": True, "clip_by": "two-pass", "compile": True},
+            "does not work with compile = true, whose",
+        ),
+        (
+            {"step_in_backward": True, "clip_by": "two-pass", "precision": "amp-fp16"},
+            "with precision = 'amp-fp16', whose loss scaling",
+        ),
+        (
+            {"recipe": "auto", "checkpointing": "auto"},
+            "checkpointing = 'auto': counts a step before the run, and recipe = 'auto'",
+        ),
         ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
     ],
 )
@@ -204,6 +228,9 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.booleans()
     if isinstance(rule, OneOf):
         return st.sampled_from(rule.names)
+    if isinstance(rule, OneOrPair):
+        pairs = st.tuples(*[st.sampled_from(rule.parts)] * 2).map("/".join)
+        return st.sampled_from((*rule.names, *rule.parts)) | pairs
     if each.name == "device":
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
     if each.name == "parallel":
@@ -211,7 +238,7 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
     if each.name == "checkpointing":
-        return st.sampled_from(["none", "full", "every-2", "selective", "budget:1.5GiB", "budget:9"])
+        return st.sampled_from(["none", "full", "every-2", "sqrt", "auto", "selective", "budget:1.5GiB", "budget:9"])
     if each.type is int:
         return st.integers(rule.low, rule.high)
     if each.type is float:
@@ -259,10 +286,20 @@ def configurations(draw) -> TrainConfig:
     ):
         drawn["save"] = ""
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
+    excluded = drawn["compile"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16"
+    drawn["step_in_backward"] = drawn["step_in_backward"] and not excluded
+    if drawn["step_in_backward"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16":
+        drawn["held_gradients"] = "16bit"
+    if not drawn["step_in_backward"] or not drawn["clip"]:
+        drawn["clip_by"] = ""
+    elif not drawn["clip_by"]:
+        drawn["clip"] = 0.0
     if not drawn["precision"].startswith("bf16-o"):
         drawn["master"] = drawn["keep_float32"] = ""
     if drawn.get("loss") == "slices" and names(drawn["parallel"], "tp"):
         drawn["loss"] = "whole"
+    if drawn["optimizer"] != "adamw":
+        drawn["states"] = drawn["states"].partition("/")[0]
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"
     if drawn["tokenizer"]:
