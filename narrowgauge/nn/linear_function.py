@@ -81,9 +81,7 @@ class LinearFunction(torch.autograd.Function):
         if wants[1]:
             rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
-            # Float16 has no gradient below 6e-8: of a float16 weight beside wider activations it has their type. Autograd makes it the
-            # parameter's `grad_dtype`.
-            dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype
+            dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has no gradient below 6e-8
             d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
             grad_weight = d.to(dtype)

@@ -219,12 +219,12 @@ def _norm_backward_turned(
     kind: Kind, tensors: Sequence[Given], statistics: Statistics, gy: Tensor
 ) -> tuple[list[CastResult], list[Tensor]]:
     (codes, *parameters), (scale, *_), reading = _read(kind, tensors)
-    rows, columns = gy.shape
-    parts = -(-rows // TURNED[0])
+    columns = gy.shape[1]
+    parts = -(-len(gy) // TURNED[0])
     dx = torch.empty_like(gy, dtype=tensors[0].dtype)
     sums = tuple(torch.empty(parts, columns, dtype=torch.float32, device=gy.device) for _ in parameters)
     launch(
-        triton_turned.norm_backward_turned, parts, codes, scale, tuple(parameters), statistics[1], gy, dx, sums, rows, columns,
+        triton_turned.norm_backward_turned, parts, codes, scale, tuple(parameters), statistics[1], Matrix.of(gy), dx, sums,
         PLUS=_plus(kind), CENTERED=kind.name == "layer-norm", C=reading.C, ROWS=TURNED[0], COLUMNS=TURNED[1], warps=4,
     )  # fmt: skip
     return [CastResult(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, parameters, strict=True)]
