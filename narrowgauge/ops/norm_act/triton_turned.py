@@ -31,11 +31,16 @@ def _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS: tl.con
 
 
 @triton.jit
-def norm_backward_turned(
-    codes, scales, parameters, rates, h, dx, sums, rows, columns,
-    PLUS: tl.constexpr, CENTERED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """codes [columns, rows] with one scale; h, dx [rows, columns]; sums (for w, for b) [programs, columns] float32."""
+def norm_backward_turned(codes, scales, parameters, rates, h, dx, sums, rows, columns, T: tl.constexpr):
+    """codes [columns, rows] with one scale; h, dx [rows, columns]; sums (for w, for b) [programs, columns] float32.
+
+    T: a `triton_launch.Turned`.
+    """
+    PLUS: tl.constexpr = T.plus
+    CENTERED: tl.constexpr = T.centered
+    C: tl.constexpr = T.C
+    ROWS: tl.constexpr = T.rows
+    COLUMNS: tl.constexpr = T.columns
     part = tl.program_id(0).to(tl.int64)
     row = part * ROWS + tl.arange(0, ROWS)
     scale = tl.load(scales)
