@@ -49,7 +49,8 @@ def layer(inputs: int, gates: int, norm: int = NORM) -> int:
 
 BF16 = layer(inputs=2 * 2 * WIDTH, gates=4 * 2 * MIDDLE)
 CODES = layer(inputs=2 * WIDTH + MIDDLE, gates=3 * 2 * MIDDLE)  # of both norms' outputs and of the MLP's product
-FUSED = layer(inputs=0, gates=2 * 2 * MIDDLE, norm=2 * WIDTH + 4)  # their Linears' inputs are made again
+# Codes are made again from x, out, g and u.
+FUSED = layer(inputs=0, gates=2 * 2 * MIDDLE, norm=2 * WIDTH + 4)
 SAVED = layer(inputs=0, gates=2 * (MIDDLE + MIDDLE // 128), norm=WIDTH + 4)  # codes, a byte each, and scales
 INPUT = 2 * WIDTH
 
