@@ -134,6 +134,17 @@ class Reading:
     block: int
 
 
+@dataclass(frozen=True)
+class Turned:
+    """One constant of the kernel that reads codes of y.T: how they are cast, what is added to w, whether there is a mean, its piece."""
+
+    C: CastConstants | None
+    plus: float
+    centered: bool
+    rows: int
+    columns: int
+
+
 def _read(kind: Kind, tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Reading]:
     """(numbers or codes, scales, how they are read) of the inputs."""
     first = tensors[0]
@@ -219,12 +230,12 @@ def _norm_backward_turned(
     kind: Kind, tensors: Sequence[Given], statistics: Statistics, gy: Tensor
 ) -> tuple[list[CastResult], list[Tensor]]:
     (codes, *parameters), (scale, *_), reading = _read(kind, tensors)
-    columns = gy.shape[1]
-    parts = -(-len(gy) // TURNED[0])
+    rows, columns = gy.shape
+    parts = -(-rows // TURNED[0])
     dx = torch.empty_like(gy, dtype=tensors[0].dtype)
     sums = tuple(torch.empty(parts, columns, dtype=torch.float32, device=gy.device) for _ in parameters)
     launch(
-        triton_turned.norm_backward_turned, parts, codes, scale, tuple(parameters), statistics[1], Matrix.of(gy), dx, sums,
-        PLUS=_plus(kind), CENTERED=kind.name == "layer-norm", C=reading.C, ROWS=TURNED[0], COLUMNS=TURNED[1], warps=4,
+        triton_turned.norm_backward_turned, parts, codes, scale, tuple(parameters), statistics[1], gy, dx, sums, rows, columns,
+        T=Turned(reading.C, _plus(kind), kind.name == "layer-norm", *TURNED), warps=4,
     )  # fmt: skip
     return [CastResult(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, parameters, strict=True)]

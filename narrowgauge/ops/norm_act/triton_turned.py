@@ -13,28 +13,34 @@ from narrowgauge.ops.triton.elements import decode
 
 
 @triton.jit
-def _piece(codes, scale, parameters, h, row, column, PLUS: tl.constexpr, C: tl.constexpr):
+def _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS: tl.constexpr, C: tl.constexpr):
     """(n, w h, h) float32 [ROWS, COLUMNS], zero outside."""
-    inside = column < h.columns
-    mask = (row < h.rows)[:, None] & inside[None, :]
-    turned = tl.load(codes + column[:, None] * h.rows + row[None, :], mask=tl.trans(mask), other=0)
+    inside = column < columns
+    mask = (row < rows)[:, None] & inside[None, :]
+    turned = tl.load(
+        codes + column[:, None] * rows + row[None, :], mask=inside[:, None] & (row < rows)[None, :], other=0
+    )
     y = tl.trans(decode(turned, C) * scale)
     w = PLUS + tl.load(parameters[0] + column, mask=inside, other=0.0).to(tl.float32)
     if len(parameters) == 2:
         y -= tl.load(parameters[1] + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     known = (w != 0.0) & inside
     normal = tl.where(known[None, :], y / tl.where(known, w, 1.0)[None, :], 0.0)
-    gradient = tl.load(h.data + row[:, None] * h.stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    gradient = tl.load(h + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
     return normal, w[None, :] * gradient, gradient
 
 
 @triton.jit
-def norm_backward_turned(
-    codes, scales, parameters, rates, h, dx, sums,
-    PLUS: tl.constexpr, CENTERED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """codes [columns, rows] with one scale; h a Matrix, dx [rows, columns]; sums (for w, for b) [programs, columns] float32."""
-    rows, columns = h.rows, h.columns
+def norm_backward_turned(codes, scales, parameters, rates, h, dx, sums, rows, columns, T: tl.constexpr):
+    """codes [columns, rows] with one scale; h, dx [rows, columns]; sums (for w, for b) [programs, columns] float32.
+
+    T: a `triton_launch.Turned`.
+    """
+    PLUS: tl.constexpr = T.plus
+    CENTERED: tl.constexpr = T.centered
+    C: tl.constexpr = T.C
+    ROWS: tl.constexpr = T.rows
+    COLUMNS: tl.constexpr = T.columns
     part = tl.program_id(0).to(tl.int64)
     row = part * ROWS + tl.arange(0, ROWS)
     scale = tl.load(scales)
@@ -42,7 +48,7 @@ def norm_backward_turned(
     outer = inner
     for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS).to(tl.int64)
-        normal, weighted, _ = _piece(codes, scale, parameters, h, row, column, PLUS, C)
+        normal, weighted, _ = _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS, C)
         inner += weighted * normal
         if CENTERED:
             outer += weighted
@@ -51,7 +57,7 @@ def norm_backward_turned(
     rate = tl.load(rates + row, mask=row < rows, other=0.0)
     for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS).to(tl.int64)
-        normal, weighted, gradient = _piece(codes, scale, parameters, h, row, column, PLUS, C)
+        normal, weighted, gradient = _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS, C)
         result = weighted - normal * mean_inner[:, None]
         if CENTERED:
             result -= mean_outer[:, None]
