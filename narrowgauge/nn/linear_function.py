@@ -49,11 +49,9 @@ class LinearFunction(torch.autograd.Function):
         w_operand = find("w", weight, context, wants, w_state)
         rhs = w_operand.rows(rotation) if y is None or w_operand.rows_matter else weight
         if y is None:
-            run, fast = plan.output.choice.kernel.run, plan.recipe.output.fast_accumulate
-            y = run(lhs, rhs, bias, context.out_dtype, fast)
+            y = plan.output.choice.kernel.run(lhs, rhs, bias, context.out_dtype, plan.recipe.output.fast_accumulate)
         if keeper is not None:
             keeper.end(y)
-
         ctx.context, ctx.wants, ctx.x_kept, ctx.again = context, wants, len(kept), x_operand.again
         ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype if bias is not None and needs[2] else None
         ctx.gy_state = gy_state  # an attribute: saved tensors may not change before backward, and this one does
@@ -104,8 +102,7 @@ def _gradient(
 ) -> Tensor:
     """A product whose result becomes a gradient of type `dtype`; in float32 where an epilogue works on it first.
 
-    Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to bfloat16 on its way, once: by 2**-8 of each element
-    at most, as in torch's own Linear there, whose x and weight autocast has cast. Float32 would take twice the time.
+    Under bfloat16 autocast, on a CPU that multiplies bfloat16, it is rounded to that on its way, as in torch's own Linear there.
     """
     if context.plan.recipe.backward == "straight-through":
         dtype = torch.float32

@@ -7,9 +7,8 @@ Everything works on plain tensors, so that torch.compile traces through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +112,7 @@ class Operand:
     is_restored = False
     is_carrier = False
     after: Tensor | None = None
-    later: Callable[[], None] | None = None
+    later: tuple[Again, Saved] | None = None
 
     def __init__(
         self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
@@ -222,7 +221,8 @@ class Operand:
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         if self.later is not None:
-            self.later()
+            (again, saved), self.later = self.later, None
+            again.restore(self, saved)
         casts, plan = self.casts, self.plan
         if (made := casts.cols) is not None:
             if plan.cols_expand is not None and isinstance(made, QTensor) and not made.is_expanded:
@@ -319,14 +319,13 @@ class Operand:
     @property
     def again(self) -> Again | None:
         """How backward makes it again, where nothing of its own is kept."""
-        origin = self.casts.origin
-        return origin.again if origin is not None and self.needs[1] else None
+        return self.casts.origin.again if self.casts.origin is not None and self.needs[1] else None
 
     def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None) -> Operand:
         """Itself, in backward, made without a tensor, as forward left it. shape: of t."""
         self.after = after
         if again is not None:
-            self.later = partial(again.restore, self, saved)
+            self.later = again, saved
             return self
         amax, tensor, *codes = saved
         plan, casts = self.plan, self.casts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import narrowgauge as ng
 from narrowgauge.fuse import fuse
@@ -61,3 +63,22 @@ def test_what_is_kept_once_is_not_kept_twice(recipe, bytes_each, codes_are_multi
     kept = [saved_bytes(saving("llama", recipe, "exact", each, torch.bfloat16), batch).total for each in (True, False)]
     scales = 3 * 4 * (recipe == "fp8-current")
     assert kept[0] - kept[1] == 2 * (bytes_each * IDS.numel() * (64 + 64 + 96) + scales)
+
+
+def test_what_was_kept_goes_with_the_backward_pass(codes_are_multiplied):
+    """Without Python's collector of cycles."""
+    model = saving("llama", "fp8-current", "exact")
+    kept: list[StorageWeakRef] = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(
+        lambda layer, given, y: kept.append(StorageWeakRef(y.untyped_storage()))
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        loss = model(input_ids=IDS, labels=IDS).loss
+        assert not kept[0].expired()
+        loss.backward()
+        del loss
+        assert kept[0].expired()
+    finally:
+        gc.enable()

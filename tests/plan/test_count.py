@@ -26,7 +26,7 @@ GIB = 2**30
 def llama(recipe: str, states: str, checkpointing: str | None = None, **sizes: Any) -> Callable[[], Step]:
     given = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
     given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    dtype, tokens, fused = sizes.pop("dtype", torch.float32), sizes.pop("tokens", 256), sizes.pop("fuse", False)
+    dtype, tokens, fused = sizes.pop("dtype", torch.float32), sizes.pop("tokens", 256), sizes.pop("fuse", {})
     rows = sizes.pop("rows", 2)
 
     def build() -> Step:
@@ -34,7 +34,7 @@ def llama(recipe: str, states: str, checkpointing: str | None = None, **sizes: A
         config = transformers.LlamaConfig(**(given | sizes), dtype=dtype)
         model = transformers.AutoModelForCausalLM.from_config(config).train()
         if recipe != "none":
-            ng.convert(model, recipe, fuse=fused)
+            ng.convert(model, recipe, **fused)
         if checkpointing:
             ng.memory.checkpoint(model, checkpointing)
         use_attention_of_whole_rows(model, {"input_ids": torch.empty(0)})

@@ -49,7 +49,8 @@ def layer(inputs: int, gates: int, norm: int = NORM) -> int:
 
 BF16 = layer(inputs=2 * 2 * WIDTH, gates=4 * 2 * MIDDLE)
 CODES = layer(inputs=2 * WIDTH + MIDDLE, gates=3 * 2 * MIDDLE)  # of both norms' outputs and of the MLP's product
-FUSED = layer(inputs=0, gates=2 * 2 * MIDDLE, norm=2 * WIDTH + 4)  # codes are made again from x, g and u
+# Codes are made again from x, out, g and u.
+FUSED = layer(inputs=0, gates=2 * 2 * MIDDLE, norm=2 * WIDTH + 4)
 INPUT = 2 * WIDTH
 
 
@@ -91,3 +92,12 @@ def test_a_peak_is_what_shapes_say(name: str, run: dict[str, Any], states: float
     found = count(llama_step(Run(**run, model=MODEL, tokens=TOKENS)), HOPPER)
     most, _ = found.peak(found.second)
     assert most == pytest.approx(2 * PARAMETERS + states + TOKENS * kept, rel=1e-3)
+
+
+@pytest.mark.parametrize(("save", "kept"), [("exact", FUSED), ("fp8", SAVED), ("int8", SAVED)])
+def test_what_fused_blocks_keep_is_what_shapes_say(save: str, kept: int):
+    run = Run(recipe="fp8-current", convert={"fuse": True, "save": save}, model=MODEL, tokens=TOKENS)
+    found = count(llama_step(run), HOPPER)
+    made = {event for event in found.trace.events[found.second :] if event >= 0}
+    saved = [each.nbytes for each in found.trace.allocations if each.number in made and each.part == "saved"]
+    assert sum(saved) == pytest.approx(TOKENS * (LAYERS * kept + ROTARY), rel=2e-3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
@@ -25,6 +26,7 @@ from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, Technique, lines
 
 MOST_ROWS = 2**16
+MOST_CHANGES = 3  # that are told; each is enough alone
 MOST_COUNTS = 6  # of a search for the largest batch
 
 
@@ -94,8 +96,8 @@ class Answers:
 
     def changes(self) -> list[dict[str, Any]]:
         """What makes it fit: single techniques, else the cheapest that do together."""
-        single = [(each, after) for each in CHEAPEST_FIRST if (after := each.applied(self.config)) is not None]
-        fitting = [(after, each.words) for each, after in single if self._fits(after)]
+        single = ((each, after) for each in CHEAPEST_FIRST if (after := each.applied(self.config)) is not None)
+        fitting = list(islice(((after, each.words) for each, after in single if self._fits(after)), MOST_CHANGES))
         if not fitting:
             together = self._together()
             fitting = [together] if together else []

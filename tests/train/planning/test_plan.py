@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from narrowgauge.cli import main
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import cpu_facts
 from narrowgauge.plan.allocations import most_allocated
+from narrowgauge.plan.room import KEPT_FREE, Room
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.planning import cache, of_run
+from narrowgauge.train.planning.answer import Answers
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.measured import second_step
 from narrowgauge.train.planning.shapes import largest, task_of
@@ -99,7 +102,8 @@ def test_planned_is_what_a_run_allocates(name, changes, settings, tmp_path):
     config = settings(**made)
     planned = second_step(Counts(cpu_facts(), full=True).whole(source(config)))
     real = most_allocated(source(config).builder(place=CPU, real=True)(), CPU)
-    assert planned == pytest.approx(real, rel=1e-3)
+    # Of classes a mask is counted, which transformers leaves out where it sees that nothing is padded: 11 KiB of 11 MiB.
+    assert planned == pytest.approx(real, rel=2e-3 if name == "classes" else 1e-3)
     assert not (tmp_path / "never").exists()
 
 
@@ -125,20 +129,17 @@ def test_settings_that_treat_layers_differently_are_counted_in_full(settings):
         assert why in Counts(cpu_facts()).of(settings(**changes)).counted
 
 
-def test_a_plan_on_the_command_line(settings, tmp_path, capsys, own_cache):
+def test_a_plan_on_the_command_line(tmp_path, capsys, own_cache):
     """Once counted, then from the cache; a damaged entry counts as absent."""
     sizes = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
-    arguments = ["plan", *sizes, f"--output={tmp_path / 'never' / 'run'}", "--memory=1GiB"]
+    arguments = ["plan", *sizes, "--recipe=none", f"--output={tmp_path / 'never' / 'run'}"]
     assert main(arguments) == 0
     first = capsys.readouterr().out
-    assert "It fits" in first and "Largest micro-batch that fits" in first and "Counted: 3 and 4 of 7 layers" in first
+    assert "name a card" in first and "Counted: 3 and 4 of 7 layers" in first and "mlp.act_fn" in first
     assert main([*arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (
-        answer["fits"]
-        and answer["largest"]["rows"] > 4
-        and answer["allocated_bytes"] == pytest.approx(sum(answer["parts"].values()), rel=0.01)
-    )
+    assert answer["fits"] is None and answer["batch"] == {"rows": 4, "width": 128, "micro_batches": 1}
+    assert answer["allocated_bytes"] == pytest.approx(sum(answer["parts"].values()), rel=0.01)
     for entry in own_cache.glob("*.json"):
         entry.write_text(entry.read_text()[:100])
     assert main(arguments) == 0 and capsys.readouterr().out == first
@@ -146,7 +147,18 @@ def test_a_plan_on_the_command_line(settings, tmp_path, capsys, own_cache):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_told_what_would(settings, tmp_path, capsys):
+def test_the_largest_batch_is_the_last_that_fits(settings):
+    """Of the rows that are counted, one more does not fit."""
+    config = settings()
+    answers = Answers(config, Room.of("", "1GiB"), Counts(cpu_facts()))
+    shape = answers.shape()
+    rows = answers.largest_batch(shape)["rows"]
+    sizes = [answers.counts.of(config, replace(shape, rows=each)).allocated for each in (rows, rows + 1)]
+    assert rows > 4 and sizes[0] <= int(answers.room.usable / (1 + KEPT_FREE)) < sizes[1]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
     """Each line for the settings file makes it fit."""
     sizes = SIZES | {"sequence_length": 512, "precision": "bf16-o2", "vocab_size": 4096}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items()]
@@ -162,7 +174,7 @@ def test_what_does_not_fit_is_told_what_would(settings, tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["allocated_bytes"] == change["allocated_bytes"]
 
 
-def test_refusals(settings, tmp_path, capsys):
+def test_refusals(tmp_path, capsys):
     assert main(["plan", "--recipe=auto", f"--output={tmp_path / 'r'}"]) == 2
     assert "Plan a recipe by its name" in capsys.readouterr().err
     assert main(["plan", "--card=h1000", f"--output={tmp_path / 'r'}"]) == 2
