@@ -237,6 +237,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(["", "dp", "ddp=2", "dp=2, fsdp=4", "fsdp"])
     if each.name == "switch":
         return st.sampled_from(["", "bf16@50%", "layers.0.*=bf16@50%:forward, fp8-row@99.5%"])
+    if each.name == "keep_float32":
+        return st.sampled_from(["", "norms", "norms,softmax", "*.mlp.*"])
     if each.name == "checkpointing":
         return st.sampled_from(["none", "full", "every-2", "sqrt", "auto", "selective", "budget:1.5GiB", "budget:9"])
     if each.type is int:
