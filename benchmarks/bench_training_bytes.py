@@ -27,12 +27,16 @@ MASTERS = ("master", "master_scale", "remainder")  # the tensors of a state that
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """weights: their dtype. states None: torch's own AdamW. Else `narrowgauge.optim.AdamW`."""
+    """weights: their dtype. states None: torch's own AdamW. Else `narrowgauge.optim.AdamW`.
+
+    holds  gradients in FP8 until the step
+    """
 
     name: str
     weights: torch.dtype = torch.bfloat16
     states: str | None = None
     master: str | None = None
+    holds: bool = False
 
     def optimizer(self, model: nn.Module, embeddings: str) -> torch.optim.Optimizer:
         from narrowgauge.optim import AdamW, groups, refuse_silent_failures
@@ -54,6 +58,8 @@ SETUPS = (
     Setup(name="faithful: 8bit + bf16-remainder", states="8bit", master="bf16-remainder"),
     Setup(name="stochastic: 8bit", states="8bit", master="stochastic"),
     Setup(name="stochastic: 4bit", states="4bit", master="stochastic"),
+    Setup(name="six bytes: fp8-lm, float16", weights=torch.float16, states="fp8-lm", master="stochastic", holds=True),
+    Setup(name="five bytes: 8bit", states="8bit", master="stochastic", holds=True),
 )
 
 
@@ -67,7 +73,7 @@ def main() -> None:
         lines = []
         for setup in SETUPS:
             for embeddings in ("fp32", "same") if setup.states not in (None, "fp32") else ("fp32",):
-                for in_backward in (False, True) if setup.states is not None else (False,):
+                for in_backward in (False, True) if setup.states is not None and not setup.holds else (False,):
                     found = measured(MODELS[name], setup, embeddings, in_backward)
                     lines.append(
                         {"model": name, "case": setup.name, "embeddings": embeddings, "in_backward": in_backward}
@@ -96,7 +102,12 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"minilm": minilm, "llama": llama}
+def linears() -> nn.Module:
+    """16 Linears of 512 x 512, and nothing else."""
+    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"minilm": minilm, "llama": llama, "linears": linears}
 
 
 def measured(make: Callable[[], nn.Module], setup: Setup, embeddings: str, in_backward: bool) -> dict[str, Any]:
@@ -104,17 +115,25 @@ def measured(make: Callable[[], nn.Module], setup: Setup, embeddings: str, in_ba
     from narrowgauge import optim
 
     torch.manual_seed(0)
-    model = make().to(setup.weights).train()
+    from narrowgauge import convert
+
+    model = make().to(torch.float32 if setup.weights == torch.float32 else torch.bfloat16).train()
+    if setup.weights == torch.float16:  # of Linears; the others stay bfloat16
+        optim.float16_weights(convert(model, "fp8-current"))
     parameters = [each for each in model.parameters() if each.requires_grad]
     optimizer = setup.optimizer(model, embeddings)
-    most = 0
+    most, held = 0, None
 
     def look(_: Tensor) -> None:
         nonlocal most
-        most = max(most, storage_bytes(each.grad for each in parameters if each.grad is not None))
+        found = storage_bytes(each.grad for each in parameters if each.grad is not None)
+        most = max(most, found if held is None else held.bytes)
 
     for each in parameters:
         each.register_post_accumulate_grad_hook(look)
+    if setup.holds:
+        assert isinstance(optimizer, optim.AdamW)
+        held = optim.hold_gradients(optimizer)
     if in_backward:
         assert isinstance(optimizer, optim.AdamW)
         optim.in_backward(optimizer)
@@ -124,18 +143,23 @@ def measured(make: Callable[[], nn.Module], setup: Setup, embeddings: str, in_ba
         optimizer.zero_grad()
     count = sum(each.numel() for each in parameters)
     kept = [(name, x) for state in optimizer.state.values() for name, x in state.items() if isinstance(x, Tensor)]
-    held = {
+    sizes = {
         "weights": storage_bytes(parameters),
         "masters": storage_bytes(x for name, x in kept if name in MASTERS),
         "gradients": most,
         "states": storage_bytes(x for name, x in kept if name not in MASTERS),
     }
-    shares = {name: size / count for name, size in held.items()}
-    return {"parameters": count, "bytes": held, "bytes_per_parameter": shares | {"all": sum(shares.values())}}
+    shares = {name: size / count for name, size in sizes.items()}
+    return {"parameters": count, "bytes": sizes, "bytes_per_parameter": shares | {"all": sum(shares.values())}}
 
 
 def training_loss(model: nn.Module) -> Tensor:
     """Of random tokens; under autocast to bfloat16 where the weights are float32."""
+    if isinstance(model, nn.Sequential):
+        weight = model[0].weight
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=weight.dtype == torch.float32):
+            x = torch.randn(4, weight.shape[1])
+            return model(x if weight.dtype == torch.float32 else x.bfloat16()).float().square().mean()
     tokens = torch.randint(10, 1000, (1, 4))  # the bytes do not depend on it, and a CPU may emulate bfloat16
     labels = torch.randint(0, 2, (1,)) if "Classification" in type(model).__name__ else tokens
     wide = next(model.parameters()).dtype == torch.float32

@@ -17,6 +17,7 @@ import statistics
 import sysconfig
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ SIZES: dict[str, int] = {
 }  # fmt: skip
 BATCH, TOKENS = 16, 64
 LEARNING_RATE, BETAS = 2e-3, (0.9, 0.999)
+CLIPPING = (
+    "adamw-6-bytes",
+    "adamw-8bit-stochastic-fp8-gradients",
+    "adamw-8bit-clip-previous",
+)  # cases that clip by themselves
 
 
 def main() -> None:
@@ -79,6 +85,14 @@ def cases() -> dict[str, tuple[torch.dtype, Callable[[nn.Module], torch.optim.Op
     for master in ("fp32", "bf16-remainder", "fp16-scaled", "stochastic"):
         add(f"adamw-8bit-{master}", torch.bfloat16, AdamW, **adam, states="8bit", master=master)
     add("adamw-fp8-lm-fp16-scaled", torch.bfloat16, AdamW, **adam, states="fp8-lm", master="fp16-scaled")
+    for states in ("8bit/fp32", "fp32/8bit"):
+        add(f"adamw-{states.replace('/', '-')}", wide, AdamW, **adam, states=states)
+    for name, dtype, build in (
+        ("adamw-6-bytes", torch.bfloat16, _six_bytes),
+        ("adamw-8bit-stochastic-fp8-gradients", torch.bfloat16, _fp8_gradients),
+        ("adamw-8bit-clip-previous", wide, _clipped_by_previous),
+    ):
+        found[name] = (dtype, partial(build, adam))
     for states in ("fp32", "8bit", "fp8", "4bit"):
         add(f"lion-{states}", wide, Lion, lr=LEARNING_RATE / 5, weight_decay=0.5, states=states)
         add(f"sgd-{states}", wide, SGD, lr=0.2, momentum=0.9, states=states)
@@ -88,6 +102,34 @@ def cases() -> dict[str, tuple[torch.dtype, Callable[[nn.Module], torch.optim.Op
         found["torchao-8bit"] = (wide, lambda model: _peer("torchao.optim", "AdamW8bit", model, adam))
         found["torchao-4bit"] = (wide, lambda model: _peer("torchao.optim", "AdamW4bit", model, adam))
     return found
+
+
+def _six_bytes(adam: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    """FP8 gradients, FP8 and float16 moments, float16 weights that are their own master; embeddings, norms as elsewhere."""
+    from narrowgauge.optim import AdamW, groups, hold_gradients
+
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "embed" not in name:
+            parameter.data = parameter.data.half()
+    optimizer = AdamW(groups(model), **adam, states="fp8-lm", master="stochastic")
+    hold_gradients(optimizer, clip_norm=1.0)
+    return optimizer
+
+
+def _fp8_gradients(adam: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    from narrowgauge.optim import AdamW, groups, hold_gradients
+
+    optimizer = AdamW(groups(model), **adam, states="8bit", master="stochastic")
+    hold_gradients(optimizer, clip_norm=1.0)
+    return optimizer
+
+
+def _clipped_by_previous(adam: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    from narrowgauge.optim import AdamW, groups, in_backward
+
+    optimizer = AdamW(groups(model), **adam, states="8bit")
+    in_backward(optimizer, clip_norm=1.0, clip="previous")
+    return optimizer
 
 
 def _peer(module: str, name: str, model: nn.Module, settings: dict[str, Any]) -> torch.optim.Optimizer:
@@ -119,7 +161,8 @@ def train(name: str, seed: int, steps: int) -> dict[str, float]:
             group["lr"] = peak * share
         places = torch.randint(0, len(training) - TOKENS, (BATCH,), generator=draw)
         loss(model, torch.stack([training[place : place + TOKENS] for place in places.tolist()])).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if name not in CLIPPING:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     size = state_bytes(optimizer)
@@ -131,9 +174,22 @@ def train(name: str, seed: int, steps: int) -> dict[str, float]:
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Mean nats per byte. bfloat16 weights are multiplied in float32, so that no slow bf16 GEMM is timed or rounded."""
-    weights = {name: parameter.float() for name, parameter in model.named_parameters()}
+    weights = {name: _Wide.apply(parameter) for name, parameter in model.named_parameters()}
     logits = torch.func.functional_call(model, weights, (), {"input_ids": ids}).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class _Wide(torch.autograd.Function):
+    """float32; the gradient of a float16 weight is bfloat16, as a QLinear's, and of the others in the weight's type, as autograd has it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.dtype = torch.bfloat16 if weight.dtype == torch.float16 else weight.dtype
+        return weight.float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to(ctx.dtype)
 
 
 def corpus() -> Tensor:

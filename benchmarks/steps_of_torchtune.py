@@ -140,7 +140,7 @@ class _Decoder(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Torchtune:
-    """Its flags, as its table adds them. chunks: of the logits."""
+    """Its flags, as its table adds them. chunks: of the logits; embeddings: whether their 8-bit states are of 8 bits too."""
 
     compiled: bool = False
     chunks: int = 1
@@ -149,6 +149,7 @@ class Torchtune:
     offload: bool = False
     states: str = "torch"
     embeddings: str = "same"
+    layers: int = 28
 
 
 def torchtune_step(flags: Torchtune) -> Callable[[], Step]:
@@ -156,7 +157,7 @@ def torchtune_step(flags: Torchtune) -> Callable[[], Step]:
 
     def build() -> Step:
         with bfloat16_weights():
-            model = _Decoder((lambda: _CompiledBlock(units)) if flags.compiled else Block).train()
+            model = _Decoder((lambda: _CompiledBlock(units)) if flags.compiled else Block, flags.layers).train()
         if flags.checkpointing:
             ng.memory.checkpoint(model, "full", keep_last=False)
         ids = torch.zeros(2, 4096, dtype=torch.int64)

@@ -21,7 +21,7 @@ knows to be zero (that of `sgn`) has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -42,20 +42,30 @@ _PLAIN = Tensor.__torch_dispatch__
 _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional: not what users define
 
 
+Launched = Callable[[str, Iterable[Tensor]], None]
 _DRY_RUN: ContextVar[Any] = ContextVar("narrowgauge_dry_run", default=None)
+_LAUNCHED: ContextVar[Launched | None] = ContextVar("narrowgauge_launched", default=None)
 
 
 @contextmanager
-def dry_run(device: Any) -> Iterator[None]:
+def dry_run(device: Any, launched: Launched | None = None) -> Iterator[None]:
     """For a step of fake tensors that is counted: they count as tensors on `device` (an `ops.registry.Device`), whatever they say.
 
-    Kernels are chosen as on that device, allocate what they return, and run nothing.
+    Kernels are chosen as on that device, allocate what they return, and run nothing. launched: is told of each that would be, its
+    name and the tensors that it reads or writes.
     """
-    token = _DRY_RUN.set(device)
+    tokens = _DRY_RUN.set(device), _LAUNCHED.set(launched)
     try:
         yield
     finally:
-        _DRY_RUN.reset(token)
+        _DRY_RUN.reset(tokens[0])
+        _LAUNCHED.reset(tokens[1])
+
+
+def tell_launch(kernel: Any, tensors: Iterable[Tensor]) -> None:
+    """In a dry run, in place of a launch."""
+    if (launched := _LAUNCHED.get()) is not None:
+        launched(f"{kernel.__module__}.{kernel.__name__}", tensors)
 
 
 def dry_run_on() -> Any:

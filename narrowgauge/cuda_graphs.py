@@ -97,7 +97,7 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
         if recipe.samples():
             reasons.append(f"{which} samples rows, which the host decides after each step")
     if isinstance(optimizer, NarrowOptimizer):
-        if optimizer.steps_in_backward:
+        if optimizer.stepping is not None:
             reasons.append("the optimizer steps inside backward, before the gradient's norm is known")
     elif not all("capturable" in group for group in optimizer.param_groups):
         reasons.append(f"{type(optimizer).__name__} has no capturable=True: it counts its steps on the host")

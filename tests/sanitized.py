@@ -154,6 +154,7 @@ def optimizers(device: torch.device) -> None:
         for states in ("fp32", "8bit", "fp8", "fp8-lm", "4bit"):
             for dtype, masters in {
                 torch.float32: (None,), torch.bfloat16: ("fp32", "fp16-scaled", "bf16-remainder", "stochastic"),
+                torch.float16: ("stochastic",),
             }.items():  # fmt: skip
                 for master in masters:
                     try:

@@ -32,6 +32,7 @@ def plan(
     table: Annotated[bool, _flag("Also the table from these settings to smaller ones, one technique more in each row.")] = False,
     full: Annotated[bool, _flag("Count every layer instead of 3 and 4 of them.")] = False,
     measure: Annotated[bool, _flag("Also run two steps on the device of this machine, and say how far off the count is.")] = False,
+    picture: Annotated[str, _flag("Draw memory over the step to this file (.png, .svg).")] = "",
     **given: Any,
 ) -> int:  # fmt: skip
     """Say what a run of `narrowgauge train` with these settings needs, before it runs.
@@ -50,6 +51,10 @@ def plan(
         answer = command.answered(settings, card, memory, table=table, full=full, measure=measure)
         if may_be_kept:
             cache.store(question, answer)
+    if picture:
+        from narrowgauge.report.memory_picture import draw
+
+        draw(answer, Path(picture))
     text = answer.pop("text")
     print(json_format.dumps(answer, indent=2) if json else text)
     return OutOfMemoryError.exit_code if answer["fits"] is False else 0

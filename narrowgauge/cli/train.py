@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter, Token
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import run_folder
 from narrowgauge.train.config import switch_syntax, toml
-from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, TrainConfig, key_of, resolved, shown
+from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, OneOrPair, TrainConfig, key_of, resolved, shown
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 FILE = Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
@@ -100,7 +100,7 @@ def signature_of(function: Callable[..., int]) -> inspect.Signature:
 def _help(each: Field[Any]) -> str:
     """The help of a setting with its choices and default."""
     rule = each.metadata["rule"]
-    words = [each.metadata["help"], f"{rule}.".capitalize() if isinstance(rule, OneOf) else ""]
+    words = [each.metadata["help"], f"{rule}.".capitalize() if isinstance(rule, OneOf | OneOrPair) else ""]
     if each.type is not TABLE and each.default != "":
         words.append(f"[{each.default if isinstance(each.default, str) else shown(each.default)}]")
     return " ".join(filter(None, words))

@@ -28,8 +28,8 @@ from torch import nn
 from narrowgauge import recipes
 from narrowgauge.conversion.auto import Decision, decisions
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
-from narrowgauge.fuse import unfuse
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.caches import SharedInputs
@@ -59,6 +59,7 @@ def convert(
     compiled: bool = False,
     choices: Mapping[str, str] | None = None,
     fuse: bool = False,
+    save: Save | None = None,
     weight_codes: WeightCodes = "auto",
 ) -> nn.Module:
     """Gives the Linears of `model` their recipes, in place, and returns the model.
@@ -70,6 +71,7 @@ def convert(
     compiled  (auto) whether the model will be compiled; the candidates are then measured compiled
     choices   (auto) layer -> recipe as `auto.chosen` gave them before; nothing is measured
     fuse      norms and activations cast what they compute for the Linears that read it (narrowgauge/fuse); stays until None
+    save      (fuse) what fused functions keep for backward: "exact", or "fp8" or "int8" with gradients that are near (fuse/keeping.py)
     weight_codes  what is kept of the casts of weights, the same bits either way: "recast" nothing, backward casts them again; "step" all,
             for one optimizer step: 2 bytes per weight, and each further micro-batch casts none. "auto": "recast" on a GPU, "step" on a CPU
 
@@ -80,6 +82,10 @@ def convert(
     if weight_codes not in get_args(WeightCodes):
         raise ConfigError(
             f"convert: weight_codes = {weight_codes!r}; it is one of {', '.join(map(repr, get_args(WeightCodes)))}."
+        )
+    if save is not None and not fuse:
+        raise ConfigError(
+            f"convert: save = {save!r} says what fused norms and activations keep, and fuse is off. Pass fuse=True, or leave save out."
         )
     if recipe is None:
         for _, quantized in _quantized(model):
@@ -131,7 +137,7 @@ def convert(
     _warn(model)
     step_end.follow_model(model)
     if fuse:
-        fuse_producers(model)
+        fuse_producers(model, save)
     return model
 
 

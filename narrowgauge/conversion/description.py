@@ -95,7 +95,7 @@ class Description(list[Row]):
         groups: dict[Row, list[Row]] = {}
         for row in self:  # layers whose names differ in numbers only
             notes = tuple(note.without_readings() for note in row.notes)
-            groups.setdefault(replace(row, name=_without_numbers(row.name), notes=notes), []).append(row)
+            groups.setdefault(replace(row, name=without_numbers(row.name), notes=notes), []).append(row)
         lines = []
         for row, rows in groups.items():
             title = rows[0].name if len(rows) == 1 else f"{row.name} ({len(rows)} layers)"
@@ -108,10 +108,11 @@ class Description(list[Row]):
             lines.append(f"Weights and arithmetic in float32: {summary(self.float32)}")
         if self.fused:
             lines.append("Casts in the pass that computes the input:")
-        return "\n".join([*lines, *dict.fromkeys(_without_numbers(str(each)) for each in self.fused)])
+        return "\n".join([*lines, *dict.fromkeys(without_numbers(str(each)) for each in self.fused)])
 
 
-def _without_numbers(name: str) -> str:
+def without_numbers(name: str) -> str:
+    """Names of modules in a text, those of all blocks alike."""
     return re.sub(r"\b\d+\b", "*", name)
 
 

@@ -54,6 +54,12 @@ def _arrange(
     """For the model as it is parallelised now; again in its first forward pass, if a framework wrapped it after `distribute`."""
     topology = Topology.of(model, replicas)
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
+    for layer, name in layers.items():
+        if layer.frozen is not None and isinstance(layer.weight, DTensor):
+            raise ConfigError(
+                f"distribute: the weight of {name!r} is kept as codes (memory.freeze), which fully_shard and tensor parallelism do not "
+                "divide. Call narrowgauge.memory.thaw(model) before the model is sharded, or train copies by DistributedDataParallel."
+            )
     recipes = tuple(f"{plain_name(name)}: {_recipe_words(layer)}" for layer, name in layers.items())
     refuse_others({"layers and their recipes": recipes}, topology.replicas, topology.device(model))
     topology.refuse_steps_that_nobody_sums(layers)

@@ -120,14 +120,22 @@ class Topology:
                     )
 
     def leave_out_of_broadcasts(self, model: nn.Module, layers: Iterable[QLinear]) -> None:
-        """DDP writes the buffers of rank 0 into all ranks at each forward pass, which would undo what a rank saw since."""
+        """DDP writes the buffers of rank 0 into all ranks at each forward pass, which would undo what a rank saw since.
+
+        And once all parameters, of which a frozen weight that is kept as codes has no memory.
+        """
+        layers = list(layers)
         own = {id(buffer) for layer in layers for buffer in layer.buffers()}
+        own |= {id(layer.weight) for layer in layers if layer.frozen is not None}
+
+        def names_in(module: nn.Module) -> list[str]:
+            named = [*module.named_buffers(), *module.named_parameters()]
+            return [name for name, tensor in named if id(tensor) in own]
+
         if not self.ddp:  # nor shall one that wraps the model later
-            later = [name for name, buffer in model.named_buffers() if id(buffer) in own]
-            leave_out_of_later_ddp(model, later)
+            leave_out_of_later_ddp(model, names_in(model))
         for each in self.ddp:
-            names = {name for name, buffer in each.module.named_buffers() if id(buffer) in own}
-            leave_out_of_ddp(each, names)
+            leave_out_of_ddp(each, set(names_in(each.module)))
 
 
 def _add(groups: list[dist.ProcessGroup], group: dist.ProcessGroup) -> None:

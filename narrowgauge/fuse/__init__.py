@@ -23,12 +23,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import get_args
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from narrowgauge.fuse.forward import FusedForward, Fusion
+from narrowgauge.errors import ConfigError
+from narrowgauge.fuse.forward import FusedForward, Fusion, Save
 from narrowgauge.fuse.patterns import Place, places
 from narrowgauge.fuse.precast import FusedMlp, FusedModule
 from narrowgauge.fuse.probe import gated, kind_of, refuse_rotary
@@ -36,11 +38,18 @@ from narrowgauge.fuse.rotary import FusedAttention, function_of
 from narrowgauge.nn.float32_modules import Float32Forward
 from narrowgauge.nn.linear import QLinear
 
-__all__ = ["Fusion", "fuse", "fusions", "unfuse"]
+__all__ = ["Fusion", "Save", "fuse", "fusions", "unfuse"]
 
 
-def fuse(model: nn.Module) -> list[Fusion]:
-    """Puts fused functions where the structure of the model and its recipes allow them; in place. Those of before are made anew."""
+def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
+    """Puts fused functions where the structure of the model and its recipes allow them; in place. Those of before are made anew.
+
+    save  what they keep for backward: "exact", or "fp8" or "int8" with gradients that are near (keeping.py); where no kernel computes,
+          the definition in plain torch does. None: "exact" where a kernel computes, and elsewhere the module's own code
+    """
+    if save not in (None, *get_args(Save)):
+        names = ", ".join(map(repr, get_args(Save)))
+        raise ConfigError(f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.")
     unfuse(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     holders = Counter(child for module in model.modules() for child in module.children())
@@ -48,7 +57,7 @@ def fuse(model: nn.Module) -> list[Fusion]:
     for place in places(model):
         # On the CPU and with numbers, whatever the default device is, or a mode that makes tensors fake.
         with torch.device("cpu"), _disable_current_modes():
-            found = _fused(place, modules, holders)
+            found = _fused(place, modules, holders, save)
         if isinstance(found, str):
             refused[place.name] = found
         else:
@@ -83,18 +92,22 @@ def fusions(model: nn.Module) -> list[Fusion]:
     return found
 
 
-def _fused(place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Module]) -> FusedForward | str:
+def _fused(
+    place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Module], save: Save | None
+) -> FusedForward | str:
     """What stands in for a module's forward, or why nothing does. holders: by how many modules each is held."""
     module = modules[place.name]
     if place.form != "rotary" and not place.readers:
         return "no Linear is found that reads it"
+    if place.between is not None and getattr(modules[place.between], "p", 0.0) > 0:
+        return f"{place.between} lies between it and its reader"
     kept = module.__dict__.get("forward")
     if kept is not None and not (isinstance(kept, Float32Forward) and place.form == "module"):
         return "its forward was replaced by somebody else"
     if place.form == "rotary":
         function = function_of(module)
         assert function is not None
-        return refuse_rotary(function) or FusedAttention(module, function)
+        return refuse_rotary(function) or FusedAttention(module, function, save=save)
     shared = [name for name in (place.name, *place.readers, *place.sources) if holders[modules[name]] > 1]
     if shared:
         return f"several modules share {shared[0]}"
@@ -107,7 +120,9 @@ def _fused(place: Place, modules: dict[str, nn.Module], holders: Counter[nn.Modu
         if isinstance(found, str):
             return found
         kind = replace(found, wide=kept is not None)
-        return FusedModule(module, kind, readers, sources, kept=kept)
+        return FusedModule(module, kind, readers, sources, save=save, kept=kept)
+    if len({each.weight.dtype for each in (*readers, *sources)}) > 1:  # T5 converts what its wider last one reads
+        return "its Linears have weights of several types"
     names = [name.rpartition(".")[2] for name in (*place.sources, *place.readers)]
     found = gated(module, *names)
-    return found if isinstance(found, str) else FusedMlp(module, found, readers, sources, names=tuple(names))
+    return found if isinstance(found, str) else FusedMlp(module, found, readers, sources, names=tuple(names), save=save)

@@ -1,11 +1,13 @@
 """Which modules produce what which Linears read, by the names that the blocks of transformers give them.
 
-    Llama and its kin   input_layernorm -> self_attn.{q,k,v}_proj;  post_attention_layernorm (or pre_feedforward_layernorm) ->
-                        mlp.{gate,up}_proj;  silu(mlp.gate_proj) * mlp.up_proj -> mlp.down_proj
-    GPT-2, BERT         ONE_READER;  BERT's output.LayerNorm -> attention.self.{query,key,value} of the next block
-    rotary embedding    in each attention whose `forward` calls `apply_rotary_pos_emb`
+    NORMS       a norm before an attention or an MLP, and its Linears that read it: Llama, Qwen, Gemma, GPT-NeoX, ViT, T5
+    GATED       an MLP that multiplies a function of its first Linear by its second one: Llama and its kin, T5
+    ONE_READER  a norm or an activation with one Linear behind it: GPT-2, BERT, GPT-NeoX, ViT, T5
+    BERT        output.LayerNorm -> attention.self.{query,key,value} of the next block
+    rotary      each attention whose `forward` calls `apply_rotary_pos_emb`
 
-A name here only says where to look: what a module computes is tried out (probe.py), and who reads it shows when it is read.
+A name here only says where to look: what a module computes is tried out (probe.py), and who reads it shows when it is read. Norms that
+are found nowhere here are listed too, as read by nobody: those of queries and keys, those between a sublayer and its residual sum.
 """
 
 from __future__ import annotations
@@ -17,68 +19,92 @@ from typing import Literal
 from torch import nn
 
 from narrowgauge.fuse.rotary import function_of
+from narrowgauge.nn.float32_modules import is_norm
 
-# In a block: the function, the Linear that reads it, the Linear whose output it reads alone.
-ONE_READER = (
-    ("ln_1", "attn.c_attn", None),
-    ("ln_2", "mlp.c_fc", None),
-    ("mlp.act", "mlp.c_proj", "mlp.c_fc"),
-    ("attention.output.LayerNorm", "intermediate.dense", None),
-    ("intermediate.intermediate_act_fn", "output.dense", "intermediate.dense"),
+# In a block: a norm, and the modules whose Linears read it; of several norms the first that is there.
+NORMS = (
+    (("input_layernorm", "layernorm_before"), ("self_attn", "attention", "attention.attention")),
+    (("pre_feedforward_layernorm", "post_attention_layernorm", "layernorm_after"), ("mlp", "intermediate")),
+    (("layer_norm",), ("SelfAttention",)),
+    (("layer_norm",), ("EncDecAttention",)),
+    (("layer_norm",), ("DenseReluDense",)),
 )
-GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-MLP_INPUTS = ("gate_proj", "up_proj", "gate_up_proj")
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # of an attention: Linears that read something else
+# Of an attention or an MLP: Linears that read something else.
+OTHERS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "o", "down_proj", "w2", "dense_4h_to_h", "fc2")
+ENCODER_READERS = ("k", "v")  # of EncDecAttention: they read what the encoder gave
+# In a block: the function, the Linear that reads it, the Linear whose output it reads alone, a dropout between it and its reader.
+ONE_READER = (
+    ("ln_1", "attn.c_attn", None, None),
+    ("ln_2", "mlp.c_fc", None, None),
+    ("mlp.act", "mlp.c_proj", "mlp.c_fc", None),
+    ("mlp.act", "mlp.dense_4h_to_h", "mlp.dense_h_to_4h", None),
+    ("mlp.activation_fn", "mlp.fc2", "mlp.fc1", None),
+    ("attention.output.LayerNorm", "intermediate.dense", None, None),
+    ("intermediate.intermediate_act_fn", "output.dense", "intermediate.dense", None),
+    ("DenseReluDense.act", "DenseReluDense.wo", "DenseReluDense.wi", "DenseReluDense.dropout"),
+)
+GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 
 
 @dataclass(frozen=True)
 class Place:
     """A function that is cast where it is computed, and the Linears that read it, by their dotted names.
 
-    form      "module": its output is what is read; "gated": an MLP that multiplies silu(gate) by up; "rotary": an attention that turns
-              its queries and keys, and nobody's input is cast
+    form      "module": its output is what is read; "gated": an MLP that multiplies a function of gate by up; "rotary": an attention that
+              turns its queries and keys, and nobody's input is cast
     sources   Linears whose outputs it reads alone, so that its gradients are theirs: gate and up, or the Linear before a GELU
+    between   a dropout between it and its readers, or None
     """
 
     name: str
     form: Literal["module", "gated", "rotary"]
     readers: tuple[str, ...]
     sources: tuple[str, ...] = ()
+    between: str | None = None
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """The places that the model's names suggest, in its order."""
+    """The places that the model's names suggest, in its order; then norms of which nobody knows who reads them."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name, module in modules.items():
-        prefix = f"{name}." if name else ""
-        yield from _norms_of_decoder(prefix, modules)
-        for function, reader, source in ONE_READER:
-            if all(prefix + each in modules for each in (function, reader, source or reader)):
-                yield Place(prefix + function, "module", (prefix + reader,), (prefix + source,) if source else ())
-        stack, _, number = name.rpartition(".")
-        following = f"{stack}.{int(number) + 1}.attention.self" if number.isdecimal() else ""
-        if f"{prefix}output.LayerNorm" in modules and f"{following}.query" in modules:
-            readers = tuple(f"{following}.{each}" for each in ("query", "key", "value"))
-            yield Place(f"{prefix}output.LayerNorm", "module", readers)
-        if function_of(module) is not None:
-            yield Place(name, "rotary", ())
-        for gate, up, down in GATED:
-            if all(prefix + each in modules for each in (gate, up, down)):
-                yield Place(name, "gated", (prefix + down,), (prefix + gate, prefix + up))
+    found: set[str] = set()
+    for name in modules:
+        for place in _places_in(name, modules):
+            if place.name not in found:
+                found.add(place.name)
+                yield place
+    yield from (Place(name, "module", ()) for name in modules if name not in found and is_norm(modules[name]))
 
 
-def _norms_of_decoder(prefix: str, modules: dict[str, nn.Module]) -> Iterator[Place]:
-    """Of Llama and its kin, also where nobody is known who reads them."""
-    first, attention, mlp = (prefix + name for name in ("input_layernorm", "self_attn", "mlp"))
-    if first not in modules:
+def _places_in(name: str, modules: dict[str, nn.Module]) -> Iterator[Place]:
+    """Those in the module called `name`."""
+    prefix = f"{name}." if name else ""
+    for norms, owners in NORMS:
+        norm = next((prefix + each for each in norms if prefix + each in modules), None)
+        readers = tuple(each for owner in owners for each in _inputs(prefix + owner, modules))
+        if norm is not None and readers:
+            yield Place(norm, "module", readers)
+    for function, reader, source, between in ONE_READER:
+        if all(prefix + each in modules for each in (function, reader, source or reader)):
+            sources = (prefix + source,) if source else ()
+            yield Place(prefix + function, "module", (prefix + reader,), sources, between and prefix + between)
+    stack, _, number = name.rpartition(".")
+    following = f"{stack}.{int(number) + 1}.attention.self" if number.isdecimal() else ""
+    if f"{prefix}output.LayerNorm" in modules and f"{following}.query" in modules:
+        readers = tuple(f"{following}.{each}" for each in ("query", "key", "value"))
+        yield Place(f"{prefix}output.LayerNorm", "module", readers)
+    if function_of(modules[name]) is not None:
+        yield Place(name, "rotary", ())
+    for gate, up, down in GATED:
+        if all(prefix + each in modules for each in (gate, up, down)):
+            yield Place(name, "gated", (prefix + down,), (prefix + gate, prefix + up))
+
+
+def _inputs(owner: str, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """The Linears, and what has a weight as they, directly in an attention or an MLP that read what enters it."""
+    if owner not in modules:
         return
-    if attention in modules:
-        weights = {name: getattr(child, "weight", None) for name, child in modules[attention].named_children()}
-        inputs = [name for name, weight in weights.items() if weight is not None and weight.ndim == 2]
-        yield Place(first, "module", tuple(f"{attention}.{name}" for name in inputs if name not in OUTPUTS))
-    second = next(
-        (name for name in ("pre_feedforward_layernorm", "post_attention_layernorm") if prefix + name in modules), None
-    )
-    if second is not None and mlp in modules:
-        readers = [f"{mlp}.{name}" for name in MLP_INPUTS]
-        yield Place(prefix + second, "module", tuple(each for each in readers if each in modules))
+    others = OTHERS + ENCODER_READERS * owner.endswith("EncDecAttention")
+    for name, child in modules[owner].named_children():
+        weight = getattr(child, "weight", None)
+        if weight is not None and weight.ndim == 2 and not isinstance(child, nn.Embedding) and name not in others:
+            yield f"{owner}.{name}"

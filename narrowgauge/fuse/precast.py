@@ -18,13 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
-from narrowgauge.fuse.forward import FusedForward, Fusion
+from narrowgauge.fuse.forward import OWN, FusedForward, Fusion
+from narrowgauge.fuse.keeping import Form, Keeps, Remade, narrow
+from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand, Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
+from narrowgauge.ops.norm_act.definition import ACTIVATIONS
+from narrowgauge.ops.norm_act.spec import NARROW, Given, Kept
 from narrowgauge.ops.registry import device_facts
+from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import LearnedStep, Window
 
 
@@ -66,17 +71,27 @@ class FusedModule(FusedForward):
         if reader is None or x.numel() == 0:
             return otherwise()
         operand, kernel = _operand(reader, x), None
-        wanted = _wanted_cast(operand)
-        if isinstance(wanted, CastRequest):
-            kernel = self.kernel(FORWARD, NormActSpec.of(self.kind, tensors, (wanted,)))
+        keeps = self.keeps(operand)
+        wanted = _wanted_cast(operand, keeps)
+        request = wanted if isinstance(wanted, CastRequest) else None
+        if request is not None or self.save is not None:
+            kernel = self.kernel(FORWARD, NormActSpec.of(self.kind, tensors, (request,)))
         if kernel is None:
             y = otherwise()
-            self._hand_over(y, reader, _operand(reader, y))
+            operand = _operand(reader, y)
         else:
             flat = tuple(each.reshape(-1, x.shape[-1]) if each.ndim > 1 else each for each in tensors)
-            y = _Function.apply(self, wanted, kernel, operand.casts, *flat).reshape(x.shape)
-            self._hand_over(y, reader, operand)
+            y = _Function.apply(self, keeps, request, kernel, operand, *flat).reshape(x.shape)
+        self._hand_over(y, reader, operand)
         return y
+
+    def keeps(self, operand: Operand) -> Keeps:
+        """What backward needs that is kept. operand: of the first reader."""
+        if not operand.context.grads:
+            return "both"
+        if self.save in NARROW and self.kind.is_norm and operand.keeps_codes and operand.plan.transposes:
+            return "outputs"
+        return "inputs" if operand.can_be_made_again else "both"
 
     @torch.no_grad()
     def _hand_over(self, y: Tensor, reader: QLinear, operand: Operand) -> None:
@@ -84,11 +99,8 @@ class FusedModule(FusedForward):
         inputs = None if reader.shared_inputs is None else reader.shared_inputs.of(y)
         if inputs is None or y.shape[-1] != reader.in_features:
             return
-        operand.tensor = y.detach().reshape(-1, y.shape[-1])
         if operand.casts.is_empty:
-            operand.read()
-            operand.rows(Rotation())
-        operand.saved()  # another cast of y.T, where that is kept
+            fill(operand, y.detach().reshape(-1, y.shape[-1]))
         inputs.put(operand, self.stats)
         if operand.state is None or not operand.context.records:
             return
@@ -98,7 +110,7 @@ class FusedModule(FusedForward):
         if windows:
             torch._foreach_copy_(windows, [operand.state] * len(windows))
 
-    def gradient_requests(self, tensors: Sequence[Tensor]) -> list[CastRequest | None]:
+    def gradient_requests(self, tensors: Sequence[Given]) -> list[CastRequest | None]:
         """The casts that the sources want of the gradients, each that a kernel makes beside those before it."""
         wanted: list[CastRequest | None] = []
         for layer in self.sources or (None,) * (1 if self.kind.is_norm else len(tensors)):
@@ -115,12 +127,15 @@ class FusedModule(FusedForward):
             reason = next((each for each in reasons if each), "no reader was converted")
             return Fusion(name=name, readers=readers, reason=reason)
         weight = reader.weight
-        wanted = _wanted_cast(_operand(reader, weight))
-        if isinstance(wanted, str):
+        with torch.enable_grad():
+            operand = _operand(reader, weight)
+        keeps = self.keeps(operand)
+        wanted = _wanted_cast(operand, keeps)
+        if isinstance(wanted, str) and self.save is None:
             backend = f"own code ({wanted})"
         else:
             device = device_facts(weight.device.type, weight.device.index)
-            casts = ((wanted.cast, wanted.transposed),)
+            casts = () if isinstance(wanted, str) else ((wanted.cast, wanted.transposed),)
             own = (getattr(self.module, name, None) for name in ("weight", "bias") if self.kind.is_norm)
             dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
             spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
@@ -128,7 +143,19 @@ class FusedModule(FusedForward):
         takers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
         stats = self.stats
         unread = None if not stats.made else max(0.0, 1 - stats.taken / (stats.made * takers))
-        return Fusion(name=name, readers=readers, function=self.kind.name, backend=backend, unread=unread)
+        kept = "" if backend.startswith(OWN) else self.kept_words(keeps)
+        return Fusion(name=name, readers=readers, function=self.kind.name, backend=backend, kept=kept, unread=unread)
+
+    def kept_words(self, keeps: Keeps) -> str:
+        """What is kept for backward, in words."""
+        again = "; what its readers read is made again" if keeps == "inputs" else ""
+        if keeps == "outputs":
+            return "keeps the codes that its readers keep"
+        if self.save not in NARROW:
+            return f"keeps its inputs{again}"
+        if not self.kind.is_norm:
+            return f"keeps its inputs as {NARROW[self.save]}{again}"
+        return f"keeps its input in its own type, since no reader keeps codes by one scale for all{again}"
 
 
 @dataclass(eq=False)
@@ -141,29 +168,53 @@ class FusedMlp(FusedModule):
         """As above."""
         gate, up, down = (self.module.get_submodule(name) for name in self.names)
         g, u = gate(x), up(x)
-        y: Tensor = down(self.compute((g, u), lambda: nn.functional.silu(g) * u))
+        y: Tensor = down(self.compute((g, u), lambda: self.activated(g) * u))
+        return y
+
+    def activated(self, g: Tensor) -> Tensor:
+        """By the MLP's own module, whose roundings may be others; by torch's function if it has none."""
+        own = next(
+            (each for name in ("act_fn", "act", "activation_fn") if callable(each := getattr(self.module, name, None))),
+            None,
+        )
+        y: Tensor = (own or ACTIVATIONS[self.kind.activation])(g)
         return y
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, fused: FusedModule, wanted: CastRequest, kernel: Any, casts: Casts, *tensors: Tensor
-    ) -> Tensor:
-        """casts: takes what comes out besides y."""
-        made, statistics = kernel.run(fused.kind, tensors, wanted)
-        casts.rows, casts.cols, casts.amax = made.plain, made.transposed, made.amax
-        ctx.save_for_backward(*tensors, *statistics)
-        ctx.count, ctx.fused = len(tensors), fused
+        ctx: Any, fused: FusedModule, keeps: Keeps, request: CastRequest | None, kernel: Any, operand: Operand,
+        *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """operand: takes what comes out besides y."""
+        made, statistics = kernel.run(fused.kind, tensors, request)
         value: Tensor = made.value
+        casts = operand.casts
+        casts.rows, casts.cols, casts.amax = made.plain, made.transposed, made.amax
+        ctx.fused, ctx.again = fused, Remade(fused.kind, fused.kernel) if keeps == "inputs" else None
+        kept: Sequence[Given] = tensors
+        if fused.save in NARROW and not fused.kind.is_norm:
+            kept = [narrow(each, NARROW[fused.save]) for each in tensors]
+        ctx.form, flat = Form.of(kept), Form.flat(kept, statistics)
+        if ctx.again is not None:
+            ctx.again.form = ctx.form
+            casts.origin = Origin(tuple(None if each is None else each.detach() for each in flat), ctx.again)
+        fill(operand, value)
+        if keeps == "outputs":
+            assert isinstance(casts.cols, QTensor)
+            kept = [Kept(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]]
+            ctx.form, flat = Form.of(kept), Form.flat(kept, (None, statistics[1]))
+        ctx.save_for_backward(*flat)
         return value
 
     @staticmethod
     @no_double_backward("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         fused: FusedModule = ctx.fused
-        saved = ctx.saved_tensors  # read once: torch's checkpointing hands it out once
-        tensors, statistics = saved[: ctx.count], saved[ctx.count :]
+        tensors, statistics = ctx.form.read(ctx.saved_tensors)  # read once: torch's checkpointing hands it out once
+        if ctx.again is not None:
+            ctx.again.clear()
         requests = fused.gradient_requests(tensors)
         kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
         made, of_parameters = kernel.run(fused.kind, tensors, statistics, in_memory(gy).contiguous(), requests)
@@ -171,7 +222,7 @@ class _Function(torch.autograd.Function):
             if each.plain is not None:
                 shared: Any = layer.shared_inputs
                 shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
-        return None, None, None, None, *(each.value for each in made), *of_parameters
+        return None, None, None, None, None, *(each.value for each in made), *of_parameters
 
 
 def refuse_reader(layer: QLinear) -> str | None:
@@ -198,9 +249,19 @@ def _operand(reader: QLinear, x: Tensor) -> Operand:
     return Operand(x, context.plan.x, context, (True, trains), reader.amax_state("x"))
 
 
-def _wanted_cast(operand: Operand) -> CastRequest | str:
+def fill(operand: Operand, y: Tensor) -> None:
+    """Makes what is not there yet of the casts of y [T, K] that the reader itself would make of it in forward."""
+    operand.tensor = y
+    if operand.casts.rows is None:
+        operand.read()
+        operand.rows(Rotation())
+    if operand.casts.origin is None:
+        operand.saved()
+
+
+def _wanted_cast(operand: Operand, keeps: Keeps) -> CastRequest | str:
     """The cast of x that a kernel may make, or why none makes the one that is asked for, whatever the device."""
-    plan, cast, transposed = operand.plan, operand.plan.rows, operand.keeps_codes
+    plan, cast, transposed = operand.plan, operand.plan.rows, operand.keeps_codes and keeps != "inputs"
     if cast is None or isinstance(cast.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:

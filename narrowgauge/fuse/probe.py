@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from narrowgauge.addresses import holds_numbers
 from narrowgauge.fuse.rotary import NAME
 from narrowgauge.ops import rotary
 from narrowgauge.ops.norm_act import Kind, value
+from narrowgauge.ops.norm_act.spec import Activation, Gated
 
 NEAR = 1e-5
 
@@ -56,8 +58,9 @@ def kind_of(module: nn.Module) -> Kind | str:
     if any(True for _ in module.parameters()) or any(True for _ in module.children()):
         return f"a {type(module).__name__} is neither a norm nor an activation"
     x = torch.linspace(-6, 6, 97)[None]
-    kinds = (Kind("gelu"), Kind("gelu-tanh"))
-    return next((kind for kind in kinds if _is(module, kind, (x,), x)), f"a {type(module).__name__} is no GELU")
+    kinds = (Kind(name) for name in get_args(Activation))
+    found = next((kind for kind in kinds if _is(module, kind, (x,), x)), None)
+    return found or f"a {type(module).__name__} computes none of {', '.join(get_args(Activation))}"
 
 
 def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
@@ -65,7 +68,7 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float):
         return f"a {type(module).__name__} does not say its eps"
-    kind = Kind("rms-norm" if bias is None else "layer-norm", eps)
+    kinds = [Kind(name, eps) for name in (("rms-norm", "gemma-norm") if bias is None else ("layer-norm",))]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0], [1e-2]])
     x = x + (0.1 if bias is not None else 0.0) * x.abs().amax(1, keepdim=True)
@@ -74,19 +77,32 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
     known = {name: 1 + 0.1 * torch.randn(len(weight), generator=generator) for name in names}
     x, known = x.to(device), {name: each.to(device, weight.dtype) for name, each in known.items()}
     with _instead(module, known):
-        same = _is(module, kind, (x, *known.values()), x)
-    return kind if same else f"a {type(module).__name__} computes something else"
+        found = next((kind for kind in kinds if _is(module, kind, (x, *known.values()), x)), None)
+    return found or f"a {type(module).__name__} computes something else"
 
 
 @_with_numbers
 def gated(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
-    """Of an MLP: whether what its third Linear reads is silu of the first one's output times the second one's."""
+    """Of an MLP: which function of the first Linear's output times the second one's its third Linear reads."""
     generator = torch.Generator().manual_seed(0)
-    g, u = (4 * torch.randn(3, 5, generator=generator) for _ in range(2))
-    instead = {gate: lambda x: g, up: lambda x: u, down: lambda x: x}
+    g, u = (4 * torch.randn(3, 33, generator=generator) for _ in range(2))
+    instead = {gate: _Answer(lambda x: g), up: _Answer(lambda x: u), down: _Answer(lambda x: x)}
     with _instead(mlp, instead):
-        same = _is(mlp, Kind("swiglu"), (g, u), torch.zeros(3, 5))
-    return Kind("swiglu") if same else f"a {type(mlp).__name__} does not multiply silu({gate}) by {up}"
+        kinds = (Kind(name) for name in get_args(Gated))
+        found = next((kind for kind in kinds if _is(mlp, kind, (g, u), torch.zeros(3, 33))), None)
+    functions = ", ".join(Kind(name).activation for name in get_args(Gated))
+    return found or f"a {type(mlp).__name__} does not multiply one of {functions} of {gate} by {up}"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """In the place of a Linear, whose weight T5 asks for its type."""
+
+    answer: Callable[[Tensor], Tensor]
+    weight: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.answer(x)
 
 
 @_with_numbers

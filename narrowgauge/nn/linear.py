@@ -55,8 +55,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
             "Use narrowgauge.QLinear, or convert the model."
         )
     plan = plan_of(recipe, x.device, wrapper(x, weight))
-    keeps_x = not plan.x.transposes and chosen("auto", device_facts(x.device.type, x.device.index).type) == "step"
-    context = LinearContext(plan, _out_dtype(x), keeps_x=keeps_x)
+    is_cpu = device_facts(x.device.type, x.device.index).type == "cpu"
+    context = LinearContext(plan, _out_dtype(x), keeps_x=is_cpu and not plan.x.transposes)
     y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, None, None, None)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -188,10 +188,14 @@ class QLinear(nn.Linear):
     @property
     def recasts(self) -> bool:
         """Whether backward casts the weight again instead of keeping codes of it from forward on."""
-        return self._recasts_on(self.weight.device)
-
-    def _recasts_on(self, device: torch.device) -> bool:
+        device = self.weight.device
         return chosen(self.weight_codes, device_facts(device.type, device.index).type) == "recast"
+
+    def _keeps_x(self, plan: LinearPlan, device: torch.device) -> bool:
+        """See `LinearContext`: a CPU does of what is cast along T apart, unless it was asked to cast again instead of keeping."""
+        if plan.x.transposes or plan.recipe.save != "quantized" or self.weight_codes == "recast":
+            return False
+        return device_facts(device.type, device.index).type == "cpu"
 
     def kept_casts(self) -> list[Casts]:
         """The casts of its weight that it keeps from call to call."""
@@ -298,7 +302,7 @@ class QLinear(nn.Linear):
             plan = plan_of(self._recipe, x.device)
             by_rows = self.peers is not None
             found = LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
-            found.keeps_x = not plan.x.transposes and not self._recasts_on(x.device)
+            found.keeps_x = self._keeps_x(plan, x.device)
             if (carried := self.carried) is not None:
                 found.sources, found.cache = {"w": [carried]}, carried
             return found
@@ -317,7 +321,7 @@ class QLinear(nn.Linear):
             plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
             steps_version=() if steps is None or cache is None else steps.version(),
             stream=None if self.peers is None else self.peers.stream(x.device), by_rows=self.peers is not None,
-            keeps_x=not plan.x.transposes and not self._recasts_on(x.device),
+            keeps_x=self._keeps_x(plan, x.device),
         )  # fmt: skip
 
     def _expect_advance(self, weight: Tensor) -> None:

@@ -41,9 +41,7 @@ class LinearFunction(torch.autograd.Function):
         needs, plan = ctx.needs_input_grad, context.plan
         wants = needs[0] or needs[4], needs[1] or needs[5]  # the gradient of x or its step, of w or its step
         keeper = None if is_compiling() else KEEPER.get()
-        y: Tensor | None = (
-            None if keeper is None else keeper.begin()
-        )  # a forward pass that is repeated may have kept it
+        y: Tensor | None = None if keeper is None else keeper.begin()  # kept of the pass that is repeated
         rotation = Rotation.draw(plan.recipe.output.rotate, x, context.stream, "output")
         x_operand = find("x", x, context, wants, x_state)
         lhs = x_operand.rows(rotation) if y is None or x_operand.rows_matter else x
@@ -56,7 +54,7 @@ class LinearFunction(torch.autograd.Function):
         if keeper is not None:
             keeper.end(y)
 
-        ctx.context, ctx.wants, ctx.x_kept = context, wants, len(kept)
+        ctx.context, ctx.wants, ctx.x_kept, ctx.again = context, wants, len(kept), x_operand.again
         ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype if bias is not None and needs[2] else None
         ctx.gy_state = gy_state  # an attribute: saved tensors may not change before backward, and this one does
         ctx.save_for_backward(*kept, *w_operand.saved())
@@ -70,7 +68,7 @@ class LinearFunction(torch.autograd.Function):
         plan: LinearPlan = context.plan
         recipe, weight = plan.recipe, saved[ctx.x_kept + 1]
         x = plan.x.kind(None, plan.x, context, wants, None)
-        x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy)
+        x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.again)
         w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape, gy)
         wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
@@ -85,9 +83,12 @@ class LinearFunction(torch.autograd.Function):
         if wants[1]:
             rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
-            d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, weight.dtype)
+            # Float16 has no gradient below 6e-8: of a float16 weight beside wider activations it has their type. Autograd makes it the
+            # parameter's `grad_dtype`.
+            dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype
+            d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, dtype)
             d, w_step = w.gradient(g.finished("grad_weight", d))
-            grad_weight = d.to(weight.dtype)
+            grad_weight = d.to(dtype)
         if ctx.bias_dtype is not None and asked[2]:
             grad_bias = gy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         # The gradients of learned steps are zero in their cold start, and where a product in 16 bits leaves none.

@@ -7,14 +7,16 @@ Everything works on plain tensors, so that torch.compile traces through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import in_memory, is_compiling
+from narrowgauge.nn.again import Again, Origin, Saved
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
 from narrowgauge.ops.mm import high_precision
@@ -26,8 +28,6 @@ from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key, Stream
-
-Saved = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Casts:
     keys        (w) of the random numbers of its rows and cols, so that they can be cast again to the same bits
     kept        (of x) what backward keeps of cols, the same tensors for all layers that share them
     codes       of a straight-through operand, with what backward keeps of them (straight_through.Coded)
+    origin      (x) what backward makes cols from again, instead of keeping them; None: they are kept
     """
 
     rows: QTensor | Tensor | None = None
@@ -81,6 +82,7 @@ class Casts:
     keys: dict[str, Any] = field(default_factory=dict)
     kept: Saved | None = None
     codes: Any = None
+    origin: Origin | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -104,12 +106,14 @@ class Operand:
     is_restored   whether this is backward, made without a tensor
     is_carrier    whether the tensor has no numbers: its codes were gathered from other ranks
     after         in backward the gradient that it began with
+    later         in backward what makes it again, if its cols are asked for
     """
 
     sampled: Tensor | None = None
     is_restored = False
     is_carrier = False
     after: Tensor | None = None
+    later: Callable[[], None] | None = None
 
     def __init__(
         self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
@@ -175,7 +179,7 @@ class Operand:
             keeps = context.cache is not None and not context.cache.recasts
             return needs[0] and keeps and not stochastic and not self.tensor.is_inference()
         # Noise is drawn alike with a backward pass and without: checkpointing repeats a forward pass that had none.
-        return self.keeps_codes and (context.grads or stochastic)
+        return self.keeps_codes and self.casts.origin is None and (context.grads or stochastic)
 
     def rows(self, rotation: Rotation) -> QTensor | Tensor:
         """The operand of the product that reads t as it is."""
@@ -217,6 +221,8 @@ class Operand:
         return casts.rows
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
+        if self.later is not None:
+            self.later()
         casts, plan = self.casts, self.plan
         if (made := casts.cols) is not None:
             if plan.cols_expand is not None and isinstance(made, QTensor) and not made.is_expanded:
@@ -266,6 +272,12 @@ class Operand:
         """(x) whether the codes of x.T are kept for backward instead of x."""
         return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.keeps_x
 
+    @property
+    def can_be_made_again(self) -> bool:
+        """(x) whether backward gets the same cols from x made again: those that are kept now draw no random numbers."""
+        plan = self.plan
+        return self.needs[1] and plan.kind is Operand and (plan.serves_a_step[1] or not self.keeps_codes)
+
     def share_key(self) -> tuple[Any, ...] | None:
         """(x) what layers whose casts of the same tensor are equal have in common; None: nobody else's are."""
         plan, context, codes = self.plan, self.context, self.keeps_codes
@@ -280,6 +292,9 @@ class Operand:
     def saved(self) -> Saved:
         """What backward needs of it: (amax, t), or of x (amax, codes, scale, global scale). Of w the second is always w."""
         casts, plan = self.casts, self.plan
+        if casts.origin is not None and self.needs[1]:
+            casts.origin.again.readers += 1
+            return casts.amax, *casts.origin.tensors
         if plan.role != "x" or not self.keeps_codes:
             return casts.amax, self.tensor if plan.role == "w" or self.needs[1] else None
         if casts.kept is None:
@@ -301,9 +316,18 @@ class Operand:
         scale = to_exponents(codes.scale) if codes.cast.scale.power_of_two else codes.scale
         return codes.data, scale, codes.global_scale
 
-    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
+    @property
+    def again(self) -> Again | None:
+        """How backward makes it again, where nothing of its own is kept."""
+        origin = self.casts.origin
+        return origin.again if origin is not None and self.needs[1] else None
+
+    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None) -> Operand:
         """Itself, in backward, made without a tensor, as forward left it. shape: of t."""
         self.after = after
+        if again is not None:
+            self.later = partial(again.restore, self, saved)
+            return self
         amax, tensor, *codes = saved
         plan, casts = self.plan, self.casts
         casts.amax = amax

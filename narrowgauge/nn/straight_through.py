@@ -27,9 +27,10 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
+from narrowgauge.nn.again import Again, Saved
 from narrowgauge.nn.autograd_rules import tied
 from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.nn.operands import Operand, Rotation, Saved
+from narrowgauge.nn.operands import Operand, Rotation
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision
@@ -113,7 +114,7 @@ class CodedOperand(Operand):
         seen = self.rotation(self.tensor) if has_codes else self.original()
         return seen if self.sampled is None else seen[self.sampled]
 
-    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor) -> Operand:
+    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None) -> Operand:
         self.after = after
         signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]
         self.rotation, self.inner = Rotation(self.plan.rows_rotate, signs), shape[1]

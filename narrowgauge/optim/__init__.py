@@ -2,6 +2,7 @@
 
 from narrowgauge.optim.checks import refuse_silent_failures, silent_failures
 from narrowgauge.optim.clipping import clip_gradients
+from narrowgauge.optim.held_gradients import float16_weights, hold_gradients
 from narrowgauge.optim.masters import round_to_bfloat16
 from narrowgauge.optim.optimizers import SGD, AdamW, Lion
 from narrowgauge.optim.param_groups import groups
@@ -19,8 +20,10 @@ __all__ = [
     "Precision",
     "ZeroBalance",
     "clip_gradients",
+    "float16_weights",
     "full_state_dict",
     "groups",
+    "hold_gradients",
     "in_backward",
     "refuse_silent_failures",
     "round_to_bfloat16",

@@ -18,7 +18,7 @@ GradScaler does it). It is never hidden either: float32 states take it up elemen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import holds_numbers, identity, in_memory
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, moments, noise, param_groups, rules, shards
+from narrowgauge.optim import backends, moments, noise, param_groups, rules, shards, states
 from narrowgauge.optim.cuda_graph import ReplayedStep
 from narrowgauge.optim.masters import Master
 from narrowgauge.optim.moments import States
@@ -37,6 +37,22 @@ from narrowgauge.optim.state_dict import forms_of, placed, refuse_state, upgrade
 from narrowgauge.optim.step import DTYPES, ParamStep, new_state
 
 Backend = Literal["auto", "triton", "native", "torch"]
+
+
+class Stepping(Protocol):
+    """What steps an optimizer inside backward, see `step_in_backward`."""
+
+    def hook_group(self, place: int) -> None: ...
+    def run(self, closure: Callable[[], Any]) -> Any: ...
+    def end_step(self) -> None: ...
+
+
+class Holding(Protocol):
+    """What holds gradients until the step, see `held_gradients`."""
+
+    def hook_group(self, place: int) -> None: ...
+    def step(self) -> None: ...
+    def clear(self) -> None: ...
 
 
 class NarrowOptimizer(torch.optim.Optimizer):
@@ -53,8 +69,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._names: dict[Tensor, str] = {}  # of parameters, where they are known
         self._forget_steps()
         self.casting: WeightCasts | None = None
-        self.steps_in_backward = False
-        self._hook_group: Callable[[int], None] | None = None  # of `in_backward`, for groups that come later
+        self.stepping: Stepping | None = None
+        self.holding: Holding | None = None
+        self.norm_before: Tensor | float | None = (
+            None  # of the gradient of the step before, where a step is clipped by it
+        )
         super().__init__(self._not_empty(params, defaults["embeddings"]), defaults | {"form": moments.FORM})
         self._refuse_master_without_effect()
 
@@ -87,15 +106,23 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._kept: dict[Any, Any] = {}  # what a backend keeps from step to step
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"backend": self.backend, "_rules": self._rules, "_names": self._names}
+        return super().__getstate__() | {
+            "backend": self.backend,
+            "_rules": self._rules,
+            "_names": self._names,
+            "norm_before": self.norm_before,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._names = getattr(self, "_names", {})
         self._forget_steps()
         self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
-        self.steps_in_backward = False  # the hooks are on the parameters of the original
-        self._hook_group = None
+        self.stepping = getattr(
+            self, "stepping", None
+        )  # of a copy none: the hooks are on the parameters of the original
+        self.holding = getattr(self, "holding", None)
+        self.norm_before = getattr(self, "norm_before", None)
         for group in self.param_groups:  # of a state that torch's own optimizer saved
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -116,15 +143,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise
         group = self.param_groups[-1]
         self._names |= dict(zip(group["params"], group.get("param_names", ()), strict=False))
-        if self._hook_group is not None:
-            self._hook_group(len(self.param_groups) - 1)
+        if self.stepping is not None:
+            self.stepping.hook_group(len(self.param_groups) - 1)
+        if self.holding is not None:
+            self.holding.hook_group(len(self.param_groups) - 1)
 
     def _rule_of(self, group: Mapping[str, Any]) -> Rule:
         return rules.get(group["rule"], self._rules) if "rule" in group else self.rule
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         kind, rule = type(self).__name__, self._rule_of(group)
-        param_groups.check(kind, group, {"rule": None, **self.defaults, **rule.options})
+        param_groups.check(kind, group, {"rule": None, **self.defaults, **rule.options}, rule)
         if self.backend != "auto":
             for device in dict.fromkeys(parameter.device for parameter in group["params"]):
                 if reason := backends.refuse(self.backend, device, rule):
@@ -160,9 +189,19 @@ class NarrowOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = closure() if self.stepping is None else self.stepping.run(closure)
+        if self.stepping is not None:
+            self.stepping.end_step()
+        if self.holding is not None:
+            self.holding.step()
         self._step([each for each in self._numbered() if each[0].grad is not None])
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch has it; gradients that are held in FP8 are dropped as well."""
+        super().zero_grad(set_to_none)
+        if self.holding is not None:
+            self.holding.clear()
 
     def _numbered(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
         """Each parameter, its group, and the number that its noise depends on: of its name, else its place."""
@@ -294,8 +333,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _kept_as(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Rule, States, Master]:
         """What `new_state` and `ParamStep.of` make of a parameter is decided by."""
-        states = param_groups.kept_as(parameter, group)[0]
-        return self._rule_of(group), moments.STATES[states], param_groups.master_of(parameter, group, states)
+        kept = states.named(param_groups.kept_as(parameter, group)[0])
+        return self._rule_of(group), kept, param_groups.master_of(parameter, group, kept.tile)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
         """Of a DTensor DTensors; on the device "meta" plain tensors of the whole."""
@@ -315,6 +354,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
         own = torch.empty(shards.local(parameter).shape, dtype=parameter.dtype, device="meta")
         return new_state(own, *self._kept_as(parameter, group), "meta")
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch has it; groups hold `norm_before` too where steps are clipped by it, which waits for the device."""
+        found = super().state_dict()
+        if self.norm_before is not None:
+            for group in found["param_groups"]:
+                group["norm_before"] = float(self.norm_before)
+        return found
+
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises CheckpointError for what `load_state_dict` refuses."""
         new_state = lambda each, group: self._new_state(each, group, "meta")  # noqa: E731
@@ -330,6 +377,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.check_state_dict(found)
         # torch casts every tensor of a state to the parameter's dtype: they travel around it, in order of the parameters.
         super().load_state_dict({"state": {}, "param_groups": found["param_groups"]})
+        self.norm_before = None
+        for group in self.param_groups:
+            self.norm_before = group.pop("norm_before", None)
         places = {each: parameter for group, saved in zip(own, found["param_groups"], strict=True)
                   for each, parameter in zip(saved["params"], group["params"], strict=True)}  # fmt: skip
         for place, saved in found["state"].items():

@@ -6,12 +6,15 @@ A bfloat16 weight has 8 significant bits: an update below 1/512 of the weight is
     fp32             the weight in float32                       6                               exactly float32
     bf16-remainder   the low 16 bits of the float32 weight       4                               exactly float32, same bits
     fp16-scaled      float16 and a power-of-two scale per tile   4                               11 bits, rounded stochastically
-    stochastic       nothing                                     2                               8 bits, rounded stochastically
+    stochastic       nothing                                     2                               8 bits, rounded stochastically; of a
+                                                                                                 float16 weight 11
 
 fp32 and bf16-remainder round their weight to nearest with ties away from zero (not to even), because then the weight and 16 bits
 tell the float32 number without a 17th; the two are equal bit for bit in master and weight. fp16-scaled is the master of FP8-LM
 (arXiv 2310.18313), whose scale is per tensor and whose rounding is to nearest; rounding stochastically keeps small updates on
-average, as does `stochastic` ("Revisiting BFloat16 Training", arXiv 2010.06192). A float32 weight is its own master.
+average, as does `stochastic` ("Revisiting BFloat16 Training", arXiv 2010.06192). A float16 weight under `stochastic` is a master of
+FP8-LM's bits without its scale, and without another weight beside it: below 2^-14 its steps are 2^-24 = 6e-8, above 65,504 it is
+infinite. A float32 weight is its own master.
 
 Tensors of one axis keep a float32 master in the place of a scaled one, whose tiles almost any shard would cut.
 
@@ -40,6 +43,20 @@ def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     """
     carried = ((x.view(torch.int32) + bits) & -65536).view(torch.float32)
     return torch.where(x.isfinite(), carried, x).to(torch.bfloat16)
+
+
+def round_to_float16(x: Tensor, bits: Tensor) -> Tensor:
+    """x float32, rounded stochastically to float16: E[result] = x up to 65,504; above it, and for what is not finite, as `x.half()`.
+
+    bits  int32 of x's shape, uniform in [0, 65536): 13 of them for the 13 mantissa bits that a normal number drops
+    """
+    size = x.abs()
+    normal = ((size.view(torch.int32) + (bits >> 3)) & -8192).view(torch.float32)
+    part = size * 2.0**24
+    whole = part.floor()
+    subnormal = torch.where(noise.uniform(bits) < part - whole, whole + 1.0, whole) * 2.0**-24
+    rounded = torch.copysign(torch.where(size < 2.0**-14, subnormal, normal), x)
+    return torch.where(x.isfinite(), rounded, x).to(torch.float16)
 
 
 def encode_scaled(x: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +112,8 @@ def store(
     if kind is None or dtype == torch.float32:
         return x, None, None  # 16 bits without a master are refused
     if kind == "stochastic":
-        return round_to_bfloat16(x, noise.bits(key, index)), None, None
+        round_to = round_to_bfloat16 if dtype == torch.bfloat16 else round_to_float16
+        return round_to(x, noise.bits(key, index)), None, None
     if kind == "fp16-scaled":
         codes, scale = encode_scaled(x, noise.uniform(noise.bits(key, index)))
         return rounded(decode_scaled(codes, scale), dtype), codes, scale

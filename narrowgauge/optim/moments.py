@@ -8,7 +8,7 @@ first axis into shards never cuts a tile; the last tile of a row may be short. x
     squared8  c in -127 ... 127         c |c| / 127^2                     |x - x'| <= s (c + 3/4) / 127^2, c = floor(127 sqrt(|x|/s))
     ue5m3     5 exponent, 3 mantissa    2^(e - 32) (1 + f/8), 0           |x - x'| < x / 8; nothing above 0 becomes 0
     e4m3      E4M3 of 2^8 (x/s)^k       the inverse                       2^-4 / k of x (nearest), 2^-3 / k (else), in range
-    fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest), 2^-10 (stochastic), in range
+    fp16      float16 of 2^15 x/s       the number                        2^-11 of x (nearest), 2^-10 (else), in range
     dynamic4  c in -7 ... 7             sign(c) DYNAMIC_LEVELS[|c|]       half the gap of the levels around |x|/s, times s
     linear4   c in 1 ... 16             c / 16                            |x - x'| < s / 16; nothing above 0 becomes 0
 
@@ -70,6 +70,7 @@ class Moment:
     dtype  of the codes; two 4-bit codes lie in a byte, the first in the low half
     signed, mantissa, bias, top   of a float: codes stand for `top` times the tile's share; without a sign they are rounded stochastically
     expands, lowest, highest      whether a tile chooses its k, and the least and greatest log2 k that it chooses from
+    tile   elements along a row that share a scale; of two moments the smaller one counts for both
     """
 
     name: str
@@ -84,6 +85,7 @@ class Moment:
     expands: bool = False
     lowest: int = 0
     highest: int = 0
+    tile: int = 256
 
     def __str__(self) -> str:
         return self.name
@@ -185,10 +187,11 @@ class SmallFloat(Moment):
 
     def _drawn(self, t: Tensor, y: Tensor, log_k: Tensor | None, noise: Tensor) -> Tensor:
         """The code of t >= 0, y = top t^k, rounded stochastically; at least 1 for what is not 0."""
-        if log_k is None:
+        if self.bits == 16:
             normal = y.view(torch.int32) + (noise >> (self.mantissa - 7))  # 13 bits for the 13 that float16 drops
             code = self._code_below(y, normal.view(torch.float32), uniform(noise))
         else:
+            log_k = t.new_zeros(t.shape[:-1]) if log_k is None else log_k
             code = self._code_below(y)
             below, above = (self._value(each, log_k) for each in (code, code + 1))
             code = code + (below + uniform(noise) * (above - below) < t).to(torch.int32)
@@ -292,12 +295,14 @@ WIDE = Moment(name="fp32", kind=1, dtype=torch.float32, bits=32, has_scale=False
 NONE = Moment(name="none", kind=0, dtype=torch.float32, bits=0, has_scale=False)
 SQUARED8 = Squared(name="squared8", kind=2, dtype=torch.int8, bits=8)
 UE5M3 = UnsignedE5M3(name="ue5m3", kind=3, dtype=torch.uint8, bits=8)
-DYNAMIC4 = Dynamic(name="dynamic4", kind=6, dtype=torch.uint8, bits=4)
-LINEAR4 = Linear(name="linear4", kind=7, dtype=torch.uint8, bits=4)
+DYNAMIC4 = Dynamic(name="dynamic4", kind=6, dtype=torch.uint8, bits=4, tile=128)
+LINEAR4 = Linear(name="linear4", kind=7, dtype=torch.uint8, bits=4, tile=128)
 E4M3 = SmallFloat(name="e4m3", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8)
-E4M3_FIRST = replace(E4M3, name="e4m3-expanded", expands=True, highest=2)
-E4M3_SECOND = replace(E4M3, name="e4m3-expanded", expands=True, lowest=-2, highest=2, signed=False)
+E4M3_POSITIVE = replace(E4M3, signed=False)
+E4M3_FIRST = replace(E4M3, name="e4m3-expanded", expands=True, highest=2, tile=128)
+E4M3_SECOND = replace(E4M3_FIRST, lowest=-2, signed=False)
 FP16 = SmallFloat(name="fp16", kind=5, dtype=torch.float16, bits=16, mantissa=10, bias=15, top=2.0**15, signed=False)
+FP16_FIRST = replace(FP16, signed=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from narrowgauge.optim import rules
 from narrowgauge.optim.base import Backend, NarrowOptimizer
 from narrowgauge.optim.masters import Master
 
-StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"]
+StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"] | str  # a pair "first/second" too, see states.py
 Embeddings = Literal["fp32", "same"]
 
 
@@ -17,7 +17,8 @@ class AdamW(NarrowOptimizer):
 
     params      parameters, named parameters, groups, or a model (then `groups(model)`). A group may have its own `states`, and its own
                 `rule` ("lion", or a `rules.Rule`) with that rule's options
-    states      bytes per parameter of both moments: fp32 8, 8bit 2.02, fp8 2.05, fp8-lm 3.02, 4bit 1.03
+    states      bytes per parameter of both moments: fp32 8, 8bit 2.02, fp8 2.05, fp8-lm 3.02, 4bit 1.03. Or one format for each
+                moment, as "8bit/fp16": see states.py
     master      for 16-bit weights, see masters.py; None if all are float32 (else ConfigError)
     embeddings  "fp32": parameters whose name is that of an embedding keep float32 states (their rows are rarely seen, and
                 then move far); "same" treats them as any other. Names are known from a model or named parameters only.

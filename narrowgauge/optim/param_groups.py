@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.optim import masters, moments, rules, shards
+from narrowgauge.optim import masters, rules, shards, states
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
 
@@ -61,7 +61,7 @@ def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return group["states"], group["master"], group["embeddings"], group.get("rule")
 
 
-def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: rules.Rule) -> None:
     """Raises ConfigError for a number that cannot be, and for what looks like an option and is none: torch passes over both."""
     for name in ("lr", "weight_decay", "eps"):
         if name in group and (not _is_number(group[name]) or not 0 <= group[name] < math.inf):
@@ -77,11 +77,11 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any]) -> None
         raise ConfigError(
             f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out."
         )
-    for option, names in (("states", moments.STATES), ("master", masters.KINDS)):
-        if group[option] not in list(names):  # by equality: a group may name what has no hash
-            given = [str(each) for each in names if each is not None]
-            near = closest(str(group[option]), given) or ", ".join(map(repr, given))
-            raise ConfigError(f"{kind}: no {option} {group[option]!r}. Closest: {near}.")
+    states.refuse(kind, group["states"], len(rule.moments))
+    if group["master"] not in list(masters.KINDS):  # by equality: a group may name what has no hash
+        given = [str(each) for each in masters.KINDS if each is not None]
+        near = closest(str(group["master"]), given) or ", ".join(map(repr, given))
+        raise ConfigError(f"{kind}: no master {group['master']!r}. Closest: {near}.")
     _check_embeddings(kind, group["embeddings"])
     for name in group:
         if name in known or name in _ADDED_BY_TORCH:
@@ -121,9 +121,10 @@ def refuse(parameter: Tensor, master: str | None) -> str:
             f"an update below 1/{512 if parameter.dtype == torch.bfloat16 else 4096} of a weight would be lost in rounding. "
             "Choose master='bf16-remainder', 'fp32', 'fp16-scaled' or 'stochastic', or keep the weights in float32."
         )
-    if parameter.dtype == torch.float16 and master in ("bf16-remainder", "stochastic"):
+    if parameter.dtype == torch.float16 and master == "bf16-remainder":
         return (
-            f"master={master!r} is for bfloat16. Choose master='fp32' or 'fp16-scaled', or load the model in bfloat16."
+            "master='bf16-remainder' is for bfloat16. Choose master='fp32', 'fp16-scaled' or 'stochastic', or load the model in "
+            "bfloat16."
         )
     return ""
 
@@ -141,30 +142,31 @@ def _overlaps(x: Tensor) -> bool:
 def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
     """(the states that a parameter gets, the rule that says so); by the shape of the whole, however it is sharded."""
     asked = group["states"]
-    if asked == "fp32":
+    if states.named(asked) == states.named("fp32"):
         return "fp32", group.get("why", "asked for")
     if parameter.ndim < 2:
         return "fp32", "one axis"
     if parameter.numel() < SMALLEST:
         return "fp32", f"fewer than {SMALLEST} elements"
-    if shape_of(parameter)[1] < moments.STATES[asked].tile // 8:
+    tile = states.named(asked).tile
+    if shape_of(parameter)[1] < tile // 8:
         return "fp32", "rows too short for a tile"
     if group["embeddings"] == "fp32" and "param_names" in group:
         place = next(i for i, each in enumerate(group["params"]) if each is parameter)
         if _EMBEDDING.search(group["param_names"][place]):
             return "fp32", "embedding"
-    if not shards.fits(parameter, moments.STATES[asked].tile):
+    if not shards.fits(parameter, tile):
         return "fp32", CUT
     return asked, "asked for"
 
 
-def master_of(parameter: Tensor, group: Mapping[str, Any], states: str) -> masters.Master:
+def master_of(parameter: Tensor, group: Mapping[str, Any], tile: int) -> masters.Master:
     """The master that a parameter gets beside its states: a scaled one, whose tiles a shard would cut, is float32.
 
     So are those of tensors of one axis, sharded or not: any shard could cut their tiles, and one process keeps what many do.
     """
     asked: masters.Master = group["master"]
-    if asked == "fp16-scaled" and (parameter.ndim < 2 or not shards.fits(parameter, moments.STATES[states].tile)):
+    if asked == "fp16-scaled" and (parameter.ndim < 2 or not shards.fits(parameter, tile)):
         return "fp32"
     return asked
 
@@ -173,7 +175,7 @@ def tell_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
     """Warns, on the first rank of their mesh, of parameters whose states stay wide because shards of their columns cut tiles."""
     found = [parameter for parameter in group["params"] if kept_as(parameter, group)[1] == CUT]
     if found and not any(found[0].device_mesh.get_coordinate() or ()):
-        tile = moments.STATES[group["states"]].tile
+        tile = states.named(group["states"]).tile
         warnings.warn(
             f"{kind}: {len(found)} of {len(group['params'])} parameters keep float32 states: shards of their columns cut tiles of "
             f"{tile}, for example of {list(found[0].shape)} in {list(shards.local(found[0]).shape)}. Shard their rows, or into columns "

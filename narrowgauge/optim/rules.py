@@ -70,7 +70,7 @@ class Rule:
     moments      names of the state tensors, at most two
     constants    (group, step) -> the numbers of a step, which counts from 1
     update       (weight, gradient, first moment, second moment, constants, holds) -> (weight, first, second, where the first only
-                 decays): all float32 and of one shape. holds: whether the second moment is narrow, so that the first is held beside it.
+                 decays): all float32 and of one shape. holds: whether one of two moments is narrow, so that the first is held.
                  A moment that the rule does not keep is zeros, and what is returned for it is dropped
     granularity  "element": update is called with any cut of a tensor; "matrix": with the whole one, [rows, columns]
     options      of a group, beside lr and weight_decay, with what they are by default

@@ -192,12 +192,11 @@ def without_partial_sums(x: Tensor) -> Tensor:
     return x if placements == list(x.placements) else x.redistribute(x.device_mesh, placements)  # type: ignore[attr-defined]
 
 
-def sum_of_shards(x: Tensor, like: Tensor) -> Tensor:
-    """The sum of the 0-d tensors that the ranks have, over those axes of a DTensor's mesh that cut it; in one order on all ranks."""
+def sum_of_shards(x: Tensor, cut_by: Any) -> Tensor:
+    """The sum of the 0-d tensors that the ranks have, over those axes of a mesh that cut DTensors (`cut_of`); in one order on all ranks."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh = like.device_mesh  # type: ignore[attr-defined]
-    cut = [_cuts_axis(each) for each in like.placements]  # type: ignore[attr-defined]
+    mesh, cut = cut_by
     count = math.prod(mesh.size(axis) for axis, is_cut in enumerate(cut) if is_cut)
     placements = [Shard(0) if is_cut else Replicate() for is_cut in cut]
     spread = DTensor.from_local(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import CheckpointError
-from narrowgauge.optim import masters, shards
+from narrowgauge.optim import masters, shards, states
 
 NewState = Callable[[Tensor, dict[str, Any]], Mapping[str, Tensor]]
 
@@ -133,10 +133,16 @@ def _other_options(kind: str, saved: Mapping[str, Any], group: Mapping[str, Any]
         )
     for option in ("states", "master"):
         was, here = saved.get(option, group[option]), group[option]
-        if was != here:
+        if was != here and not (option == "states" and states.same(was, here)):
             yield (
                 f"{option}={was!r}, this optimizer has {option}={here!r}. Build it with {option}={was!r}, or start with a fresh state."
             )
+    norm = saved.get("norm_before", 0.0)
+    if not isinstance(norm, float) or not 0 <= norm < float("inf"):
+        yield (
+            f"norm_before={norm!r}, which is no norm of a gradient. The state is damaged: load another checkpoint, or start with a fresh "
+            "state."
+        )
     if saved.get("maximize"):
         yield f"maximize=True, which {kind} does not know. Minimise the negated loss, with a fresh state."
 

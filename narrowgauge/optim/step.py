@@ -133,6 +133,12 @@ class ParamStep:
         return [x for x in (self.weight, *kept, self.master, self.master_scale) if x is not None]
 
     @property
+    def holds_first(self) -> bool:
+        """Whether the first moment is held to what the second allows: where codes of either may be off."""
+        first, second = self.first.format, self.second.format
+        return second is not moments.NONE and (first.has_scale or second.has_scale)
+
+    @property
     def noise_key(self) -> int:
         return noise.key(self.step_key, self.number)
 
@@ -215,7 +221,7 @@ def _step_rows(param_step: ParamStep, rows: slice) -> None:
     assert weight is not None and gradient is not None
     w, gradient = masters.load(param_step.master_kind, weight, master, scale), gradient.to(torch.float32)
     m, v = (_decode(kept, rows, columns, tiles, param_step.tile, w) for kept in (param_step.first, param_step.second))
-    holds = param_step.second.format.has_scale
+    holds = param_step.holds_first
     if param_step.rule.granularity == "matrix":
         w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
         whole = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)

@@ -66,12 +66,18 @@ def _mixed(first: Moment, second: Moment, share: float) -> Moment:
     def line(a: int, b: int) -> int:
         return max(0, round(a + share * (b - a)))
 
+    alive = line(first.alive, second.alive)
+    parts = {kind: line(first.parts.get(kind, 0), second.parts.get(kind, 0)) for kind in first.parts | second.parts}
+    # Where the two are at their largest in different operations, a part of one of them may end below nothing: the largest pays for it.
+    if parts:
+        largest = max(parts, key=parts.__getitem__)
+        parts[largest] += alive - sum(parts.values())
     return replace(
         second,
-        alive=line(first.alive, second.alive),
+        alive=alive,
         end=line(first.end, second.end),
         allocated=line(first.allocated, second.allocated),
-        parts={kind: line(first.parts.get(kind, 0), second.parts.get(kind, 0)) for kind in first.parts | second.parts},
+        parts=parts,
     )
 
 

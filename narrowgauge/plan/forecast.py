@@ -15,6 +15,7 @@ from narrowgauge.ops.registry import Device
 from narrowgauge.plan.count import PARTS, Step, count
 from narrowgauge.plan.extrapolate import FEW, MORE, extrapolated
 from narrowgauge.plan.moments import Moment, moments
+from narrowgauge.plan.tally import Tally, deeper, tally
 
 Builder = Callable[
     [int], Callable[[], Step]
@@ -31,6 +32,7 @@ class Forecast:
     reserved_error  share of them by which they may be wrong
     on_gpu          whether the allocator is torch's for GPUs; a CPU's keeps nothing
     block_weights   bytes of the weights of one block of each stack; 0: not known
+    work            of the second step, of the micro-batches that are counted
     """
 
     moments: tuple[Moment, ...]
@@ -41,6 +43,7 @@ class Forecast:
     notes: tuple[str, ...] = field(default=())
     allocated_error: float = ALLOCATED_ERROR
     block_weights: int = 0
+    work: Tally = field(default_factory=dict)
 
     @property
     def top(self) -> Moment:
@@ -56,10 +59,7 @@ class Forecast:
 
     def parts(self) -> dict[str, int]:
         """Of what is alive at the top."""
-        found = dict.fromkeys(PARTS, 0)
-        for (part, _), nbytes in self.top.parts.items():
-            found[part] += nbytes
-        return found
+        return by_part(self.top)
 
     def saved(self) -> dict[str, int]:
         """What is saved for backward when a forward pass ends, by the module that made it, the largest first."""
@@ -71,7 +71,10 @@ class Forecast:
         top = self.top
         last = max(each.step for each in self.moments)
         timeline = [
-            {"phase": each.phase, "micro_batch": each.micro_batch, "peak_bytes": self._size(each), "end_bytes": each.end}
+            {
+                "phase": each.phase, "micro_batch": each.micro_batch, "peak_bytes": self._size(each), "end_bytes": each.end,
+                "parts": by_part(each),
+            }
             for each in self.moments if each.step == last
         ]  # fmt: skip
         return {
@@ -96,14 +99,16 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
     """
     on_gpu = device.type == "cuda"
     if full or differing or layers <= MORE + 1:
-        found = moments(count(build(0), device))
+        counted = count(build(0), device)
+        found = moments(counted)
         why = f": {differing}" if differing and layers > MORE + 1 else ""
         words = f"all {layers} layers{why}" if layers else f"the whole model{why}"
         return Forecast(
             moments=tuple(found), counted=words, reserved=found[-1].reserved, reserved_error=RESERVED_ERROR, on_gpu=on_gpu,
-            block_weights=_weights(found) // layers if layers else 0,
+            block_weights=_weights(found) // layers if layers else 0, work=tally(counted),
         )  # fmt: skip
-    few, more = (moments(count(build(depth), device)) for depth in (FEW, MORE))
+    counts = [count(build(depth), device) for depth in (FEW, MORE)]
+    few, more = map(moments, counts)
     try:
         found = extrapolated(few, more, layers)
     except (ValueError, KeyError):
@@ -113,7 +118,16 @@ def forecast(build: Builder, device: Device, layers: int, differing: str = "", f
     return Forecast(
         moments=tuple(found), counted=f"{FEW} and {MORE} of {layers} layers", reserved=top + gap,
         reserved_error=ESTIMATED_ERROR, on_gpu=on_gpu, block_weights=_weights(more) - _weights(few),
+        work=deeper(tally(counts[0]), tally(counts[1]), layers - FEW),
     )  # fmt: skip
+
+
+def by_part(moment: Moment) -> dict[str, int]:
+    """Bytes of each part, whatever its kind."""
+    found = dict.fromkeys(PARTS, 0)
+    for (part, _), nbytes in moment.parts.items():
+        found[part] += nbytes
+    return found
 
 
 def _weights(found: list[Moment]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowgauge.ops.registry import Device, device_facts
-from narrowgauge.plan.cards import CARDS, CONTEXT, card, of_memory
+from narrowgauge.plan.cards import CARDS, CONTEXT, Card, card, of_memory
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.text import gib
 
@@ -18,12 +18,13 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of a card, or none that is known."""
+    """The memory of a card, or none that is known. card: with its rates, where they are."""
 
     name: str
     memory: int
     usable: int
     device: Device
+    card: Card | None = None
 
     @classmethod
     def of(cls, card_name: str, memory: str, place: str = "auto") -> Room:
@@ -37,7 +38,8 @@ class Room:
             named = card(card_name) if card_name else None
             found = of_memory(memory, named) if memory else named
             assert found is not None
-            return cls(found.name, found.memory, found.usable, found.device or hopper)
+            rated = found if found.device and found.peak else None
+            return cls(found.name, found.memory, found.usable, found.device or hopper, rated)
         if place != "cpu" and torch.cuda.is_available():
             index = torch.device(place).index or 0 if place.startswith("cuda") else 0
             total = torch.cuda.get_device_properties(index).total_memory

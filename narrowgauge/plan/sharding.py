@@ -3,7 +3,9 @@
 fsdp  weights, gradients and states: 1/F of each. Whole on every rank while the model computes: what is around the blocks, the block
       at work and the next one; in backward also the gradients of a block, before and after they are summed
 tp    weights, gradients and states of the blocks, and what their inner layers save: 1/T. Norms and what is around the blocks: whole
-pp    1/P of the blocks; the first stage keeps P micro-batches for backward (1F1B), and embeddings and head count on every stage
+pp    1/P of the blocks; the first stage keeps P micro-batches for backward (1F1B), and embeddings and head count on every stage; with
+      fsdp a stage is whole through the step, and its gradients too
+sp    as tp: what norms and residuals save is 1/T as well, which is not taken off
 dp    a copy on each rank
 """
 
@@ -39,8 +41,10 @@ def divided(
             parts[part, ""] = (in_blocks // tp + size - in_blocks) // fsdp
         parts = {kind: _saved(kind, size, tp, in_flight) for kind, size in parts.items()}
         if fsdp > 1 and moment.phase != "step":
-            gathered = around + 2 * whole.block_weights // tp
-            gradients = 2 * whole.block_weights // tp if moment.phase.startswith("backward") else 0
+            at_once = blocks if stages > 1 else 2 * whole.block_weights
+            gathered = around + at_once // tp
+            gradients = gathered if stages > 1 else at_once // tp
+            gradients = gradients if moment.phase.startswith("backward") else 0
             parts["transient", ""] = parts.get(("transient", ""), 0) + gathered + gradients
         change = sum(parts.values()) - moment.alive
         return replace(

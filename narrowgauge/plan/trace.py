@@ -30,6 +30,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.memory.measure import noting
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan.autocast import narrowed, widened
+from narrowgauge.plan.work import Work, of_kernel, of_operator
 
 
 @dataclass
@@ -51,11 +52,13 @@ class Trace:
     allocations  by number
     events       n for the beginning of the allocation number n, ~n for its end
     phases       (place in events, name) of each beginning
+    work         what was computed, in order, with the number of its phase
     """
 
     allocations: list[Allocation] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     phases: list[tuple[int, str]] = field(default_factory=lambda: [(0, "")])
+    work: list[Work] = field(default_factory=list)
 
     def begin(self, phase: str) -> None:
         self.phases.append((len(self.events), phase))
@@ -95,6 +98,15 @@ class Recorder:
         self.trace.events.append(~number)
         self._numbers.pop(place, None)
 
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+        """An operator of torch."""
+        if (work := of_operator(len(self.trace.phases) - 1, func, args, kwargs, found)) is not None:
+            self.trace.work.append(work)
+
+    def launched(self, kernel: str, tensors: Iterable[Tensor]) -> None:
+        """A kernel of ours."""
+        self.trace.work.append(of_kernel(len(self.trace.phases) - 1, kernel, tensors))
+
     def begin(self, phase: str, is_forward: bool = False) -> None:
         self.is_forward = is_forward
         self.trace.begin(phase)
@@ -117,9 +129,10 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         try:
-            found = func(*args, **(kwargs or {}))
+            found = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"plan: {self.recorder.modules[-1] or 'the model'} reads the values of a tensor ({name}, as .item(), int(x), x[mask] or "
@@ -133,6 +146,7 @@ class _Dispatch(TorchDispatchMode):
         for each in tree_leaves(found):
             if isinstance(each, Tensor):
                 self.recorder.saw(each, name)
+        self.recorder.ran(func, args, kwargs, found)
         return found
 
 
@@ -223,7 +237,7 @@ def recording(device: Device) -> Iterator[Recorder]:
 
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(dry_run(device))
+        stack.enter_context(dry_run(device, recorder.launched))
         stack.enter_context(noting(lambda tensor: recorder.saw(tensor, "note")))  # generators' states are real tensors
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)

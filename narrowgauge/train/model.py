@@ -30,7 +30,7 @@ from narrowgauge.train.attention import use_float32_attention, use_float32_softm
 from narrowgauge.train.checkpoint.state import seed_all
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.config import switch_syntax
-from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
+from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
 from narrowgauge.train.console import tell
 from narrowgauge.train.model_files import quiet, refuse_foreign_code
 
@@ -66,7 +66,7 @@ def build(
         if kept:
             convert(model, kept)
     if config.fuse:
-        fuse(model)
+        fuse(model, config.save if config.save in FUSED_SAVES else None)  # type: ignore[arg-type]
     if device.type == "cpu":
         use_counted_dropout(model)
     return model
@@ -86,7 +86,7 @@ def _pattern_recipe(config: TrainConfig, name: str) -> str | Recipe | None:
 def chosen_recipe(config: TrainConfig, name: str) -> Recipe:
     """The recipe called `name` with the run's `save` option."""
     recipe = recipes.get(name)
-    if not config.save or recipe.grad_weight.rhs is None:
+    if config.save in ("", *FUSED_SAVES) or recipe.grad_weight.rhs is None:
         return recipe
     return replace(recipe, save=config.save)  # type: ignore[arg-type]
 
@@ -147,7 +147,7 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
     refuse_foreign_code(where, sizes)
     try:
         if config.from_scratch:
-            return model_class.auto.from_config(sizes, trust_remote_code=False).to(torch.float32)
+            return model_class.auto.from_config(sizes, trust_remote_code=False, dtype=torch.float32)
         with quiet():
             model, found = model_class.auto.from_pretrained(
                 where, config=sizes, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True

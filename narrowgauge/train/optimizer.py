@@ -46,10 +46,12 @@ def apply_memory_options(
 def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
     """Weight decay on matrices only: norms and biases (one axis) are not decayed.
 
-    AdamW with float32 states and no master is torch's fused one, everything else `narrowgauge.optim`.
+    AdamW with float32 states and no master, which steps on gradients as they are after backward, is torch's fused one, everything else
+    `narrowgauge.optim`.
     Raises ConfigError if this would learn less than it should without a word (see `narrowgauge.optim.checks`).
     """
-    if config.optimizer == "adamw" and config.states == "fp32" and _master(config, precision) is None:
+    is_plain = config.optimizer == "adamw" and config.states == "fp32" and _master(config, precision) is None
+    if is_plain and not config.step_in_backward and config.held_gradients == "16bit":
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
         several = len({_mesh_of(each) for each in model.parameters()}) > 1

@@ -14,7 +14,7 @@ from torch import nn
 import narrowgauge
 from narrowgauge import recipes
 from narrowgauge.conversion import auto
-from narrowgauge.conversion.description import describe
+from narrowgauge.conversion.description import describe, without_numbers
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.fuse import fusions
@@ -91,9 +91,8 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
         show.say(
             "This system knows the peak memory of a whole process alone, so that of this second run is not recorded."
         )
-    for fusion in fusions(model):
-        if fusion.reason:
-            show.say(f"Not fused: {fusion}")
+    for words in dict.fromkeys(without_numbers(str(fusion)) for fusion in fusions(model) if fusion.reason):
+        show.say(f"Not fused: {words}")
 
 
 def in_float32(trainer: Trainer) -> list[str]:

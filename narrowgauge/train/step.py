@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from narrowgauge.optim import Precision
 from narrowgauge.optim.clipping import clip_gradients
+from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, Objective, inputs_of
@@ -41,8 +42,10 @@ def loss_of(
     return loss
 
 
-def clipped(config: TrainConfig, model: nn.Module, stages: Any = None) -> Tensor:
-    """Clips the gradients of a step; their norm before."""
+def clipped(config: TrainConfig, model: nn.Module, stages: Any = None, held: HeldGradients | None = None) -> Tensor:
+    """Clips the gradients of a step; their norm before. held: where they wait in FP8, and the step clips them."""
+    if held is not None:
+        return held.measure()
     return clip_gradients(model.parameters(), config.clip or None, wide=True, stages=stages)
 
 

@@ -27,8 +27,10 @@ from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, DataError, NumericsError
 from narrowgauge.optim import precision as precisions
+from narrowgauge.optim.held_gradients import HeldGradients
+from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.structure import is_weight
-from narrowgauge.train import launches, step
+from narrowgauge.train import launches, step, stepping
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console, tell
@@ -94,6 +96,10 @@ class Trainer:
         if self.parallel.pipeline is not None:
             self.objective = self.parallel.pipeline.objective  # the other one has the whole model's head
         self.optimizer = self._new_optimizer()
+        begun = stepping.begin(config, self.optimizer, config.micro_batches // ranks.layout.data)
+        self.stepping = begun if isinstance(begun, InBackward) else None
+        self.holding = begun if isinstance(begun, HeldGradients) else None
+        self.memory_notes += stepping.summary(config, begun)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision.scales_loss else None
         self.best = checkpoints.best_of(folder.best, task.best, ranks)
         self._resume()
@@ -294,8 +300,11 @@ class Trainer:
         targets, facts = targets_of_ranks(step_batch, number, self._stop, self.ranks)
         lr = learning_rate(self.config, number)
         launches.set_learning_rate(self.optimizer, lr)
-        loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
-        self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
+        if self.stepping is not None:
+            loss, grad_norm = self._step_in_backward(self.stepping, micro_batches, targets)
+        else:
+            loss, grad_norm = agreed(*read(self._gradient(micro_batches, targets)), self.ranks)
+            self._refuse_nonfinite(loss, grad_norm, micro_batches, targets)
         if self.graphs is not None:
             self.graphs.update()
         else:
@@ -319,8 +328,36 @@ class Trainer:
             losses.append(self._backward(self.objective, batch, targets))
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = step.clipped(self.config, self.model, self.parallel.stages_group)
+        norm = step.clipped(self.config, self.model, self.parallel.stages_group, self.holding)
         return torch.stack((*losses, norm.to(losses[0].dtype)))
+
+    def _step_in_backward(self, inside: InBackward, micro_batches: list[Batch], targets: int) -> tuple[float, float]:
+        """The loss of a step and the norm of its gradient; its parameters have stepped in its last backward pass."""
+
+        def backward() -> Tensor:
+            self.parallel.follows(True)  # each micro-batch: what is summed in FP8 is the part of this rank
+            return torch.stack([self._backward(self.objective, batch, targets) for batch in micro_batches])
+
+        def between(losses: Tensor) -> None:
+            assert inside.norm is not None
+            readings = agreed(*read(torch.cat((losses, inside.norm.to(losses.dtype)[None]))), self.ranks)
+            self._refuse_nonfinite(*readings, micro_batches, targets)
+            self._repeat_draws()
+
+        losses = stepping.take(inside, backward, between)
+        inside.end_step()
+        norm = losses.new_zeros(()) if inside.norm is None else inside.norm.to(losses.dtype)
+        found = agreed(*read(torch.cat((losses, norm[None]))), self.ranks)
+        if (error := stepping.lost(self.step + 1, *found)) is not None:
+            self.log.write("step", self.step + 1, loss=found[0], grad_norm=found[1])
+            self.log.write("nonfinite", self.step + 1, where="a step in backward, where it is not looked for")
+            raise error
+        return found
+
+    def _repeat_draws(self) -> None:
+        """The next pass of this step draws what ranks have drawn once more."""
+        for agreement in self.parallel.agreements:
+            agreement.micro_batch = 0
 
     def _backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
         """The gradient of a micro-batch, added to what is there, and its loss. checked: its labels were looked at."""
@@ -343,15 +380,15 @@ class Trainer:
         self.parallel.follows(False)
 
         def repeat() -> None:
-            for agreement in self.parallel.agreements:
-                agreement.micro_batch = 0  # the same random numbers once more
+            self._repeat_draws()
             if pipeline is not None:
                 pipeline.step(micro_batches, targets)
             for batch in micro_batches if pipeline is None else ():
                 self._backward(whole, batch, targets)
 
         stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
-        where = where_nonfinite(self.model, repeat, loss, self.ranks, *stages)
+        again = repeat if self.stepping is None else partial(self.stepping.measure, repeat)
+        where = where_nonfinite(self.model, again, loss, self.ranks, *stages)
         self.optimizer.zero_grad()
         self.log.write("step", number, loss=loss, grad_norm=grad_norm)
         self.log.write("nonfinite", number, where=where)
@@ -390,6 +427,7 @@ class Trainer:
                 written = self.parallel(self.task.sample, self.parallel.pipeline or self.model)
             if written:
                 self.log.write("sample", self.step, **written)
+        self.parallel.release()
         self._set_training(True)
 
     def _set_training(self, mode: bool) -> None:

@@ -16,6 +16,7 @@ import narrowgauge as ng
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import rules, shards
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.states import named
 from tests.compare import assert_same
 
 OPTIMIZERS = {"adamw": ng.optim.AdamW, "lion": ng.optim.Lion, "sgd": ng.optim.SGD}
@@ -104,6 +105,15 @@ QUICK = [
     STATES_OF_RULES[12],
     *WITH_MASTERS[4:],
 ]  # every rule, state and master
+PAIRS = [  # one quick one of two new formats, of which the tiles of one are smaller
+    ("adamw", {"states": "fp16/4bit", "master": "fp16-scaled"}, BF16),
+    ("adamw", {"states": "8bit/fp32"}, FP32),
+    ("adamw", {"states": "fp8/e4m3", "master": "stochastic"}, BF16),
+    ("adamw", {"states": "4bit/fp16"}, FP32),
+    ("lion", {"states": "fp16"}, FP32),
+]
+QUICK.append(PAIRS[0])
+STATES_OF_RULES += PAIRS[1:]
 OTHERS = [each for each in STATES_OF_RULES + WITH_MASTERS if each not in QUICK]
 
 
@@ -128,7 +138,7 @@ def compare_columns(calls: list[tuple[Any, ...]]) -> None:
         assert {name for name in SHAPES if shards.fits(sharded[0][name], 256)} == {"few", "norm", "even", "short"}
         found, expected = whole(*sharded), whole(*one)
         for place, name in enumerate(SHAPES):
-            if shards.fits(sharded[0][name], STATES[options["states"]].tile):
+            if shards.fits(sharded[0][name], named(options["states"]).tile):
                 at = f"{name} of {rule}, {options}"
                 assert_same(found[0][name], expected[0][name], at=at)
                 assert_same(found[1][place], expected[1][place], at=at)
@@ -227,6 +237,45 @@ def test_a_loop_under_fsdp_has_them(ranks, in_backward):
     """Also where the step is inside the backward pass: after each reduce-scatter."""
     for master in ("stochastic", "fp16-scaled"):
         ranks(2)(fsdp, {"states": "4bit", "master": master}, in_backward)
+
+
+def fsdp_in_fp8(clips: str) -> None:
+    """Two micro-batches whose sums are held, or step in the second one, on shards and on one process.
+
+    Not with clip="previous", where the order counts in which gradients come: FSDP2 calls hooks in another one than autograd.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for is_sharded in (True, False):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(64, 129), nn.ReLU(), nn.Linear(129, 65), nn.LayerNorm(65)).to(BF16)
+        if is_sharded:
+            fully_shard(model)
+        optimizer = ng.optim.AdamW(model, lr=1e-2, states="8bit/fp16", master="stochastic")
+        if clips == "held":
+            handle = ng.optim.hold_gradients(optimizer, clip_norm=0.1)
+        else:
+            handle = ng.optim.in_backward(optimizer, clip_norm=0.1, clip=clips, accumulation=2)
+
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> None:
+                for turn in range(2):
+                    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + turn)).to(BF16)
+                    model(x).float().square().sum().backward()  # noqa: B023
+
+            if clips != "two-pass":
+                closure()
+            optimizer.step(closure if clips == "two-pass" else None)
+            optimizer.zero_grad()
+        found.append((*whole(dict(model.named_parameters()), optimizer), handle.norm))
+    assert_same(*found)
+
+
+def test_gradients_in_fp8_and_their_norms_are_those_of_one_process(ranks):
+    for clips in ("held", "two-pass"):
+        ranks(2)(fsdp_in_fp8, clips)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------------------

@@ -189,3 +189,15 @@ def test_compiled():
     x = torch.randn(TOKENS, WIDTH)
     compiled = torch.compile(model)
     assert sqnr_db(model(x), compiled(x)) > 40
+
+
+def test_copies_are_distributed_before_torch_wraps_them():
+    """DistributedDataParallel writes rank 0's parameters into all ranks: not those without memory."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = built("fp8-current", True), torch.randn(8, WIDTH)
+        y = model(x).detach()
+        copies = nn.parallel.DistributedDataParallel(ng.distribute(model))
+        assert_same(copies(x).detach(), y)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -55,7 +55,7 @@ def gradients(parameters: list[nn.Parameter], step: int, dtype: torch.dtype) -> 
     ("master", "dtype"),
     [(None, torch.float32)]
     + [(master, torch.bfloat16) for master in KINDS if master]
-    + [("fp32", torch.float16), ("fp16-scaled", torch.float16)],
+    + [(master, torch.float16) for master in ("fp32", "fp16-scaled", "stochastic")],
     ids=str,
 )
 def test_both_backends_compute_the_same_bits(rule, states, master, dtype):

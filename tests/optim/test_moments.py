@@ -17,8 +17,9 @@ from tests.compare import assert_same, z_limit, z_score
 NARROW = {
     "squared8": moments.SQUARED8, "ue5m3": moments.UE5M3, "dynamic4": moments.DYNAMIC4, "linear4": moments.LINEAR4,
     "e4m3-first": moments.E4M3_FIRST, "e4m3-second": moments.E4M3_SECOND, "e4m3": moments.E4M3, "fp16": moments.FP16,
+    "fp16-first": moments.FP16_FIRST, "e4m3-positive": moments.E4M3_POSITIVE,
 }  # fmt: skip
-SECONDS = ("ue5m3", "linear4", "e4m3-second", "fp16")
+SECONDS = ("ue5m3", "linear4", "e4m3-second", "fp16", "e4m3-positive")
 
 
 def round_trip(format: Moment, x: Tensor, key: int = 1) -> Tensor:
@@ -45,7 +46,7 @@ def bound(name: str, x: Tensor) -> Tensor:
         return x / 8 + scale * 2.0**-31 + slack
     if name == "linear4":
         return scale / 16 + slack
-    if name == "fp16":
+    if name.startswith("fp16"):
         return x * 2.0**-10 + scale * 2.0**-39 + slack
     format = NARROW[name]
     assert isinstance(format, SmallFloat)

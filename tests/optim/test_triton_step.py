@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 MASTERS = [
     (None, torch.float32), *((master, torch.bfloat16) for master in KINDS if master), ("fp32", torch.float16),
-    ("fp16-scaled", torch.float16),
+    ("fp16-scaled", torch.float16), ("stochastic", torch.float16),
 ]  # fmt: skip
 SHAPES = ((8, 557), (33, 2048), (3, 130, 17), (77,), (1, 4097), (0, 5))
 

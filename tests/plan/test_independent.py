@@ -6,7 +6,7 @@ Nothing of narrowgauge/plan is used for the expected figures. They follow from w
     MLP                        g, u, silu(g), silu(g) u                               Linear      its input: 16 bits, or the codes of x.T
     loss                       log-softmax in float32; then two gradients of its size
 
-Of int8, which saves its inputs in 16 bits, the codes of the last input are still there: the next Linear could read the same x.
+Of o_proj's input, which attention keeps, no codes are kept.
 
 The peak is where the gradient of the logits has been made, which the sizes below make larger than the optimizer's step.
 """
@@ -50,10 +50,8 @@ def layer(inputs: int, gates: int, norm: int = NORM) -> int:
 
 
 BF16 = layer(inputs=2 * 2 * WIDTH, gates=4 * 2 * MIDDLE)
-CODES = layer(
-    inputs=3 * WIDTH + MIDDLE, gates=3 * 2 * MIDDLE
-)  # of both norms' outputs, of out and of the MLP's product
-FUSED = layer(inputs=3 * WIDTH + MIDDLE, gates=2 * 2 * MIDDLE, norm=2 * WIDTH + 4)
+CODES = layer(inputs=2 * WIDTH + MIDDLE, gates=3 * 2 * MIDDLE)  # of both norms' outputs and of the MLP's product
+FUSED = layer(inputs=2 * WIDTH + MIDDLE, gates=2 * 2 * MIDDLE, norm=2 * WIDTH + 4)
 INPUT = 2 * WIDTH
 
 
@@ -84,7 +82,7 @@ CASES = [
         LAYERS * FUSED + behind_blocks(),
     ),
     ("8-bit states, checkpointing", EIGHT, NARROW, (LAYERS - 1) * INPUT + BF16 + behind_blocks()),
-    ("int8", {"recipe": "int8"}, ADAMW, LAYERS * BF16 + MIDDLE + behind_blocks()),
+    ("int8", {"recipe": "int8"}, ADAMW, LAYERS * CODES + behind_blocks()),
 ]
 
 

@@ -127,7 +127,32 @@ def test_the_bytes_that_freezing_saves_are_those_of_the_states_chosen(make, caps
     assert f"and {(whole - rest) / 2**20:.3g} MiB of optimizer state" in capsys.readouterr().err
 
 
+def test_fused_functions_keep_what_the_run_asks_for(make):
+    """Exact: the losses of a run whose activations are recomputed; in FP8 the first loss is the same, and no later one."""
+    import json
+
+    exact = finished(make, "exact", recipe="fp8-delayed", fuse=True, save="exact", precision="fp32")
+    again = finished(
+        make, "again", recipe="fp8-delayed", fuse=True, save="exact", precision="fp32", checkpointing="full"
+    )
+    narrow = finished(make, "narrow", recipe="fp8-delayed", fuse=True, save="fp8", precision="fp32")
+    assert tiny.losses(again) == tiny.losses(exact) and tiny.digests(again) == tiny.digests(exact)
+    assert tiny.losses(narrow)[1] == tiny.losses(exact)[1]
+    assert tiny.losses(narrow) != tiny.losses(exact)
+    fused = json.loads((narrow / "run.json").read_text(encoding="utf-8"))["fused"]
+    assert any("keeps its inputs as e4m3 1x128 pow2" in each for each in fused)
+    assert any("keeps the codes that its readers keep" in each for each in fused)
+
+
 def test_what_cannot_be_is_refused(make):
+    with pytest.raises(InvalidSettings, match=r"fuse is off\. Add fuse = true, or remove save"):
+        make(save="fp8")
+    with pytest.raises(
+        InvalidSettings, match=r"the compiler decides what is kept for backward\. Remove one of save and compile"
+    ):
+        make(save="exact", fuse=True, compile=True)
+    with pytest.raises(InvalidSettings, match="encodes once more what is in 8 bits already"):
+        make(save="fp8", fuse=True, compress_activations=True)
     with pytest.raises(InvalidSettings, match="checkpointing = 'some': must be one of 'none'"):
         make(checkpointing="some")
     with pytest.raises(InvalidSettings, match="a compiled model cannot use it"):

@@ -71,14 +71,14 @@ def _apart(config, reference):
     return squares**0.5, sum((losses[step] - other[step]) ** 2 for step in losses) ** 0.5
 
 
-def _assert_near(ranks, make, perturbed, recipe, layout, world, pieces):  # noqa: F811
+def assert_near(ranks, make, perturbed, recipe, layout, world, pieces, **changes):  # noqa: F811
     common = {**DEEP, "recipe": recipe, "micro_batches": pieces}
     reference = make("reference", **common)
     assert loop.run(reference) == 0
     controls = [make(f"control-{seed}", **common) for seed in (1, 2, 3)]
     for seed, each in enumerate(controls, 1):
         perturbed(each, seed)
-    config = make("ranks", parallel=layout, **(common | {"micro_batches": 1}))
+    config = make("ranks", parallel=layout, **(common | {"micro_batches": 1} | changes))
     assert ranks(world)(trained, config) == [0] * world
     apart, drifts = _apart(config, reference), zip(*(_apart(each, reference) for each in controls), strict=True)
     weights, losses = (own / max(drift) for own, drift in zip(apart, drifts, strict=True))
@@ -89,14 +89,14 @@ def _assert_near(ranks, make, perturbed, recipe, layout, world, pieces):  # noqa
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-row", "int8", "int4-hq-bs", "int4-hq-lss"])
 def test_two_ranks_learn_as_one_process_does(ranks, make, perturbed, recipe):  # noqa: F811
-    _assert_near(ranks, make, perturbed, recipe, "tp=2", 2, 1)
+    assert_near(ranks, make, perturbed, recipe, "tp=2", 2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-bs"])
 @pytest.mark.parametrize("layout", ["fsdp=2,tp=2", "dp=2,tp=2"])
 def test_so_do_two_groups_of_them_with_two_micro_batches(ranks, make, perturbed, recipe, layout):  # noqa: F811
-    _assert_near(ranks, make, perturbed, recipe, layout, 4, 2)
+    assert_near(ranks, make, perturbed, recipe, layout, 4, 2)
 
 
 OPTIONS = [

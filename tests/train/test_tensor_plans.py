@@ -73,14 +73,14 @@ def _model(kind, auto, sizes, dropout=False):
     return getattr(transformers, auto).from_config(config)
 
 
-def _inputs(model):
-    ids = torch.arange(2 * 12).view(2, 12) % 40 + 3
+def _inputs(model, tokens=12):
+    ids = torch.arange(2 * tokens).view(2, tokens) % 40 + 3
     labels = torch.tensor([0, 1]) if "Classification" in type(model).__name__ else ids.flip(1)
     return {"input_ids": ids, "labels": labels}
 
 
-def _gradients(model):
-    loss = model(**_inputs(model)).loss
+def _gradients(model, inputs):
+    loss = model(**inputs).loss
     loss.backward()
     found = {}
     for name, each in model.named_parameters():
@@ -89,17 +89,17 @@ def _gradients(model):
     return float(loss.detach()), found
 
 
-def _furthest(kind):
+def _furthest(kind, cuts_tokens=False, tokens=12):
     """How far the worst gradient is from one process's, the loss, and whether every plain gradient is equal on both ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    loss, alone = _gradients(_model(kind, *MODELS[kind]))
     model = _model(kind, *MODELS[kind])
-    inputs = _inputs(model)
-    inputs.pop("labels")
+    given = _inputs(model, tokens)
+    loss, alone = _gradients(_model(kind, *MODELS[kind]), given)
+    inputs = {"input_ids": given["input_ids"]}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
-    plan = tensor.cut(model, mesh["tp"], inputs)
-    other, cut = _gradients(model)
+    shared = tensor.cut(model, mesh["tp"], inputs, cuts_tokens)
+    other, cut = _gradients(model, given)
     assert cut.keys() == alone.keys()
     whole = sum(float(each.square().sum()) for each in alone.values()) ** 0.5 / len(alone) ** 0.5
     furthest = max(float((cut[name] - alone[name]).norm()) / max(float(alone[name].norm()), whole) for name in alone)
@@ -108,7 +108,7 @@ def _furthest(kind):
         dist.all_gather(held[2 * place : 2 * place + 2], each.contiguous())
     return (
         max(furthest, abs(other - loss)),
-        len(plan),
+        len(shared.plan),
         all(torch.equal(a, b) for a, b in zip(held[::2], held[1::2], strict=True)),
     )
 
@@ -119,11 +119,20 @@ def test_the_gradients_of_a_cut_model_are_those_of_one_process(ranks, kind):  # 
         assert apart < NEAR and layers >= 8 and are_equal
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [12, 7, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_so_they_are_with_other_tokens_on_each_rank(ranks, kind, tokens):  # noqa: F811
+    """Of 7 tokens the ranks have 4 and 3."""
+    for apart, layers, are_equal in ranks(2)(_furthest, kind, True, tokens):
+        assert apart < NEAR and layers >= 8 and are_equal
+
+
 def _said(kind):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = _model(kind, "AutoModelForCausalLM", REFUSED[kind][0])
     with pytest.raises(ConfigError) as raised:
-        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]})
+        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]}, False)
     return str(raised.value)
 
 
@@ -137,7 +146,7 @@ def _cut_tiles():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = convert(_model("Llama", "AutoModelForCausalLM", DECODER), {"model.layers.*": "mxfp8"})
     with pytest.raises(ConfigError) as raised:
-        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]})
+        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]}, False)
     return str(raised.value)
 
 
@@ -157,7 +166,7 @@ def _wrong_plan(kind):
     mlp = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise_gather_output"}
     model.config.base_model_tp_plan = dict(tensor_plans.OWN["bart"]) if kind == "OPT" else mlp
     with pytest.raises(ConfigError) as raised:
-        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]})
+        tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]}, False)
     return str(raised.value)
 
 
@@ -181,11 +190,11 @@ def _dropped(checkpoints):
     model = convert(
         _model("Bert", "AutoModelForSequenceClassification", DROPOUT, True), {"*.layer.*": "fp8-row"}
     ).train()
-    plan = tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]})
+    shared = tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]}, False)
     if checkpoints:
         model.gradient_checkpointing_enable()
     distribute(model, seed=3)
-    tensor.split_dropout(model, plan, mesh["tp"], agreement_of(model))
+    tensor.split_dropout(model, shared, agreement_of(model))
     seeds = []
     model.bert.encoder.layer[0].attention.self.query.register_forward_hook(
         lambda *_: seeds.append(torch.initial_seed())

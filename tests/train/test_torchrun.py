@@ -243,7 +243,7 @@ def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make, layout):  # noqa
 
 WRONG = {
     "fsdp=3": "needs 3 ranks, and this run has 2 ranks",
-    "fdsp=2": "'fdsp' is none of 'dp', 'fsdp', 'tp' and 'pp'. Closest: 'fsdp'",
+    "fdsp=2": "'fdsp' is none of 'dp', 'fsdp', 'tp', 'pp' and 'sp'. Closest: 'fsdp'",
     "fsdp=2,fsdp=1": "given twice",
     "dp,fsdp": "two keys have no number",
     "fsdp=two": "no number of ranks",

@@ -2,15 +2,19 @@
 
     rms-norm     y = w n,           n = x r rounded to x's dtype,  r = (mean x^2 + eps)^-1/2     Llama's order
                  n is not rounded, and y once, to x's dtype, where weights are float32 in a 16-bit model (`Kind.wide`)
+    gemma-norm   y = (1 + w) n,     n = x r                                                      Gemma's: rounded once
     layer-norm   y = w n + b,       n = (x - mean x) r,            r = (mean (x - mean x)^2 + eps)^-1/2
-    swiglu       y = s u,           s = silu(g) = g / (1 + e^-g), rounded to g's dtype
+    silu         y = x / (1 + e^-x)
     gelu         y = x P(x),        P the normal distribution
     gelu-tanh    y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+    relu, relu2  y = max(x, 0), and its square
+    swiglu, geglu, geglu-tanh, reglu     y = a u,  a = silu(g), gelu(g), gelu-tanh(g), relu(g), rounded to g's dtype
 
 Contract of FORWARD, (kind, tensors, request), and BACKWARD, (kind, tensors, statistics, gy, requests)
 
     tensors     (x, w) · (x, w, b) · (g, u) · (x,); x, g, u [rows, columns], w, b [columns]; float32, bfloat16 or float16
-    statistics  (mean, r), [rows] float32, of layer-norm; (None, r) of rms-norm; (None, None) of activations
+                kept in 8 bits (`Kept`): x, or g and u, as codes; in BACKWARD in the place of a norm's x the codes of y.T
+    statistics  (mean, r), [rows] float32, of layer-norm; (None, r) of other norms; (None, None) of activations
     request     the cast that is wanted of y, or None; `requests` those of the gradients of x, or of g and u
     ->          forward: y with its casts, and the statistics
                 backward: the gradients of x, or of g and u, with their casts; then those of w and b
@@ -44,7 +48,7 @@ from typing import Any
 
 from narrowgauge.ops.norm_act import definition
 from narrowgauge.ops.norm_act.definition import value
-from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, CastResult, Kind, NormActSpec
+from narrowgauge.ops.norm_act.spec import KINDS, NARROW, CastRequest, CastResult, Kind, NormActSpec
 from narrowgauge.ops.quantize import triton as quantizing
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Refusal, Registry
@@ -61,8 +65,10 @@ def refuse(spec: NormActSpec) -> Refusal | None:
     """Why the Triton kernels do not compute that, or None."""
     if (refusal := refuse_tensors(spec.device, spec.dtypes, spec.is_empty)) is not None:
         return refusal
-    if spec.kind.is_norm and spec.columns > LONGEST_ROW:
+    if spec.kept is None and spec.kind.is_norm and spec.columns > LONGEST_ROW:
         return Refusal("shape", f"norms rows of at most {LONGEST_ROW} elements, not {spec.columns}")
+    if spec.kept is not None and (refusal := _refuse_kept(spec, *spec.kept)) is not None:
+        return refusal
     for cast, transposed in spec.casts:
         plain = Spec(spec.device, spec.dtypes[0], (1, spec.columns), cast)
         refusal = _refuse_cast(cast, transposed) or quantizing.refuse(plain)
@@ -77,6 +83,22 @@ def refuse_backward(spec: NormActSpec) -> Refusal | None:
     if refusal is None and any(cast.tile != (WHOLE, WHOLE) for cast, _ in spec.casts):
         refusal = Refusal("tile", "casts gradients by one scale per tensor")
     return refusal
+
+
+def _refuse_kept(spec: NormActSpec, cast: Cast, turned: bool) -> Refusal | None:
+    """Why tensors that are there as codes are not read, or None."""
+    if turned != spec.kind.is_norm:
+        return Refusal(
+            "operands", f"reads the codes of y.T of norms, and those of x of activations, not of {spec.kind.name}"
+        )
+    if turned and (cast.tile != (WHOLE, WHOLE) or cast.format.codes_per_byte > 1):
+        return Refusal("operands", f"reads codes of y.T by one scale, a byte each, not {cast}")
+    if not turned and (cast not in NARROW.values() or len(set(spec.dtypes)) > 1):
+        return Refusal(
+            "operands",
+            f"reads inputs of one type as {' or '.join(map(str, NARROW.values()))}, not {spec.dtypes} as {cast}",
+        )
+    return quantizing.refuse(Spec(spec.device, spec.dtypes[0], (1, spec.columns), cast))
 
 
 def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:

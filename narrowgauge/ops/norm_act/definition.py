@@ -2,39 +2,58 @@
 
 With h the gradient of y:
 
-rms-norm     dx = r (w h - n mean(w h n)),                  dw = sum h n
+rms-norm     dx = r (w h - n mean(w h n)),                  dw = sum h n;   gemma-norm with 1 + w for w
 layer-norm   dx = r (w h - mean(w h) - n mean(w h n)),      dw = sum h n,   db = sum h
-swiglu       dg = h u p (1 + g (1 - p)),  du = h g p,       p = 1 / (1 + e^-g)
-gelu         dx = h (P(x) + x e^(-x^2 / 2) / sqrt(2 pi))
-gelu-tanh    dx = h (p + x p (1 - p) t'),  p = 1 / (1 + e^-t),  t = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+a(g) u       dg = h u a'(g),  du = h a(g)
+a(x)         dx = h a'(x)
+
+silu         a' = p (1 + x (1 - p)),  p = 1 / (1 + e^-x)
+gelu         a' = P(x) + x e^(-x^2 / 2) / sqrt(2 pi)
+gelu-tanh    a' = p + x p (1 - p) t',  p = 1 / (1 + e^-t),  t = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+relu, relu2  a' = 1 or 2 x where x > 0, else 0
+
+Of a norm whose codes of y are kept n = y / w, or (y - b) / w, and 0 where w is 0: such a weight gets no gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Requests, Statistics
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Given, Kept, Kind, Requests, Statistics
+from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.pair import quantize_pair
 
 ROOT = math.sqrt(2 / math.pi)
 CUBE = 0.044715
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu-tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}  # fmt: skip
 
 
-def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:
+def forward(kind: Kind, tensors: Sequence[Given], request: CastRequest | None) -> tuple[CastResult, Statistics]:
     """See `ops.norm_act`."""
-    return cast(value(kind, tensors), request), statistics(kind, tensors)
+    plain = [opened(each) for each in tensors]
+    return cast(value(kind, plain), request), statistics(kind, plain)
 
 
 def backward(
-    kind: Kind, tensors: Sequence[Tensor], found: Statistics, gy: Tensor, requests: Requests
+    kind: Kind, tensors: Sequence[Given], found: Statistics, gy: Tensor, requests: Requests
 ) -> tuple[list[CastResult], list[Tensor]]:
     """See `ops.norm_act`."""
-    wide, h = [each.to(torch.float32) for each in tensors], gy.to(torch.float32)
-    gradients = _norm_gradients(wide, found, h) if kind.is_norm else _activation_gradients(kind, wide, h)
+    wide, h = [opened(each, torch.float32) for each in tensors], gy.to(torch.float32)
+    if kind.name == "gemma-norm":
+        wide[1] = 1 + wide[1]
+    if kind.is_norm:
+        gradients = _norm_gradients(kind, wide, _normal(wide, found, isinstance(tensors[0], Kept)), found, h)
+    else:
+        gradients = _activation_gradients(kind, wide, h)
     rounded = [gradient.to(each.dtype) for gradient, each in zip(gradients, tensors, strict=True)]
     count = len(requests)
     return [cast(*each) for each in zip(rounded[:count], requests, strict=True)], rounded[count:]
@@ -43,15 +62,16 @@ def backward(
 def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
     """y [rows, columns] without a cast, in the dtype that torch's promotion gives it; layer-norm's and a wide norm's in that of x."""
     x = tensors[0]
-    if kind.name == "swiglu":
-        return torch.nn.functional.silu(x) * tensors[1]
     if not kind.is_norm:
-        return torch.nn.functional.gelu(x, approximate="tanh" if kind.name == "gelu-tanh" else "none")
+        y = ACTIVATIONS[kind.activation](x)
+        return y * tensors[1] if kind.is_gated else y
     mean, rate = statistics(kind, tensors)
     assert rate is not None
     normal = _centered(x.to(torch.float32), mean) * rate[:, None]
     if kind.name == "rms-norm":
         return (tensors[1] * normal).to(x.dtype) if kind.wide else tensors[1] * normal.to(x.dtype)
+    if kind.name == "gemma-norm":
+        return (normal * (1 + tensors[1].to(torch.float32))).to(x.dtype)
     return (normal * tensors[1].to(torch.float32) + tensors[2].to(torch.float32)).to(x.dtype)
 
 
@@ -68,13 +88,32 @@ def _centered(x: Tensor, mean: Tensor | None) -> Tensor:
     return x if mean is None else x - mean[:, None]
 
 
-def _norm_gradients(tensors: Sequence[Tensor], found: Statistics, h: Tensor) -> tuple[Tensor, ...]:
-    """Of x and w, or of x, w and b; all float32."""
-    (x, w, *_), (mean, rate) = tensors, found
+def opened(x: Given, dtype: torch.dtype | None = None) -> Tensor:
+    """Its numbers, [rows, columns], in its own type unless told otherwise."""
+    if isinstance(x, Tensor):
+        return x if dtype is None else x.to(dtype)
+    values = dequantize(x.codes, dtype or x.dtype)
+    return values.T if x.turned else values
+
+
+def _normal(tensors: Sequence[Tensor], found: Statistics, is_of_y: bool) -> Tensor:
+    """n [rows, columns] of x or, where that is what is kept, of y; all float32."""
+    (x, w, *bias), (mean, rate) = tensors, found
     assert rate is not None
-    normal, wh = _centered(x, mean) * rate[:, None], w * h
+    if not is_of_y:
+        return _centered(x, mean) * rate[:, None]
+    scaled = x - bias[0] if bias else x
+    return torch.where(w == 0, 0.0, scaled / w)
+
+
+def _norm_gradients(
+    kind: Kind, tensors: Sequence[Tensor], normal: Tensor, found: Statistics, h: Tensor
+) -> tuple[Tensor, ...]:
+    """Of x and w, or of x, w and b; all float32."""
+    rate, wh = found[1], tensors[1] * h
+    assert rate is not None
     inner = wh - normal * (wh * normal).mean(-1, keepdim=True)
-    if mean is not None:
+    if kind.name == "layer-norm":
         inner = inner - wh.mean(-1, keepdim=True)
     return (inner * rate[:, None], (h * normal).sum(0), h.sum(0))[: len(tensors)]
 
@@ -82,14 +121,23 @@ def _norm_gradients(tensors: Sequence[Tensor], found: Statistics, h: Tensor) -> 
 def _activation_gradients(kind: Kind, tensors: Sequence[Tensor], h: Tensor) -> tuple[Tensor, ...]:
     """Of x, or of g and u; all float32."""
     x = tensors[0]
-    if kind.name == "swiglu":
-        p, u = torch.sigmoid(x), tensors[1]
-        return h * u * p * (1 + x * (1 - p)), h * x * p
-    if kind.name == "gelu":
+    if kind.is_gated:
+        return h * tensors[1] * _slope(kind.activation, x), h * ACTIVATIONS[kind.activation](x)
+    return (h * _slope(kind.activation, x),)
+
+
+def _slope(activation: str, x: Tensor) -> Tensor:
+    """The derivative at x, float32."""
+    if activation == "silu":
+        p = torch.sigmoid(x)
+        return p * (1 + x * (1 - p))
+    if activation == "gelu":
         normal = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-        return (h * (normal + x * torch.exp(-0.5 * x.square()) * math.sqrt(0.5 / math.pi)),)
-    p = torch.sigmoid(2 * ROOT * (x + CUBE * x**3))
-    return (h * (p + x * p * (1 - p) * 2 * ROOT * (1 + 3 * CUBE * x.square())),)
+        return normal + x * torch.exp(-0.5 * x.square()) * math.sqrt(0.5 / math.pi)
+    if activation == "gelu-tanh":
+        p = torch.sigmoid(2 * ROOT * (x + CUBE * x**3))
+        return p + x * p * (1 - p) * 2 * ROOT * (1 + 3 * CUBE * x.square())
+    return (x > 0).to(x.dtype) if activation == "relu" else 2 * F.relu(x)
 
 
 def cast(y: Tensor, request: CastRequest | None) -> CastResult:

@@ -16,37 +16,50 @@ from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2
 from narrowgauge.ops.norm_act import definition
-from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, Kind, NormActSpec
+from narrowgauge.ops.norm_act.spec import KINDS, NARROW, CastRequest, Given, Kept, Kind, NormActSpec
+from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.quantize.selfcheck import compared
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Check, Comparison
 from narrowgauge.recipe import WHOLE, Cast, Window
 
 ROWS, COLUMNS, SEED = 36, 1072, 20261122
-TENSORS = {"rms-norm": 2, "layer-norm": 3, "swiglu": 2}  # else one
+
+
+def tensors_of(kind: Kind) -> int:
+    """How many tensors a function has."""
+    return {"layer-norm": 3}.get(kind.name, 2 if kind.is_norm or kind.is_gated else 1)
 
 
 def _kind(spec: NormActSpec) -> tuple[Hashable, ...]:
     """A spec that tells the type of x alone means it of all tensors."""
-    count = TENSORS.get(spec.kind.name, 1)
-    return spec.kind, (*spec.dtypes, *spec.dtypes[:1] * count)[:count], spec.casts
+    count = tensors_of(spec.kind)
+    return spec.kind, (*spec.dtypes, *spec.dtypes[:1] * count)[:count], spec.casts, spec.kept
 
 
 def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: torch.device) -> Iterator[Comparison]:
-    function, dtypes, casts = kind
+    function, dtypes, casts, kept = kind
     generator = torch.Generator().manual_seed(SEED)
     shapes = [(COLUMNS,) if place and function.is_norm else (ROWS, COLUMNS) for place in range(len(dtypes))]
     tensors = [torch.randn(size, generator=generator).to(dtype) for size, dtype in zip(shapes, dtypes, strict=True)]
     y, statistics = definition.forward(function, tensors, None)
     gy = torch.randn(ROWS, COLUMNS, generator=generator).to(y.value.dtype)
-    count = 2 if of_gradients and function.name == "swiglu" else 1
+    count = 2 if of_gradients and function.is_gated else 1
+    given: list[Given] = list(tensors)
+    if kept is not None:
+        given[: 1 if function.is_norm else None] = [
+            Kept(quantize(each.T if turned else each, cast, backend="reference"), each.dtype, turned)
+            for cast, turned in [kept]
+            for each in ([y.value] if function.is_norm else tensors)
+        ]
 
     def computed(run: Callable[..., Any], device: str | torch.device, requests: list[Any]) -> Any:
         """(values with their casts, the rest) of the op on the device."""
-        *given, gradient = (each if each is None else each.to(device) for each in (*tensors, *statistics, gy))
+        there = [each.to(device) for each in given]
+        numbers = tuple(each if each is None else each.to(device) for each in statistics)
         if of_gradients:
-            return run(function, given[:-2], tuple(given[-2:]), gradient, requests)
-        made, found = run(function, given[:-2], *requests)
+            return run(function, there, numbers, gy.to(device), requests)
+        made, found = run(function, there, *requests)
         return [made], found
 
     def requests(in_use: float, device: str | torch.device) -> list[Any]:
@@ -78,14 +91,20 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
     """Every function, its casts per tensor by a window and without one, and in the forward pass per row; norms with float32 weights."""
     format = E5M2 if of_gradients else E4M3
     for name in KINDS:
-        function, count = Kind(name, 1e-5), 2 if of_gradients and name == "swiglu" else 1
+        function = Kind(name, 1e-5)
+        count = 2 if of_gradients and function.is_gated else 1
         casts = [(Cast(format=format, calibrate=Window()), True), (Cast(format=format), True)]
         casts += [] if of_gradients else [(Cast(format=format, tile=(1, WHOLE)), False)]
-        for each in [()] if of_gradients and function.is_norm else [(cast,) * count for cast in casts]:
+        chosen = [()] if of_gradients and function.is_norm else [(cast,) * count for cast in casts]
+        for each in chosen:
             yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, each)
+        kept = [(Cast(format=E4M3), True)] if function.is_norm else [(cast, False) for cast in NARROW.values()]
+        if of_gradients or not function.is_norm:
+            for how in kept:
+                yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, chosen[0], kept=how)
     casts = [] if of_gradients else [(Cast(format=format, calibrate=Window()), True)]
-    for name in ("rms-norm", "layer-norm"):
-        dtypes = (torch.float16, *(torch.float32,) * (TENSORS[name] - 1))
+    for name in ("rms-norm", "gemma-norm", "layer-norm"):
+        dtypes = (torch.float16, *(torch.float32,) * (tensors_of(Kind(name)) - 1))
         yield NormActSpec(Kind(name, 1e-5, wide=True), Device("cpu"), dtypes, COLUMNS, tuple(casts))
 
 

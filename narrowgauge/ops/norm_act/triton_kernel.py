@@ -18,7 +18,7 @@ import triton.language as tl
 
 from narrowgauge.ops.quantize.triton_block import cast_block, store_block
 from narrowgauge.ops.quantize.triton_transpose import IN_USE, place_of_program, store_both
-from narrowgauge.ops.triton.elements import magnitude_bits
+from narrowgauge.ops.triton.elements import decode, magnitude_bits
 from narrowgauge.ops.triton.scales import scale_of
 
 
@@ -122,27 +122,75 @@ def _tanh_gate(x):
 
 
 @triton.jit
-def _value(inputs, mean, rate, at, FUNCTION: tl.constexpr, WIDE: tl.constexpr):
-    """y float32 [ROWS, COLUMNS] of the `Piece` at; mean, rate [ROWS]. WIDE: n of rms-norm is not rounded."""
-    raw = tl.load(inputs[0] + at.start + at.place, mask=at.mask, other=0.0)
-    x = raw.to(tl.float32)
+def _activation(x, FUNCTION: tl.constexpr):
+    """y float32 of x; of FUNCTION, a gated one, that of its gate."""
+    if FUNCTION == "silu" or FUNCTION == "swiglu":
+        y = x * _sigmoid(x)
+    elif FUNCTION == "gelu" or FUNCTION == "geglu":
+        y = x * _normal(x)
+    elif FUNCTION == "gelu-tanh" or FUNCTION == "geglu-tanh":
+        y = x * _tanh_gate(x)
+    else:
+        y = tl.where(x <= 0.0, 0.0, x)
+        if FUNCTION == "relu2":
+            y = y * y
+    return y
+
+
+@triton.jit
+def _slope(x, FUNCTION: tl.constexpr):
+    """The derivative of `_activation` at x."""
+    if FUNCTION == "silu" or FUNCTION == "swiglu":
+        share = _sigmoid(x)
+        slope = share * (1.0 + x * (1.0 - share))
+    elif FUNCTION == "gelu" or FUNCTION == "geglu":
+        slope = _normal(x) + x * (tl.exp(-0.5 * x * x) * 0.3989422804014327)
+    elif FUNCTION == "gelu-tanh" or FUNCTION == "geglu-tanh":
+        share = _tanh_gate(x)
+        slope = share + x * (share * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * x * x)))
+    elif FUNCTION == "relu2":
+        slope = 2.0 * tl.where(x <= 0.0, 0.0, x)
+    else:
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
+    return slope
+
+
+@triton.jit
+def _input(x, scales, at, K: tl.constexpr):
+    """float32 [ROWS, COLUMNS] of the `Piece` at: numbers as they are or, with scales, codes by K.C, K.block columns to a scale."""
+    if scales is None:
+        value = tl.load(x + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
+    else:
+        BLOCK: tl.constexpr = K.block
+        C: tl.constexpr = K.C
+        blocks = tl.cdiv(at.columns, BLOCK)
+        scale = tl.load(scales + at.row[:, None] * blocks + (at.column // BLOCK)[None, :], mask=at.mask, other=0.0)
+        value = decode(tl.load(x + at.start + at.place, mask=at.mask, other=0), C) * scale
+    return value
+
+
+@triton.jit
+def _value(inputs, scales, mean, rate, at, FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr):
+    """y float32 [ROWS, COLUMNS] of the `Piece` at; mean, rate [ROWS]."""
+    x = _input(inputs[0], scales[0], at, K)
     if FUNCTION == "rms-norm":
         weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
         normal = x * rate[:, None]
-        if not WIDE:
-            normal = normal.to(raw.dtype).to(tl.float32)
+        if not K.wide:
+            normal = normal.to(K.dtype).to(tl.float32)
         y = normal * weight[None, :]
+    elif FUNCTION == "gemma-norm":
+        weight = 1.0 + tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
+        y = x * rate[:, None] * weight[None, :]
     elif FUNCTION == "layer-norm":
         weight = tl.load(inputs[1] + at.column, mask=at.inside, other=0.0).to(tl.float32)
         bias = tl.load(inputs[2] + at.column, mask=at.inside, other=0.0).to(tl.float32)
         y = (x - mean[:, None]) * rate[:, None] * weight[None, :] + bias[None, :]
-    elif FUNCTION == "swiglu":
-        up = tl.load(inputs[1] + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
-        y = (x * _sigmoid(x)).to(raw.dtype).to(tl.float32) * up
-    elif FUNCTION == "gelu":
-        y = x * _normal(x)
+    elif GATED:
+        up = _input(inputs[1], scales[1], at, K)
+        y = _activation(x, FUNCTION).to(K.dtype).to(tl.float32) * up
     else:
-        y = x * _tanh_gate(x)
+        y = _activation(x, FUNCTION)
     return y
 
 
@@ -163,7 +211,10 @@ def _row_mean(x, center, rows, columns, H: tl.constexpr, SQUARES: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, WIDE: tl.constexpr, H: tl.constexpr):
+def _store_rows(
+    inputs, scales, mean, rate, out, rows, columns,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
     """All pieces of the rows that are this program's, rounded, with their cast."""
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
@@ -174,7 +225,7 @@ def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, 
         largest = tl.zeros((ROWS, COLUMNS), tl.int32)
         for first in range(0, columns, COLUMNS):
             at = _piece_at(rows, columns, down, first, H)
-            values = _rounded(_value(inputs, mean, rate, at, FUNCTION, WIDE), out.y, at.mask)
+            values = _rounded(_value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out.y, at.mask)
             largest = tl.maximum(largest, magnitude_bits(values))
         row = down * ROWS + tl.arange(0, ROWS)
         of_rows = scale_of(tl.max(largest, axis=1), C)
@@ -183,7 +234,7 @@ def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, 
     greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
     for first in range(0, tl.cast(columns, tl.int64), COLUMNS):
         at = _piece_at(rows, columns, down, first, H)
-        values = _rounded(_value(inputs, mean, rate, at, FUNCTION, WIDE), out.y, at.mask)
+        values = _rounded(_value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out.y, at.mask)
         if out.maxima is not None:
             greatest = tl.maximum(greatest, magnitude_bits(values))
         _store_values(values, scale, out, at, H)
@@ -192,8 +243,14 @@ def _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION: tl.constexpr, 
 
 
 @triton.jit
-def forward(inputs, statistics, out, eps, rows, columns, FUNCTION: tl.constexpr, WIDE: tl.constexpr, H: tl.constexpr):
-    """inputs: the tensors. Of norms, which have an eps, the statistics (mean or None, r), [rows] float32, are written."""
+def forward(
+    inputs, scales, statistics, out, eps, rows, columns,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """inputs: the tensors; scales: of each, None where it is no codes; K: a `triton_launch.Reading`.
+
+    Of norms, which have an eps, the statistics (mean or None, r), [rows] float32, are written.
+    """
     ROWS: tl.constexpr = H.rows
     IS_NORM: tl.constexpr = statistics[1] is not None
     mean = tl.zeros((ROWS,), tl.float32)
@@ -207,45 +264,43 @@ def forward(inputs, statistics, out, eps, rows, columns, FUNCTION: tl.constexpr,
         rate = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(squares + eps))
         tl.store(statistics[1] + row, rate, mask=row < rows)
     if IS_NORM or H.scaling == "row":
-        _store_rows(inputs, mean, rate, out, rows, columns, FUNCTION, WIDE, H)
+        _store_rows(inputs, scales, mean, rate, out, rows, columns, FUNCTION, GATED, K, H)
     else:
         at = _piece_of_program(rows, columns, H)
-        _store_piece(_value(inputs, mean, rate, at, FUNCTION, WIDE), out, at, H)
+        _store_piece(_value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out, at, H)
 
 
 @triton.jit
-def act_backward(inputs, gy, outputs, rows, columns, FUNCTION: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """The gradient of x -> outputs[0], cast as FIRST says; of swiglu, whose gate is x, that of u -> outputs[1], as SECOND says."""
+def act_backward(
+    inputs, scales, gy, outputs, rows, columns,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x -> outputs[0], cast as FIRST says; of a gated one, whose gate is x, that of u -> outputs[1], as SECOND says."""
     at = _piece_of_program(rows, columns, FIRST)
-    here = at.start + at.place
-    x = tl.load(inputs[0] + here, mask=at.mask, other=0.0).to(tl.float32)
-    h = tl.load(gy + here, mask=at.mask, other=0.0).to(tl.float32)
-    if FUNCTION == "swiglu":
-        share = _sigmoid(x)
-        u = tl.load(inputs[1] + here, mask=at.mask, other=0.0).to(tl.float32)
-        _store_piece(h * u * (share * (1.0 + x * (1.0 - share))), outputs[0], at, FIRST)
-        _store_piece(h * (x * share), outputs[1], at, SECOND)
-    elif FUNCTION == "gelu":
-        slope = tl.exp(-0.5 * x * x) * 0.3989422804014327
-        _store_piece(h * (_normal(x) + x * slope), outputs[0], at, FIRST)
+    x = _input(inputs[0], scales[0], at, K)
+    h = tl.load(gy + at.start + at.place, mask=at.mask, other=0.0).to(tl.float32)
+    if GATED:
+        u = _input(inputs[1], scales[1], at, K)
+        _store_piece(h * u * _slope(x, FUNCTION), outputs[0], at, FIRST)
+        _store_piece(h * _activation(x, FUNCTION), outputs[1], at, SECOND)
     else:
-        share = _tanh_gate(x)
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        _store_piece(h * (share + x * (share * (1.0 - share) * slope)), outputs[0], at, FIRST)
+        _store_piece(h * _slope(x, FUNCTION), outputs[0], at, FIRST)
 
 
 @triton.jit
-def norm_backward(inputs, statistics, h, dx, sums, rows, columns, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+def norm_backward(
+    inputs, statistics, h, dx, sums, rows, columns, PLUS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
+):
     """x, h, dx [rows, columns]; sums (for w, for b or None) [PARTS, columns] float32; WIDTH: a power of two of at least `columns`.
 
-    dx = r (w h - n mean(w h n) [- mean(w h)]),  n = (x - mean) r;  without a mean that is 0
+    dx = r (w h - n mean(w h n) [- mean(w h)]),  n = (x - mean) r;  without a mean that is 0. PLUS: what is added to the weight
     """
     x, weight = inputs[0], inputs[1]
     means, rates = statistics
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH).to(tl.int64)
     inside = column < columns
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    w = PLUS + tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros((WIDTH,), tl.float32)
     of_bias = of_weight
     for row in range(part, rows, PARTS):

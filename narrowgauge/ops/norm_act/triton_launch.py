@@ -4,6 +4,7 @@ Sizes of the pieces, none of them measured yet on a GPU:
 
     with y.T    32 x 128 in 8 warps: the runs of y.T are 32 bytes, one sector, and a norm's rows stay in the second-level cache
     else        4 x 1024 in 8 warps; an activation without a scale per row one piece per program
+    gradients of norms, from y.T  32 x 64 in 4 warps: runs of 32 bytes; as many programs as that makes
     gradients of norms            a row in registers: 4 warps, 8 from 2,048, 16 from 8,192 columns; 4 programs per multiprocessor
 """
 
@@ -14,21 +15,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.ops.norm_act import triton_kernel
-from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind, Requests, Statistics
+from narrowgauge.ops.norm_act import triton_kernel, triton_turned
+from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Given, Kept, Kind, Requests, Statistics
 from narrowgauge.ops.quantize import triton_launch as quantizing
 from narrowgauge.ops.quantize import triton_transpose
 from narrowgauge.ops.quantize.triton_launch import Output
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import Matrix, launch
+from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
 
 PARTS = 512  # maxima of programs, and programs of what may have to be cast a second time
 NORM_PARTS = 528
 TALL, WIDE = (32, 128), (4, 1024)  # a piece, with y.T and without
+TURNED = 32, 64  # a piece of a norm whose codes of y.T are read: 32 of them side by side
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WARPS = 8
 
 
@@ -74,7 +79,7 @@ class _Target:
         if request is None:
             return
         cast, (rows, columns) = request.cast, y.shape
-        self.C = constants_of(cast, device_facts(y.device.type, y.device.index).capability)
+        self.C = _constants(cast, y)
         if cast.tile == (WHOLE, WHOLE):
             self.maxima = torch.zeros(PARTS, dtype=torch.int32, device=y.device)
             if request.live is None:
@@ -115,12 +120,42 @@ class _Target:
         return CastResult(y, plain.finished(), None if transposed is None else transposed.finished(), amax)
 
 
-def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) -> tuple[CastResult, Statistics]:
+@dataclass(frozen=True)
+class Reading:
+    """One constant of a kernel: how its inputs are read.
+
+    dtype, wide   of the inputs; whether n of rms-norm is not rounded to it
+    C, block      where they are codes: how they are cast, in blocks of how many columns
+    """
+
+    dtype: Any
+    wide: bool
+    C: CastConstants | None
+    block: int
+
+
+def _read(kind: Kind, tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Reading]:
+    """(numbers or codes, scales, how they are read) of the inputs."""
+    first = tensors[0]
+    parts = [(each.codes.data, each.codes.scale) if isinstance(each, Kept) else (each, None) for each in tensors]
+    inputs = tuple(data.contiguous() if scale is None else data.contiguous().view(torch.uint8) for data, scale in parts)
+    scales = tuple(None if scale is None else scale.contiguous() for _, scale in parts)
+    constants, block = None, 1
+    if isinstance(first, Kept):
+        constants, block = _constants(first.codes.cast, inputs[0]), first.codes.cast.tile[1]
+    return inputs, scales, Reading(DTYPES[first.dtype], kind.wide, constants, block)
+
+
+def _constants(cast: Cast, x: Tensor) -> CastConstants:
+    return constants_of(cast, device_facts(x.device.type, x.device.index).capability)
+
+
+def forward(kind: Kind, tensors: Sequence[Given], request: CastRequest | None) -> tuple[CastResult, Statistics]:
     """See `ops.norm_act`."""
-    inputs = [each.contiguous() for each in tensors]
+    inputs, scales, reading = _read(kind, tensors)
     x = inputs[0]
-    promotes = kind.name in ("rms-norm", "swiglu") and not kind.wide
-    dtype = torch.promote_types(x.dtype, inputs[1].dtype) if promotes else x.dtype
+    promotes = (kind.name == "rms-norm" or kind.is_gated) and not kind.wide
+    dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype) if promotes else tensors[0].dtype
     target = _Target(torch.empty_like(x, dtype=dtype), request)
     wanted = kind.name == "layer-norm", kind.is_norm
     mean, rate = (torch.empty(len(x), dtype=torch.float32, device=x.device) if each else None for each in wanted)
@@ -128,34 +163,44 @@ def forward(kind: Kind, tensors: Sequence[Tensor], request: CastRequest | None) 
     whole_rows = kind.is_norm or target.scaling == "row"
     across = 1 if whole_rows else -(-x.shape[1] // piece[1])
     launch(
-        triton_kernel.forward, -(-len(x) // piece[0]) * across, tuple(inputs), (mean, rate), target.result,
-        kind.eps if kind.is_norm else None, *x.shape, FUNCTION=kind.name, WIDE=kind.wide, H=target.casting(piece), warps=WARPS,
+        triton_kernel.forward, -(-len(x) // piece[0]) * across, inputs, scales, (mean, rate), target.result,
+        kind.eps if kind.is_norm else None, *x.shape, FUNCTION=kind.name, GATED=kind.is_gated, K=reading,
+        H=target.casting(piece), warps=WARPS,
     )  # fmt: skip
     return target.finished(), (mean, rate)
 
 
 def backward(
-    kind: Kind, tensors: Sequence[Tensor], statistics: Statistics, gy: Tensor, requests: Requests
+    kind: Kind, tensors: Sequence[Given], statistics: Statistics, gy: Tensor, requests: Requests
 ) -> tuple[list[CastResult], list[Tensor]]:
     """See `ops.norm_act`."""
-    inputs, gy = tuple(each.contiguous() for each in tensors), gy.contiguous()
+    gy = gy.contiguous()
     if kind.is_norm:
-        return _norm_backward(inputs, statistics, gy)
-    targets = [_Target(torch.empty_like(x), request) for x, request in zip(inputs, requests, strict=True)]
+        gradients = _norm_backward_turned if isinstance(tensors[0], Kept) else _norm_backward
+        return gradients(kind, tensors, statistics, gy)
+    inputs, scales, reading = _read(kind, tensors)
+    made = [torch.empty_like(x, dtype=each.dtype) for x, each in zip(inputs, tensors, strict=True)]
+    targets = [_Target(x, request) for x, request in zip(made, requests, strict=True)]
     piece = TALL if any(each.transposed is not None for each in targets) else WIDE
     castings = [each.casting(piece) for each in targets]
     rows, columns = gy.shape
     launch(
-        triton_kernel.act_backward, -(-rows // piece[0]) * -(-columns // piece[1]), inputs, gy,
-        tuple(each.result for each in targets), rows, columns, FUNCTION=kind.name, FIRST=castings[0],
-        SECOND=castings[-1], warps=WARPS,
+        triton_kernel.act_backward, -(-rows // piece[0]) * -(-columns // piece[1]), inputs, scales, gy,
+        tuple(each.result for each in targets), rows, columns, FUNCTION=kind.name, GATED=kind.is_gated, K=reading,
+        FIRST=castings[0], SECOND=castings[-1], warps=WARPS,
     )  # fmt: skip
     return [target.finished() for target in targets], []
 
 
+def _plus(kind: Kind) -> float:
+    """What is added to a norm's weight."""
+    return 1.0 if kind.name == "gemma-norm" else 0.0
+
+
 def _norm_backward(
-    inputs: tuple[Tensor, ...], statistics: Statistics, gy: Tensor
+    kind: Kind, tensors: Sequence[Given], statistics: Statistics, gy: Tensor
 ) -> tuple[list[CastResult], list[Tensor]]:
+    inputs, _, _ = _read(kind, tensors)
     x = inputs[0]
     rows, columns = x.shape
     parts = min(NORM_PARTS, rows)
@@ -164,7 +209,22 @@ def _norm_backward(
     width = max(1 << (columns - 1).bit_length(), 128)
     warps = 4 if width < 2048 else 8 if width < 8192 else 16
     launch(
-        triton_kernel.norm_backward, parts, inputs, statistics, gy, dx, sums, rows, columns, PARTS=parts, WIDTH=width,
-        warps=warps,
+        triton_kernel.norm_backward, parts, inputs, statistics, gy, dx, sums, rows, columns, PLUS=_plus(kind),
+        PARTS=parts, WIDTH=width, warps=warps,
     )  # fmt: skip
     return [CastResult(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, inputs[1:], strict=True)]
+
+
+def _norm_backward_turned(
+    kind: Kind, tensors: Sequence[Given], statistics: Statistics, gy: Tensor
+) -> tuple[list[CastResult], list[Tensor]]:
+    (codes, *parameters), (scale, *_), reading = _read(kind, tensors)
+    rows, columns = gy.shape
+    parts = -(-rows // TURNED[0])
+    dx = torch.empty_like(gy, dtype=tensors[0].dtype)
+    sums = tuple(torch.empty(parts, columns, dtype=torch.float32, device=gy.device) for _ in parameters)
+    launch(
+        triton_turned.norm_backward_turned, parts, codes, scale, tuple(parameters), statistics[1], gy, dx, sums, rows, columns,
+        PLUS=_plus(kind), CENTERED=kind.name == "layer-norm", C=reading.C, ROWS=TURNED[0], COLUMNS=TURNED[1], warps=4,
+    )  # fmt: skip
+    return [CastResult(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, parameters, strict=True)]

@@ -37,11 +37,12 @@ def encode(y, noise, C: tl.constexpr):
         codes = y.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         codes = _encode_float(y, C)
-    return _decode(codes, C) if C.decoded else codes
+    return decode(codes, C) if C.decoded else codes
 
 
 @triton.jit
-def _decode(codes, C: tl.constexpr):
+def decode(codes, C: tl.constexpr):
+    """codes uint8, one to a byte -> their values as float32."""
     if C.exponent == 0:
         value = codes.to(tl.int8, bitcast=True).to(tl.float32)
     else:

@@ -6,13 +6,13 @@ so a kernel asks `codes is not None` where a flag would say the same twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import dry_run_on, refuse_wrappers
+from narrowgauge.addresses import dry_run_on, refuse_wrappers, tell_launch
 
 
 class Matrix(NamedTuple):
@@ -46,14 +46,19 @@ class AmaxState(NamedTuple):
     scale: Any
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, warps: int, **constants: Any) -> None:
+def launch(
+    kernel: Any, programs: int, *arguments: Any, warps: int, reached: Callable[[], Iterable[Tensor]] = list, **constants: Any
+) -> None:  # fmt: skip
     """Runs `kernel` by so many programs of so many warps, on the device of its tensors; nothing where there are none.
 
-    Without contraction of products and sums.
+    Without contraction of products and sums. reached: tensors whose addresses it finds in a table, for a dry run.
     """
-    if programs == 0 or dry_run_on() is not None:
+    if programs == 0:
         return
     tensors = list(_tensors(arguments))
+    if dry_run_on() is not None:
+        tell_launch(kernel, [*tensors, *reached()])
+        return
     refuse_wrappers(*tensors)
     with torch.cuda.device_of(tensors[0]):
         kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)

@@ -112,5 +112,12 @@ inline uint16_t to_float16(float x) {
   uint32_t finite = small_bits<10, 15>(round_nearest<10, 15>(y < 65520.f ? y : 0.f));
   return uint16_t((y < 65520.f ? finite : (y == y ? 0x7C00U : 0x7E00U)) | sign);
 }
+inline uint16_t to_float16_stochastic(float x, uint32_t noise16) {
+  const float size = std::fabs(x), part = size * 0x1p24f, whole = std::floor(part);
+  const float normal = as_float((as_bits(size) + (noise16 >> 3)) & ~0x1FFFU);
+  const float subnormal = (uniform(noise16) < part - whole ? whole + 1.f : whole) * 0x1p-24f;
+  const float y = size < 0x1p-14f ? subnormal : normal;
+  return to_float16(size < INFINITY ? std::copysign(y, x) : x);
+}
 
 }  // namespace

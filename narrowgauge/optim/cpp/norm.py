@@ -53,8 +53,12 @@ class Blocks:
 
     def square(self) -> Tensor:
         """0-d float64."""
+        return self.squares().sum()
+
+    def squares(self) -> Tensor:
+        """float64 [blocks], in the order of the tensors."""
         self._call("squares")
-        return self._sums.sum()
+        return self._sums
 
     def multiply(self, factor: float) -> None:
         """After `square`, in place."""

@@ -180,16 +180,25 @@ template <bool SIGNED> struct Small : Format {  // E4M3 of 2^8 t^k
   }
 };
 
-struct Float16 : Format {  // unsigned
+template <bool SIGNED> struct Float16 : Format {
   static constexpr int BITS = 16;
   static constexpr uint32_t DROPS = 0x7FFFFF;
   using Format::Format;
   F decode(const uint8_t* codes) const {
     const I c = widened(load<Words>(codes)) & 0x7FFF;
-    return (c < 1024 ? to_float(c) * 0x1p-24f : value((c << 13) + (112 << 23))) * 0x1p-15f * scale;
+    const F x = (c < 1024 ? to_float(c) * 0x1p-24f : value((c << 13) + (112 << 23))) * 0x1p-15f * scale;
+    return SIGNED ? value(bits(x) | (widened(load<Words>(codes)) & 0x8000) << 16) : x;
   }
-  void encode(uint8_t* codes, F x, U random, I) const {
+  static I below(F y) {
+    return y < 0x1p-14f ? to_integer(y * 0x1p24f) : (bits(y) >> 13) - (112 << 10);
+  }
+  void encode(uint8_t* codes, F x, U random, I decays) const {
     const F t = magnitude(x) * inverse, y = t * 0x1p15f;
+    if (SIGNED) {
+      const F shift = value(larger(bits(y) & 0x7F800000, integers(113 << 23))) * 0x1.8p13f;
+      store(codes, to_words(below(decays ? y : (y + shift) - shift) | (I(U(bits(x)) >> 31) << 15)));
+      return;
+    }
     const I normal = ((bits(y) + I(random >> 3)) >> 13) - (112 << 10);
     const I subnormal = to_integer(y * 0x1p24f + uniform(random));
     store(codes, to_words(larger(y < 0x1p-14f ? subnormal : normal, at_least_one(t))));
@@ -228,7 +237,7 @@ struct Linear4 : Format {
 
 // ---- rules: rules.py has the equations ------------------------------------------------------------------------------------
 //
-// step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: v is narrow.
+// step(w, g, m, v, decays) changes w, m, v, and adds to `decays` where m is held. HOLDS: m or v is narrow.
 
 template <bool HOLDS> struct AdamW {
   static void step(const Constants& c, F& w, F g, F& m, F& v, I& decays) {
@@ -312,7 +321,9 @@ void store_weight(const Job& job, float* w, const Place& at, int n) {
       return;
     }
     case STOCHASTIC:
-      for (int i = 0; i < n; i++) half[i] = to_bfloat16_stochastic(w[i], noise16(noise, start + i));
+      if (job.weight_dtype == FLOAT16)
+        for (int i = 0; i < n; i++) half[i] = to_float16_stochastic(w[i], noise16(noise, start + i));
+      else for (int i = 0; i < n; i++) half[i] = to_bfloat16_stochastic(w[i], noise16(noise, start + i));
       return;
   }
   narrow(w, job.weight, job.weight_dtype, at.element, n, job.master_kind != DIRECT);
@@ -480,6 +491,7 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
 // Tiles `from` to `to`. A tile's second pass comes after the first one of the next: its scale is known by then, and the processor
 // computes both at once.
 template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job, int64_t from, int64_t to) {
+  constexpr bool NARROW = FIRST::IS_NARROW || SECOND::IS_NARROW;
   Updated<FIRST, SECOND> updated[2];
   float w_buffer[TILE], g_buffer[TILE];
   const Constants c = *job.constants;  // apart from the memory that is written
@@ -497,28 +509,39 @@ template <class RULE, class FIRST, class SECOND> void step_tiles(const Job& job,
     if (!wide_gradient) widen(job.gradient, job.gradient_dtype, at.element, n, g_buffer);
     update<RULE>(job, c, at, n, w, g, updated[t % 2]);
     if (!direct) store_weight(job, w, at, n);
-    if constexpr (FIRST::IS_NARROW) if (t > from) encode(job, updated[(t - 1) % 2]);
+    if constexpr (NARROW) if (t > from) encode(job, updated[(t - 1) % 2]);
   }
-  if constexpr (FIRST::IS_NARROW) if (to > from) encode(job, updated[(to - 1) % 2]);
+  if constexpr (NARROW) if (to > from) encode(job, updated[(to - 1) % 2]);
 }
 
 using Step = void (*)(const Job&, int64_t, int64_t);
 
 template <class FIRST, class SECOND> Step step_of_rule(int rule) {
   switch (rule) {
-    case ADAMW: return step_tiles<AdamW<SECOND::IS_NARROW>, FIRST, SECOND>;
+    case ADAMW: return step_tiles<AdamW<FIRST::IS_NARROW || SECOND::IS_NARROW>, FIRST, SECOND>;
     case LION: return step_tiles<Lion, FIRST, None>;
     default: return step_tiles<Sgd, FIRST, None>;
   }
 }
 
-Step step_of(const Job& job) {
+template <class FIRST> Step step_of_second(const Job& job) {
   const int rule = job.constants->rule;
+  switch (job.second.kind) {
+    case UE5M3: return step_of_rule<FIRST, UE5M3Format>(rule);
+    case LINEAR4: return step_of_rule<FIRST, Linear4>(rule);
+    case E4M3: return step_of_rule<FIRST, Small<false>>(rule);
+    case FP16: return step_of_rule<FIRST, Float16<false>>(rule);
+    default: return step_of_rule<FIRST, Wide>(rule);
+  }
+}
+
+Step step_of(const Job& job) {
   switch (job.first.kind) {
-    case FP32: return step_of_rule<Wide, Wide>(rule);
-    case SQUARED8: return step_of_rule<Squared8, UE5M3Format>(rule);
-    case DYNAMIC4: return step_of_rule<Dynamic4, Linear4>(rule);
-    default: return job.second.kind == FP16 ? step_of_rule<Small<true>, Float16>(rule) : step_of_rule<Small<true>, Small<false>>(rule);
+    case FP32: return step_of_second<Wide>(job);
+    case SQUARED8: return step_of_second<Squared8>(job);
+    case DYNAMIC4: return step_of_second<Dynamic4>(job);
+    case FP16: return step_of_second<Float16<true>>(job);
+    default: return step_of_second<Small<true>>(job);
   }
 }
 

@@ -34,6 +34,7 @@ from narrowgauge.optim.triton.moment_codes import (
     encode_moment,
     noise_bits,
     number_of,
+    uniform,
 )
 
 HEAD = tl.constexpr(16)
@@ -125,7 +126,16 @@ def _read_weight(line, offset, mask, tile, tiles_inside, F: tl.constexpr):
 @triton.jit
 def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.constexpr):
     """The weight and what is kept beside it, as `masters.store` has it; noise int32, where the master rounds by it."""
-    if F.master == STOCHASTIC:
+    if F.master == STOCHASTIC and F.weight == FLOAT16:
+        size = tl.abs(x)
+        normal = number_of((bits_of(size) + (noise >> 3)) & -8192)
+        part = size * 16777216.0
+        whole = tl.floor(part)
+        subnormal = tl.where(uniform(noise) < part - whole, whole + 1.0, whole) * 5.9604644775390625e-08  # 2^-24
+        size_bits = bits_of(tl.where(size < 6.103515625e-05, subnormal, normal))
+        finite = (bits_of(x) & 0x7F800000) != 0x7F800000
+        seen = tl.where(finite, number_of(size_bits | (bits_of(x) & -0x80000000)), x)
+    elif F.master == STOCHASTIC:
         carried = number_of((bits_of(x) + noise) & -65536)
         finite = (bits_of(x) & 0x7F800000) != 0x7F800000
         seen = tl.where(finite, carried, tl.where(x == x, x, float("nan")))
@@ -166,7 +176,7 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
 
 
 @triton.jit
-def _updated(w, g, m, v, step_args, F: tl.constexpr, SECOND: tl.constexpr):
+def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """`rules`: (weight, first moment, second moment, where the first only decays)."""
     decay, one_minus_beta1, one_minus_beta2 = _constant(step_args, 0), _constant(step_args, 1), _constant(step_args, 3)
     step_size = _constant(step_args, 5)
@@ -175,7 +185,7 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, SECOND: tl.constexpr):
         m = m + (g - m) * one_minus_beta1
         v = v * _constant(step_args, 2) + g * one_minus_beta2 * g
         root = tl.sqrt_rn(v)
-        if SECOND.kind != WIDE:
+        if FIRST.kind != WIDE or SECOND.kind != WIDE:
             limit = root * _constant(step_args, 8)
             held = tl.abs(m) > limit
             m = tl.where(held, number_of(bits_of(limit) | (bits_of(m) & -0x80000000)), m)
@@ -323,7 +333,7 @@ def step(which, table, step_args, tables, F: tl.constexpr):
     w = _read_weight(line, offset, mask, tile, inside, F)
     m = _read_moment(line, 7, place, tables, F, FIRST)
     v = _read_moment(line, 10, place, tables, F, SECOND)
-    w, m, v, decays = _updated(w, g, m, v, step_args, F, SECOND)
+    w, m, v, decays = _updated(w, g, m, v, step_args, F, FIRST, SECOND)
     w = tl.where(mask, w, 0.0)
     noise = noise_bits(key, first, within)
     _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST)

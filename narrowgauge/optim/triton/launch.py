@@ -16,7 +16,7 @@ registers a thread such a program is alone on its multiprocessor. Not measured o
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -178,6 +178,15 @@ class Batch:
         gradients = [address(each.gradient) for each in self.param_steps]
         return head + [0] * (HEAD - len(head)) + gradients + [0] * (len(gradients) % 2)
 
+    def _reached(self) -> Iterator[Tensor]:
+        """What a step reads and writes, twice what it does both to."""
+        for each in self.param_steps:
+            kept = [each.weight, each.master, each.master_scale]
+            for moment in (each.first, each.second):
+                kept += [moment.codes, moment.scale, moment.expansion]
+            cast = [] if each.stepped is None else [each.stepped.plain, each.stepped.turned]
+            yield from (x for x in (each.gradient, *kept, *kept, *cast) if x is not None)
+
     def launch(self, step_args: Tensor) -> None:
         """The step itself; step_args int64 on the device, the numbers of `step_args()`."""
         from narrowgauge.optim.triton import kernel
@@ -186,7 +195,9 @@ class Batch:
         if form.casts:
             launch(kernel.foresee, count, self.table, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS)
         tables = _tables(step_args.device)
-        launch(kernel.step, self.programs, self.which, self.table, step_args, tables, F=form, warps=WARPS)
+        launch(
+            kernel.step, self.programs, self.which, self.table, step_args, tables, F=form, warps=WARPS, reached=self._reached
+        )  # fmt: skip
         for each in self.param_steps:
             if each.stepped is not None:
                 each.stepped.mark_written()

@@ -188,7 +188,7 @@ def _encode_float(x, inverse, log_k, noise, decays, tables, M: tl.constexpr):
         codes = _code_below(tl.where(decays, y, (y + shift) - shift), M.mantissa, M.bias)
         codes |= ((bits_of(x) >> 31) & 1) << (M.bits - 1)
     else:
-        if M.expands:
+        if M.bits == 8:
             low = _code_below(y, M.mantissa, M.bias)
             below = _value(low, log_k, tables, M, M.mantissa, M.bias, M.top)
             above = _value(low + 1, log_k, tables, M, M.mantissa, M.bias, M.top)

@@ -4,6 +4,7 @@
     fsdp  ranks among which the weights, gradients and optimizer states of a copy are cut, and which read other data too (FSDP2)
     tp    ranks that share each matrix product, and read the same data (tensor parallelism)
     pp    stages of a pipeline
+    sp    no number: the ranks of tp have other tokens each between their products (sequence parallelism), as "tp=2,sp"
 
 Ranks are numbered stage after stage, in each of them copy after copy; those of a group of tp are neighbours. The product is the number of
 ranks. One key may stand without a number: it takes the ranks that the others leave. Nothing at all is "dp".
@@ -11,6 +12,7 @@ ranks. One key may stand without a number: it takes the ranks that the others le
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from narrowgauge.errors import ConfigError, closest
@@ -27,6 +29,7 @@ class Layout:
     fsdp: int = 1
     tp: int = 1
     pp: int = 1
+    sp: bool = False
 
     @property
     def world(self) -> int:
@@ -48,12 +51,13 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}
-        return ",".join(f"{key}={size}" for key, size in sizes.items() if size > 1) or "dp=1"
+        words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
+        return ",".join([*words, *(["sp"] if self.sp else [])]) or "dp=1"
 
 
 def layout(text: str, world: int) -> Layout:
     """The sizes for `world` ranks. Raises ConfigError if they do not multiply to that, or if the text is wrong."""
-    sizes, wrong = _read(text)
+    sizes, has_own_tokens, wrong = _read(text)
     if wrong:
         raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
     known = math.prod(size for size in sizes.values() if size != REST)
@@ -71,7 +75,12 @@ def layout(text: str, world: int) -> Layout:
             f"parallel = {text!r} needs {needed} rank{'s' if known > 1 else ''}, and this run has {ranks}. "
             f"Start it with torchrun --nproc-per-node {known}, or take parallel = {fitting!r}, which takes all the ranks there are."
         )
-    return Layout(**sizes)
+    return _laid_out(sizes, has_own_tokens)
+
+
+def _laid_out(sizes: Mapping[str, int], has_own_tokens: bool) -> Layout:
+    dp, fsdp, tp, pp = (sizes.get(key, 1) for key in ("dp", "fsdp", "tp", "pp"))
+    return Layout(dp, fsdp, tp, pp, sp=has_own_tokens and tp > 1)
 
 
 def names(text: str, key: str) -> bool:
@@ -81,28 +90,33 @@ def names(text: str, key: str) -> bool:
 
 def named(text: str) -> Layout:
     """The sizes for as many ranks as the text names; a key without a number is 1."""
-    sizes, wrong = _read(text)
+    sizes, has_own_tokens, wrong = _read(text)
     if wrong:
         raise ConfigError(f"parallel = {text!r}: {wrong[0]}")
-    return Layout(**{key: size or 1 for key, size in sizes.items()})
+    return _laid_out({key: size or 1 for key, size in sizes.items()}, has_own_tokens)
 
 
 def problems(text: str) -> list[str]:
     """What is wrong with the text whatever the number of ranks, in sentences."""
-    return _read(text)[1]
+    return _read(text)[2]
 
 
-def _read(text: str) -> tuple[dict[str, int], list[str]]:
-    """(sizes by key, problems)."""
+def _read(text: str) -> tuple[dict[str, int], bool, list[str]]:
+    """(sizes by key, whether sp is asked for, problems)."""
     sizes: dict[str, int] = {}
+    has_own_tokens = False
     wrong = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, size = (word.strip() for word in part.partition("="))
         key = KEYS.get(name.lower())
-        if key is None:
+        if name.lower() == "sp":
+            has_own_tokens = True
+            if equals:
+                wrong.append(f"{part!r} has a number. Write 'sp': tokens are shared among the ranks of tp.")
+        elif key is None:
             near = closest(name.lower(), KEYS, limit=1)
             wrong.append(
-                f"{name!r} is none of 'dp', 'fsdp', 'tp' and 'pp'. {f'Closest: {near}. ' if near else ''}Write it as 'fsdp=4'."
+                f"{name!r} is none of 'dp', 'fsdp', 'tp', 'pp' and 'sp'. {f'Closest: {near}. ' if near else ''}Write it as 'fsdp=4'."
             )
         elif key in sizes:
             wrong.append(f"{name!r} is given twice. Keep one.")
@@ -112,4 +126,6 @@ def _read(text: str) -> tuple[dict[str, int], list[str]]:
             sizes[key] = int(size) if equals else REST
     if sum(size == REST for size in sizes.values()) > 1:
         wrong.append("two keys have no number, so what each takes is not known. Give one of them a number.")
-    return sizes or {"dp": REST}, wrong
+    if has_own_tokens and "tp" not in sizes:
+        wrong.append("'sp' shares tokens among the ranks of tp, and there is no tp. Write it as 'tp=2,sp'.")
+    return sizes or {"dp": REST}, has_own_tokens, wrong

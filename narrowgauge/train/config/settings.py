@@ -78,13 +78,34 @@ class Matching:
         return self.description
 
 
+@dataclass(frozen=True)
+class OneOrPair:
+    """One of `names`, or two of `parts` as "first/second"."""
+
+    names: tuple[str, ...]
+    parts: tuple[str, ...]
+
+    def refuse(self, value: str) -> str:
+        pair = value.split("/")
+        if value in (*self.names, *self.parts) or (len(pair) == 2 and set(pair) <= set(self.parts)):
+            return ""
+        wrong = next((part for part in pair if part not in self.parts), value)
+        near = closest(wrong, (*self.names, *self.parts), limit=1)
+        return f"{self}{f'. Closest: {near}' if near else ''}"
+
+    def __str__(self) -> str:
+        pair = f"a pair of {', '.join(map(repr, self.parts))}, as '{self.parts[2]}/{self.parts[1]}'"
+        return f"one of {', '.join(map(repr, self.names))}, or {pair}"
+
+
 NOT_EMPTY = Matching(r"(?s).+", "not empty")
 COUNT = Range(1, 2**31 - 1)
 COUNT_OR_ZERO = Range(0, 2**31 - 1)
+Rule = Range | OneOf | OneOrPair | Matching
 
 
 def setting(
-    group: str, default: Any, help: str, rule: Range | OneOf | Matching | None = None, key: str = "", tasks: Sequence[str] = TASKS
+    group: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = TASKS
 ) -> Any:  # fmt: skip
     """One entry of the table, which means something in these tasks. A mutable default is a type such as `dict`."""
     metadata = {"group": group, "help": help, "rule": rule, "key": key, "tasks": tasks}
@@ -157,6 +178,7 @@ def shown(value: Any) -> str:
 BEST = ("", "none", "loss", "accuracy", "mcc", "f1", "f1_binary")  # f1 is the mean over classes
 SCORES = BEST[3:]  # of classes alone
 MAX_INT = 2**63 - 1  # the largest integer that TOML promises, and that torch takes as a seed
+FUSED_SAVES = ("exact", "fp8", "int8")  # of `fuse`, beside those of recipes
 NO_RECIPE = "none"  # an ordinary Linear, in the numbers of the precision
 MODEL, DATA, TASK, PRECISION, TRAINING, RUN = (
     partial(setting, group) for group in ("model", "data", "task", "precision", "training", "run")
@@ -224,7 +246,9 @@ class TrainConfig:
         "What keeps float32 weights and arithmetic in a 16-bit model, as norms,softmax,embeddings,lm_head; empty: as the precision has it.",
         Matching(r"|[^,\s]+( ?, ?[^,\s]+)*", "names with commas, as 'norms,softmax'"))
     fuse: bool = PRECISION(False, "Norms and activations cast what they compute for the Linears that read it.")
-    save: str = PRECISION("", "What a Linear keeps for its backward pass; empty: as the recipe says.", OneOf(("", "original", "quantized")))
+    save: str = PRECISION("",
+        "What is kept for backward. By a Linear: original or quantized; empty: as the recipe says. By fused norms and activations "
+        "(fuse): exact, or fp8 or int8 with gradients that are near.", OneOf(("", "original", "quantized", *FUSED_SAVES)))
 
     steps: int = TRAINING(300, "Optimizer steps.", COUNT)
     batch_size: int = TRAINING(16, "Sequences or examples of an optimizer step.", Range(1, 2**20))
@@ -233,7 +257,8 @@ class TrainConfig:
     min_learning_rate: float = TRAINING(0.0, "Learning rate after the last step.", Range(0, 1))
     warmup_steps: int = TRAINING(20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
     optimizer: str = TRAINING("adamw", "Rule of the updates.", OneOf(("adamw", "lion", "sgd")))
-    states: str = TRAINING("fp32", "Numbers of the optimizer's moments.", OneOf(("fp32", "8bit", "fp8", "fp8-lm", "4bit")))
+    states: str = TRAINING("fp32", "Numbers of the optimizer's moments; 'first/second': of each.",
+        OneOrPair(("fp32", "8bit", "fp8", "fp8-lm", "4bit"), ("fp32", "fp16", "8bit", "fp8", "e4m3", "4bit")))
     embedding_states: str = TRAINING("fp32", "Moments of embeddings: float32, or the same as all.", OneOf(("fp32", "same")))
     master: str = TRAINING("", "What keeps the low bits of 16-bit weights; empty: as the precision says.",
         OneOf(("", "fp32", "fp16-scaled", "bf16-remainder", "stochastic")))
@@ -242,6 +267,11 @@ class TrainConfig:
     beta2: float = TRAINING(0.95, "AdamW's decay of the second moment; Lion's of its only one.", Range(0, 1, open_high=True))
     epsilon: float = TRAINING(1e-8, "AdamW's guard against division by zero.", Range(0, 1, open_low=True))
     clip: float = TRAINING(1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
+    step_in_backward: bool = TRAINING(False, "Step each parameter as soon as its gradient is whole, and free it; sums of several "
+        "micro-batches are held in FP8.")
+    clip_by: str = TRAINING("", "What a step in backward is clipped by: the norm of the step before, of a first forward and backward pass, "
+        "or each parameter's own.", OneOf(("", "previous", "two-pass", "parameter")))
+    held_gradients: str = TRAINING("16bit", "How gradients of matrices wait for the step: as they are, or in FP8.", OneOf(("16bit", "fp8")))
     freeze: str = TRAINING("", "Patterns of layers and parameters that do not train, as embed*,layers.0-3; empty: none.")
     checkpointing: str = TRAINING("none", "What backward computes again: none, selective, full, every-N, sqrt, budget:512MiB, or auto.",
         Matching(r"none|full|selective|sqrt|auto|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
@@ -252,12 +282,13 @@ class TrainConfig:
     seed: int = TRAINING(0, "Decides weights, order of the data and stochastic rounding.", Range(0, MAX_INT))
     device: str = TRAINING("auto", "auto, cpu, cuda or cuda:N.",
         Matching(r"auto|cpu|cuda(:\d{1,3})?", "one of 'auto', 'cpu', 'cuda' or 'cuda:N'"))
-    parallel: str = TRAINING("", "How ranks of torchrun share a run, as fsdp=4, dp=4,tp=2 or pp=2; empty: dp, a copy on each.")
+    parallel: str = TRAINING("", "How ranks of torchrun share a run, as fsdp=4, tp=2,sp or fsdp=2,pp=2; empty: dp, a copy on each.")
     schedule: str = TRAINING("1F1B", "Order of work in the stages of a pipeline (pp), as torch calls it.",
         OneOf(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")))
     gradients: str = TRAINING("16bit", "How gradients travel between ranks.", OneOf(("16bit", "fp8", "fp8-lm")))
     weights: str = TRAINING("16bit", "What ranks with shards gather of weights: as they are, or codes.", OneOf(("16bit", "codes")))
-    activations: str = TRAINING("16bit", "How activations and their gradients travel between stages.", OneOf(("16bit", "fp8")))
+    activations: str = TRAINING("16bit", "How activations and their gradients travel between stages (pp) or ranks of tp with sp.",
+        OneOf(("16bit", "fp8")))
     threads: int = TRAINING(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
     keep_freed: bool = TRAINING(True, "On a CPU, memory that a step frees is kept for the next, where the C library is glibc.")
     compile: bool = TRAINING(False, "Compile the model with torch.compile.")
@@ -343,8 +374,10 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (is_table and config.validation_data, "validation_fraction", "validation_data"),
         (is_table and config.token_budget, "batch_size", "token_budget"),
         *((config.messages_column, key, "messages_column") for key in ("prompt_column", "completion_column")),
-        (is_auto, "save", auto),
+        (is_auto and config.save not in FUSED_SAVES, "save", auto),
         (config.states == "fp32", "embedding_states", "states"),
+        (not config.step_in_backward, "clip_by", "step_in_backward"),
+        (config.clip == 0, "clip_by", "clip"),
     ]
     yield from dict.fromkeys((key, because) for applies, key, because in pairs if applies and _is_set(config, key))
 
@@ -378,6 +411,28 @@ def _task_checks(c: TrainConfig) -> list[Check]:
     ]  # fmt: skip
 
 
+def _excluded_in_backward(c: TrainConfig) -> Iterator[Check]:
+    """By steps in backward, and by gradients that wait in FP8."""
+    scaling = ("precision", c.precision == "amp-fp16", "whose loss scaling looks at all gradients before the step")
+    excluded = {
+        ("step_in_backward", c.step_in_backward): (
+            ("compile", c.compile, "whose backward pass computes all gradients before it gives any"),
+            ("cuda_graph", c.cuda_graph, "which captures the step apart from the backward pass"),
+            ("held_gradients", c.held_gradients == "fp8", "since it holds none"),
+            scaling,
+        ),
+        ("held_gradients", c.held_gradients == "fp8"): (
+            ("cuda_graph", c.cuda_graph, "which captures the step with gradients at fixed places"),
+            scaling,
+        ),
+    }
+    for (key, applies), others in excluded.items():
+        for other, is_broken, why in others:
+            value = shown(getattr(c, key))
+            yield (applies and is_broken, f"{key} {other}",
+                   f"{key} = {value}: does not work with {other} = {shown(getattr(c, other))}, {why}. Remove one of them.")  # fmt: skip
+
+
 def _training_checks(c: TrainConfig) -> list[Check]:
     problems = () if c.epochs else switch_syntax.problems(c.switch, c.steps)  # of epochs the steps are known later
     return [
@@ -385,6 +440,12 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         *((True, "switch steps", f"switch = {shown(c.switch)}: {message}") for message in problems),
         (not c.token_budget and c.batch_size % c.micro_batches, "micro_batches batch_size",
          f"micro_batches = {c.micro_batches}: must divide batch_size = {c.batch_size}."),
+        (c.save in FUSED_SAVES and not c.fuse, "save fuse",
+         f"save = {c.save!r}: says what fused norms and activations keep, and fuse is off. Add fuse = true, or remove save."),
+        (c.save in FUSED_SAVES and c.compile, "save compile",
+         f"save = {c.save!r}: in a compiled model the compiler decides what is kept for backward. Remove one of save and compile."),
+        (c.save in FUSED_SAVES[1:] and c.compress_activations, "save compress_activations",
+         f"save = {c.save!r}: compress_activations = true encodes once more what is in 8 bits already. Remove one of them."),
         (c.compress_activations and c.compile, "compress_activations compile",
          "compress_activations = true: a compiled model cannot use it, because the compiler decides what is kept for backward. "
          "Remove one of compress_activations and compile."),
@@ -399,6 +460,14 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         (c.master and not c.precision.startswith("bf16-o"), "master precision",
          f"master = {c.master!r}: has no effect with precision = {c.precision!r}, whose weights are float32. "
          "Remove it, or take precision bf16-o2."),
+        (c.step_in_backward and c.clip and not c.clip_by, "step_in_backward clip",
+         f"step_in_backward = true: clip = {c.clip} wants the norm of the whole gradient, which is known only after the last layer has "
+         "stepped. Choose clip_by = 'previous' (the norm of the step before), 'two-pass' (a forward and backward pass more), 'parameter' "
+         "(each by its own norm), or clip = 0."),
+        *_excluded_in_backward(c),
+        ("/" in c.states and c.optimizer != "adamw", "states optimizer",
+         f"states = {c.states!r}: names two moments, and {c.optimizer} keeps one. Give one, as states = "
+         f"{c.states.partition('/')[0]!r}."),
         (c.keep_float32 and not c.precision.startswith("bf16-o"), "keep_float32 precision",
          f"keep_float32 = {c.keep_float32!r}: has no effect with precision = {c.precision!r}, whose weights are float32. "
          "Remove it, or take precision bf16-o2."),

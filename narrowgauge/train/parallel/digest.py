@@ -51,30 +51,34 @@ def digest(x: Tensor) -> Tensor:
 def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, mesh: DeviceMesh | None = None) -> None:
     """Raises DriftError, on all ranks, that names the first tensor and the ranks that differ. place: in the run, as 'step 100'.
 
-    mesh: of the axes that cut tensors. What is no DTensor is the same on all ranks.
+    mesh: of the ranks that share a model, or the same stages of it; None: all, and nothing is cut. What is no DTensor is the same on all
+    of them.
     """
     groups = _groups(tensors, mesh)
-    digests = {
-        name: digest(local(tensors[name])).to(device) for name in tensors if any(name in each for _, each in groups)
-    }
+    compared = {name for _, names in groups for name in names}
+    digests = {name: digest(local(each)).to(device) for name, each in tensors.items() if name in compared}
     different = {name for group, names in groups for name in _different({each: digests[each] for each in names}, group)}
-    order = list(tensors)
-    first = torch.tensor(min(map(order.index, different), default=len(order)), device=device)
+    any_differs = torch.tensor(bool(different), dtype=torch.int32, device=device)
     if mesh is not None:  # one group may differ where another does not
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-    if int(first) == len(order):
+        dist.all_reduce(any_differs, dist.ReduceOp.MAX)
+    if not any_differs:
         return
-    name = order[int(first)]
+    own = {
+        name: (place, _part(tensors[name]), digests[name].tolist())
+        for place, name in enumerate(tensors)
+        if name in different
+    }
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (_part(tensors[name]), digests[name].tolist() if name in digests else [], different))
+    dist.all_gather_object(told, own)
+    _, name = min((where, name) for each in told for name, (where, *_) in each.items())
     held: dict[Any, tuple[int, list[int]]] = {}
     ranks = (0, 0)
-    for rank, (part, own, _) in enumerate(told):
-        other, expected = held.setdefault(part, (rank, own))
-        if own != expected:
+    for rank, (_, part, numbers) in ((rank, each[name]) for rank, each in enumerate(told) if name in each):
+        other, expected = held.setdefault(part, (rank, numbers))
+        if numbers != expected:
             ranks = other, rank
             break
-    count = len(set().union(*(each for *_, each in told)))
+    count = len(set().union(*told))
     others = f"; so do {count - 1} tensors after it" if count > 1 else ""
     raise DriftError(
         f"{place}: {name} differs between rank {ranks[0]} and rank {ranks[1]}, which must hold the same{others}. Nothing was saved "
@@ -83,13 +87,15 @@ def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, m
 
 
 def _groups(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> list[tuple[dist.ProcessGroup | None, list[str]]]:
-    """Ranks that hold the same of some tensors, by name; None: all ranks."""
+    """Ranks that hold the same of some tensors, by name, along each axis; None: all ranks."""
+    if mesh is None:
+        return [(None, list(tensors))]
     found: list[tuple[dist.ProcessGroup | None, list[str]]] = []
-    found.append((None, [name for name, each in tensors.items() if not isinstance(each, DTensor)]))
-    for axis in () if mesh is None else mesh.mesh_dim_names or ():
-        names = [name for name, each in tensors.items() if isinstance(each, DTensor) and axis not in _cut_axes(each)]
-        found.append((mesh.get_group(axis), names))  # type: ignore[union-attr]
-    return [(group, names) for group, names in found if names]
+    for axis in mesh.mesh_dim_names or ():
+        names = [name for name, each in tensors.items() if not isinstance(each, DTensor) or axis not in _cut_axes(each)]
+        if names and mesh[axis].size() > 1:
+            found.append((mesh.get_group(axis), names))
+    return found
 
 
 def _cut_axes(x: DTensor) -> list[str]:

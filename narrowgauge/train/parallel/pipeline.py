@@ -34,6 +34,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from narrowgauge.data import IGNORED
+from narrowgauge.distributed import agreement_of
 from narrowgauge.distributed.pipeline import message_like
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import precision as precisions
@@ -87,6 +88,7 @@ class Pipeline:
         self.context = partial(precisions.get(config.precision).context, self.device.type)
         self.order = {name: place for place, (name, _) in enumerate(model.named_modules())}
         cut = Cut.of(model, self.count)
+        self.cut = cut
         self.dtype = cut.refuse_other_numbers(model, self.context())
         self.width: int = model.get_input_embeddings().weight.shape[1]
         numbers = [number for number in range(self.count) if self.owner(number) == self.rank]
@@ -109,6 +111,10 @@ class Pipeline:
     @property
     def has_last(self) -> bool:
         return self.count - 1 in self.modules
+
+    def blocks(self, number: int) -> list[nn.Module]:
+        """Of one stage of this rank."""
+        return [self.model.get_submodule(name) for name in self.cut.blocks_of(number)]
 
     def owner(self, number: int) -> int:
         """The rank of the group that has a stage."""
@@ -143,6 +149,8 @@ class Pipeline:
         self._batches, self._targets = [*batches, *[spare] * (self.turns - len(batches))], targets
         schedule = self._schedule_of(max(map(_positions, self._batches)))
         turns, losses = torch.arange(self.turns), list[Tensor]()
+        if issubclass(self.kind, PipelineScheduleMulti):
+            self._exchange_scales()
         try:
             schedule.step(
                 *([turns] if 0 in self.modules else []), target=turns if self.has_last else None,
@@ -170,6 +178,12 @@ class Pipeline:
                 ) from error
             self._schedule = positions, found
         return self._schedule[1]
+
+    def _exchange_scales(self) -> None:
+        """Of weights that travel as codes: schedules of several stages gather them before the first forward pass, which would do it."""
+        for module in self.modules.values():
+            if (weights := agreement_of(module).weights) is not None:
+                weights.before_forward(is_first=True)
 
     def _compute(self, number: int, model: Any, received: Tensor, turn: int) -> Tensor:
         """The forward pass of a stage: positions [P, width], or of the last one what `_end` makes of them."""

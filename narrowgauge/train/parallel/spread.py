@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -56,7 +56,7 @@ class Parallel:
 
     whole       to be called with what computes with the model; in stages, those of this rank
     layout      ranks along each axis
-    mesh        of the axes that cut weights; None where each rank has all of the model, or of its stages
+    mesh        of the ranks that share the model, or the same stages of it; None for copies (dp) alone, and for stages alone
     agreements  what the ranks agree on at the end of a step, of each stage; none with CUDA graphs, whose noise is torch's
     pipeline    of a model in stages, else None
     """
@@ -72,21 +72,24 @@ class Parallel:
         """probe: inputs of a micro-batch, the same on all ranks."""
         self.ranks, self.layout = ranks, ranks.layout
         refuse(config, self.layout, ranks)
-        self.mesh = _mesh(self.layout, next(model.parameters()).device.type)
+        mesh = _mesh(self.layout, next(model.parameters()).device.type)
+        self.mesh = None if mesh is None else _without_stages(mesh)
         if self.layout.world > self.layout.dp:  # afterwards no other rank has what one has
             digest.refuse_drift(model.state_dict(), "before the first step", next(model.parameters()).device)
-        plan: Mapping[str, str] = {}
+        products: tensor.Shared | None = None
         if self.mesh is not None and self.layout.tp > 1:
-            plan = tensor.cut(model, self.mesh["tp"], probe())
+            products = tensor.cut(model, self.mesh["tp"], probe(), self.layout.sp)
         self.whole: nn.Module = Spread(model)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             _sum_within_blocks(model)
         self.agreements: list[Agreement] = []
         self.pipeline: Pipeline | None = None
-        if self.layout.pp > 1:
-            self.whole = self._cut(config, model, objective)
-        elif self.mesh is not None and self.layout.data > 1:
-            _shard(self.whole, model, self.mesh)
+        if mesh is not None and self.layout.pp > 1:
+            turns = config.micro_batches // self.layout.data
+            self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), turns)
+            self.whole = nn.ModuleList(self.pipeline.modules.values())
+        if self.mesh is not None and self.layout.data > 1:
+            self._shard(model, self.mesh)
         elif self.layout.dp > 1:
             self.whole = _copies(self.whole, has_spare=bool(config.model))
         if not config.cuda_graph:
@@ -94,20 +97,39 @@ class Parallel:
             if self.layout.data > 1:
                 messages = {"gradients": config.gradients, "weights": config.weights, "reduce": "sum"}
             if self.pipeline is not None:
-                distribute(self.pipeline.stages(), seed=config.seed, activations=config.activations, **messages)
+                messages["activations"] = config.activations
+                distribute(self.pipeline.stages(), seed=config.seed, **messages)
             else:
+                if self.layout.sp:
+                    messages["activations"] = config.activations
                 distribute(self.whole, seed=config.seed, **messages)
             modules = [self.whole] if self.pipeline is None else self.pipeline.modules.values()
             self.agreements = [agreement_of(module) for module in modules]
             for each in self.agreements:
                 each.is_counted = not each.layers  # else ranks would leave out the same elements by dropout
-        if self.mesh is not None and plan:
-            tensor.split_dropout(model, plan, self.mesh["tp"], self.agreements[0])
+        if products is not None:
+            parts = [model] if self.pipeline is None else [each.model for each in self.pipeline.modules.values()]
+            for part, agreement in zip(parts, self.agreements, strict=True):
+                tensor.split_dropout(part, products, agreement)
 
-    def _cut(self, config: TrainConfig, model: Any, objective: Objective) -> nn.Module:
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.layout.pp,), mesh_dim_names=("pp",))
-        self.pipeline = Pipeline(config, model, objective, mesh.get_group("pp"), config.micro_batches)
-        return nn.ModuleList(self.pipeline.modules.values())
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Blocks one by one, and what is around them, of each stage, together; of each what stays in float32 beside 16 bits apart.
+
+        Stages stay gathered through a step: they are not gathered for each micro-batch, and a schedule that splits the backward pass
+        finds the parameters whose gradients it computes; of others it would compute none.
+        """
+        _refuse_types(model)
+        readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
+        parts: list[tuple[nn.Module, Iterable[nn.Module]]] = []
+        if self.pipeline is None:
+            parts.append((self.whole, find_blocks(model, verb="parallel").values()))
+        else:
+            parts += [(module, self.pipeline.blocks(number)) for number, module in self.pipeline.modules.items()]
+        for around, blocks in parts:
+            for module in (*blocks, around):
+                for each in (_wide_parts(module), module):
+                    if each:
+                        fully_shard(each, mesh=readers, reshard_after_forward=None if self.pipeline is None else False)
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """`compute(*given, **named)` inside a forward pass of the model."""
@@ -143,20 +165,28 @@ class Parallel:
         elif isinstance(self.whole, FSDPModule):
             self.whole.set_requires_gradient_sync(is_last)
 
+    def release(self) -> None:
+        """After forward passes without a backward pass: stages stay gathered no longer."""
+        for each in self.whole.modules() if self.pipeline is not None else ():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
     def words(self) -> str:
         """For the console, or ''."""
         if self.ranks.world == 1:
             return ""
+        sizes, parts = self.layout, list[str]()
         if self.pipeline is not None:
-            return f"{self.ranks.world} ranks, {self.pipeline.words()}."
-        sizes = self.layout
-        part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
-        if sizes.fsdp > 1 and sizes.dp > 1:
-            part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
+            parts.append(self.pipeline.words())
         if sizes.tp > 1:
-            others = f"; of {sizes.data} such groups {part}" if sizes.data > 1 else ""
-            part = f"each matrix product shared by {sizes.tp} (tp){others}"
-        return f"{self.ranks.world} ranks, {part}."
+            own_tokens = ", and the tokens between products (sp)" if sizes.sp else ""
+            parts.append(f"each matrix product shared by {sizes.tp} (tp){own_tokens}")
+        if sizes.data > 1:
+            part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
+            if sizes.fsdp > 1 and sizes.dp > 1:
+                part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
+            parts.append(f"of {sizes.data} such groups {part}" if parts else part)
+        return f"{self.ranks.world} ranks, {'; '.join(parts)}."
 
 
 def shared(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -191,14 +221,19 @@ def refuse(config: TrainConfig, sizes: Layout, ranks: Ranks) -> None:
             f"compile = true: was not tried with weights = {config.weights!r}, which this command would compile as one model. "
             "Take weights = '16bit', or leave compile out."
         )
-    if sizes.pp == 1 and config.activations != "16bit":
+    if sizes.pp == 1 and not sizes.sp and config.activations != "16bit":
         raise ConfigError(
-            f"activations = {config.activations!r}: no activations travel with parallel = {str(sizes)!r}. Take pp=2, or leave it out."
+            f"activations = {config.activations!r}: no activations travel so with parallel = {str(sizes)!r}. Take pp=2, or tp=2,sp, whose "
+            "ranks send tokens to each other; or leave it out."
         )
-    if sizes.pp > 1 and sizes.data * sizes.tp > 1:
+    if sizes.pp > 1 and sizes.sp:
         raise ConfigError(
-            f"parallel = {str(sizes)!r}: narrowgauge train has no copies or shards of a pipeline, and cuts no products in it. "
-            "Take pp alone; or narrowgauge.distribute in a loop of your own."
+            f"parallel = {str(sizes)!r}: stages hand on all tokens, so ranks of a stage have no tokens of their own. Leave out sp, or pp."
+        )
+    if config.gradients != "16bit" and sizes.fsdp == 1 and sizes.dp > 1 and sizes.tp * sizes.pp > 1:
+        raise ConfigError(
+            f"gradients = {config.gradients!r}: copies (dp) beside tp or pp add up their gradients as torch sends them. Take fsdp in the "
+            "place of dp, or leave it out."
         )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(
@@ -255,18 +290,27 @@ def _copies(whole: nn.Module, has_spare: bool) -> nn.Module:
 
 
 def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
-    """Of dp, fsdp and tp, with those that are needed. Copies of cut layers are shards in one piece: torch's DDP takes no DTensors."""
-    if sizes.fsdp * sizes.tp == 1:
+    """Of the axes that are needed, in the order in which ranks are numbered; None for copies alone.
+
+    Copies of cut layers, and of stages, are shards in one piece: torch's DDP takes no DTensors, and sums no gradient that a schedule
+    without bubbles computes.
+    """
+    if sizes.fsdp * sizes.tp * sizes.pp == 1:
         return None
-    axes = {"dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
+    axes = {"pp": sizes.pp, "dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
     kept = {name: size for name, size in axes.items() if size > 1 or (name == "fsdp" and sizes.dp > 1)}
     return init_device_mesh(device, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Blocks one by one, and what is around them together."""
-    kept = kept_modules(whole)
-    wide = {id(parameter) for module in kept.values() for parameter in module.parameters()}
+def _without_stages(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that have the stages of this one."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
+    return mesh[names] if names else None
+
+
+def _refuse_types(model: nn.Module) -> None:
+    """Of what is gathered together: not of what stays in float32 beside 16 bits."""
+    wide = {id(parameter) for module in kept_modules(model).values() for parameter in module.parameters()}
     types = {parameter.dtype for parameter in model.parameters() if id(parameter) not in wide}
     if len(types) > 1:
         learned = any(isinstance(each, QLinear) and each.steps is not None for each in model.modules())
@@ -275,15 +319,9 @@ def _shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
             f"parallel: fully_shard takes parameters of one type, and this model has {', '.join(sorted(map(str, types)))}{why}. "
             "Take precision amp-bf16, or parallel = 'dp'."
         )
-    readers = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
-    # What stays in float32 beside 16 bits is gathered apart: of a block together.
-    blocks = (*find_blocks(model, verb="parallel").values(), whole)
-    for module in blocks:
-        own = [
-            each
-            for each in kept_modules(module).values()
-            if any(True for _ in each.parameters()) and not isinstance(each, FSDPModule)
-        ]
-        if own:
-            fully_shard(own, mesh=readers)
-        fully_shard(module, mesh=readers)
+
+
+def _wide_parts(module: nn.Module) -> list[nn.Module]:
+    """What stays in float32 beside 16 bits, and is not of a block that was sharded already."""
+    kept = kept_modules(module).values()
+    return [each for each in kept if next(each.parameters(), None) is not None and not isinstance(each, FSDPModule)]

@@ -79,12 +79,15 @@ class Cut:
         found._refuse_shared(model)
         return found
 
+    def blocks_of(self, number: int) -> tuple[str, ...]:
+        first, end = (-(-place * len(self.blocks) // self.count) for place in (number, number + 1))
+        return self.blocks[first:end]
+
     def absent(self, numbers: Iterable[int]) -> tuple[str, ...]:
         """The modules that none of these stages has."""
         own = set(numbers)
-        bounds = [-(-place * len(self.blocks) // self.count) for place in range(self.count + 1)]
-        kept = {place for number in own for place in range(bounds[number], bounds[number + 1])}
-        missing = [name for place, name in enumerate(self.blocks) if place not in kept]
+        kept = {name for number in own for name in self.blocks_of(number)}
+        missing = [name for name in self.blocks if name not in kept]
         return (
             *(() if 0 in own else self.first),
             *missing,

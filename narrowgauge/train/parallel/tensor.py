@@ -3,6 +3,7 @@
     columns, rows    as `tensor_plans` says; one DTensor of x for q, k and v
     output head      an untied one by its words: `memory.chunked_cross_entropy` never has a token's logits of all words on one rank
     dropout          between columns and rows each rank's own
+    sp               between them each rank its own tokens (`sequence`)
     the rest         whole, plain and equal on every rank: a rank's gradient is that of the whole, and digests compare it
 
 Nothing is cut on a name alone: the model computes a batch before and after, and refuses where that differs.
@@ -11,6 +12,7 @@ Nothing is cut on a name alone: the model computes a batch before and after, and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from narrowgauge.distributed.split_dropout import SplitDropout
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
-from narrowgauge.train.parallel import tensor_plans
+from narrowgauge.train.parallel import sequence, tensor_plans
 from narrowgauge.train.parallel.ranks import is_lost
 from narrowgauge.train.parallel.tensor_plans import COLUMNS, GATHERED_COLUMNS, PER_HEAD, ROWS, SPLIT_ROWS
 
@@ -37,17 +39,28 @@ NEAR = {torch.float32: 1e-3}
 NEAR_IN_16_BITS = 0.1
 
 
-def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Cuts a model in place; its weights are the same on all ranks before. -> its plan, by names of modules.
+@dataclass(frozen=True)
+class Shared:
+    """A model whose layers ranks share. plan: by names of modules; stacks: of blocks that compute with a rank's own tokens."""
 
-    mesh    its one axis of tensor parallelism
-    inputs  of a batch, the same on all ranks of the mesh
+    mesh: DeviceMesh
+    plan: Mapping[str, str]
+    stacks: list[sequence.Stack]
+
+
+def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bool) -> Shared:
+    """Cuts a model in place; its weights are the same on all ranks before.
+
+    mesh         its one axis of tensor parallelism
+    inputs       of a batch, the same on all ranks of the mesh
+    cuts_tokens  between products each rank has its own tokens
     Raises ConfigError, on all ranks, for a model or a recipe that cannot be cut so; the model is of no use then.
     """
     ways = mesh.size()
     plan = tensor_plans.plan_of(model, ways)
     before = _logits(model, inputs)
-    styles = _styles(model, plan)
+    stacks, gathering = sequence.styles_of(model, plan, mesh) if cuts_tokens else ([], {})
+    styles = _styles(model, plan, cuts_tokens)
     if (head := _own_head(model)) is not None:
         styles[head] = ColwiseParallel(shared=SharedInputs(model.get_submodule(head)), output_layouts=Replicate())
     if (attribute := tensor_plans.HEADS_IN_CODE.get(model.config.model_type)) is not None:
@@ -55,7 +68,7 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any]) -> dict[str, st
             attention = model.get_submodule(name)
             if hasattr(attention, attribute):
                 setattr(attention, attribute, getattr(attention, attribute) // ways)
-    for name, style in styles.items():
+    for name, style in (*gathering.items(), *styles.items()):  # a layer gathers before it reads
         # Every rank has the weights already: nothing is sent.
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for name, kind in plan.items():
@@ -65,23 +78,29 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any]) -> dict[str, st
                     parameter.register_hook(_summed)
     _refuse_cut_tiles(model, ways)
     _refuse_other_numbers(model, inputs, before, ways)
-    return plan
+    return Shared(mesh, plan, stacks)
 
 
-def split_dropout(model: Any, plan: Mapping[str, str], mesh: DeviceMesh, agreement: Agreement | None) -> None:
-    """Gives each rank its own dropout between columns and rows, if the model has any."""
+def split_dropout(model: Any, shared: Shared, agreement: Agreement | None) -> None:
+    """Gives each rank its own dropout between columns and rows, if the model has any. Of a stage, in the layers that it has."""
     if not any(
         "drop" in key and isinstance(value, float) and value > 0 for key, value in model.config.to_dict().items()
     ):
         return
-    linears = {name: model.get_submodule(name) for name in plan if isinstance(model.get_submodule(name), nn.Linear)}
+    device = next(model.parameters()).device
+    dropout = SplitDropout(shared.mesh.get_local_rank(), device, agreement)
+    for stack in shared.stacks:
+        stack.split_dropout(dropout)
+    if shared.stacks:
+        return
+    plan = shared.plan
+    linears = {name: each for name, each in model.named_modules() if name in plan and isinstance(each, nn.Linear)}
     columns = [each for name, each in linears.items() if plan[name] == COLUMNS]
     rows = [each for name, each in linears.items() if plan[name] == ROWS]
-    device = next(model.parameters()).device
-    SplitDropout(mesh.get_local_rank(), device, agreement).install(columns, rows)
+    dropout.install(columns, rows)
 
 
-def _styles(model: Any, plan: Mapping[str, str]) -> dict[str, ParallelStyle]:
+def _styles(model: Any, plan: Mapping[str, str], cuts_tokens: bool) -> dict[str, ParallelStyle]:
     shared: dict[str, SharedInputs] = {}
     found: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
@@ -92,7 +111,11 @@ def _styles(model: Any, plan: Mapping[str, str]) -> dict[str, ParallelStyle]:
             output = Replicate() if style == GATHERED_COLUMNS else None
             found[name] = ColwiseParallel(shared=shared[parent], output_layouts=output)
         elif style in (ROWS, SPLIT_ROWS):
-            found[name] = RowwiseParallel(input_layouts=Replicate() if style == SPLIT_ROWS else None)
+            given = Replicate() if style == SPLIT_ROWS else None
+            if cuts_tokens:
+                found[name] = sequence.RowwiseParallel(input_layouts=given, axis=sequence.TOKENS, activations="16bit")
+            else:
+                found[name] = RowwiseParallel(input_layouts=given)
         else:
             found[name] = SequenceParallel(sequence_dim=HEADS_AXIS, use_local_output=True)
     return found

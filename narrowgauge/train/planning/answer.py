@@ -11,13 +11,17 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.errors import ConfigError
+from narrowgauge.plan import roofline
+from narrowgauge.plan.cards import Card
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.room import KEPT_FREE, Room
+from narrowgauge.plan.tally import repeated
 from narrowgauge.plan.text import gib
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
+from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, Technique, lines
 
 MOST_ROWS = 2**16
@@ -46,6 +50,8 @@ class Answers:
             "batch": {"rows": shape.rows, "width": shape.width, "micro_batches": config.micro_batches},
             **room.answer(found),
         }
+        if room.card is not None and not config.parallel:
+            answer["time"] = self.time(found, shape, room.card)
         if room.usable:
             answer["largest"] = self.largest_batch(shape)
             if not room.fits(found):
@@ -55,6 +61,12 @@ class Answers:
         if table:
             answer["table"] = list(self.table(found))
         return answer
+
+    def time(self, found: Forecast, shape: Shape, card: Card) -> dict[str, Any]:
+        """Of a step by roofline; of one process: messages are not counted."""
+        parts = self.config.micro_batches
+        done = repeated(found.work, parts / min(parts, MOST_MICRO_BATCHES))
+        return roofline.as_dict(roofline.time(done, card), card, shape.rows * shape.width * parts)
 
     def largest_batch(self, shape: Shape) -> dict[str, int]:
         """The most rows of a micro-batch that fit, other settings as they are; 0 if not even one does.

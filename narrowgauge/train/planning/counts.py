@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from narrowgauge.ops.registry import Device
 from narrowgauge.plan.forecast import Forecast, forecast
 from narrowgauge.plan.moments import Moment
 from narrowgauge.plan.sharding import divided
+from narrowgauge.plan.tally import as_rows, from_rows
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig
@@ -114,7 +115,8 @@ def _as_json(found: Forecast) -> dict[str, Any]:
         {**asdict(each), "parts": [[part, kind, size] for (part, kind), size in each.parts.items()]}
         for each in found.moments
     ]
-    return {**{key: value for key, value in asdict(found).items() if key != "moments"}, "moments": moments}
+    plain = {each.name: getattr(found, each.name) for each in fields(found)}
+    return {**plain, "moments": moments, "work": as_rows(found.work)}
 
 
 def _from_json(entry: Any) -> Forecast | None:
@@ -124,6 +126,7 @@ def _from_json(entry: Any) -> Forecast | None:
             Moment(**{**each, "parts": {(part, kind): size for part, kind, size in each["parts"]}})
             for each in entry["moments"]
         ]
-        return Forecast(**{**entry, "moments": tuple(moments), "notes": tuple(entry["notes"])})
+        work = from_rows(entry["work"])
+        return Forecast(**{**entry, "moments": tuple(moments), "notes": tuple(entry["notes"]), "work": work})
     except (TypeError, KeyError, ValueError):
         return None

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.optim import precision as precisions
+from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.plan import Step
-from narrowgauge.train import step
+from narrowgauge.train import step, stepping
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, build, language_model, own_configuration, pretrained
@@ -72,16 +73,20 @@ class Source:
         )
         parallel = Parallel(config, model, Ranks(), objective, lambda: batch)
         optimizer = build_optimizer(config, model, precision)
+        # Two passes need what one does, twice as long.
+        one_pass = replace(config, clip_by="previous") if config.clip_by == "two-pass" else config
+        parts = min(config.micro_batches, MOST_MICRO_BATCHES)
+        begun = stepping.begin(one_pass, optimizer, parts)
         cast_in_step(self.config, optimizer, model)
 
         def loss() -> Tensor:
             return step.loss_of(parallel, objective, batch, place, precision, 1, True)
 
         def update() -> None:
-            step.clipped(config, model)
+            if not isinstance(begun, InBackward):
+                step.clipped(config, model, held=begun)
             step.update(optimizer, None, partial(parallel.advance, model))
 
-        parts = min(config.micro_batches, MOST_MICRO_BATCHES)
         return Step(model, loss, update, lambda: _states(optimizer), batch, parts)
 
 

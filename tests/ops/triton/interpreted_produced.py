@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, definition, spec, triton_launch, value
-from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Kind
+from narrowgauge.ops.norm_act.spec import NARROW, CastRequest, CastResult, Kept, Kind
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.recipe import WHOLE, Cast
@@ -38,7 +38,7 @@ def tensors_of(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> list[
     x.view(-1)[:4] = torch.tensor([0.0, -0.0, 8.0, -8.0])
     if kind.is_norm:
         return [x.to(dtype), *(1 + 0.2 * torch.randn(2, columns)).to(dtype)[: 1 + (kind.name == "layer-norm")]]
-    return [x.to(dtype)] + [torch.randn(rows, columns).to(dtype)] * (kind.name == "swiglu")
+    return [x.to(dtype)] + [torch.randn(rows, columns).to(dtype)] * kind.is_gated
 
 
 def near(got: Tensor, expected: Tensor, name: str, units: float = 1.0, sums: float = 0.0) -> None:
@@ -94,11 +94,29 @@ def compare_forward(
             assert ((got - expected).abs() <= 2.0**-20 * expected.abs() + 1e-6).all(), f"statistic {name}"
 
 
-def compare_gradients(kind: Kind, orders: list[CastRequest | None], shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Beside autograd's of the definition in float64; the sums of a weight's gradient over rows among them."""
-    tensors = tensors_of(kind, *shape, dtype)
+def kept_in_codes(kind: Kind, tensors: list[Tensor], cast: Cast = NARROW["fp8"]) -> list[Tensor | Kept]:
+    """Of a norm the codes of y.T, of an activation those of its inputs. One weight is 0, which y tells nothing about."""
+    if not kind.is_norm:
+        return [Kept(quantize(each, cast, backend="reference"), each.dtype) for each in tensors]
+    tensors[1][5] = -1.0 if kind.name == "gemma-norm" else 0.0
+    return [Kept(quantize(value(kind, tensors).T, TENSOR, backend="reference"), tensors[0].dtype, True), *tensors[1:]]
+
+
+def compare_values_of_codes(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    kept = kept_in_codes(kind, tensors_of(kind, *shape, dtype), NARROW["int8" if dtype == torch.float16 else "fp8"])
+    kernel, reference = FORWARD.kernels
+    near(kernel.run(kind, kept, None)[0].value, reference.run(kind, kept, None)[0].value, "y", 2.0)
+
+
+def compare_gradients(
+    kind: Kind, orders: list[CastRequest | None], shape: tuple[int, int], dtype: torch.dtype, of_codes: bool = False
+) -> None:
+    """Beside the definition's; the sums of a weight's gradient over rows among them."""
+    tensors: list[Tensor | Kept] = [*tensors_of(kind, *shape, dtype)]
     gy = torch.randn(shape).to(dtype)
     statistics = definition.statistics(kind, tensors)
+    if of_codes:
+        tensors = kept_in_codes(kind, tensors)
     kernel, reference = BACKWARD.kernels
     made, of_parameters = kernel.run(kind, tensors, statistics, gy, orders)
     expected, expected_parameters = reference.run(kind, tensors, statistics, gy, [None] * len(orders))
@@ -111,11 +129,17 @@ def compare_gradients(kind: Kind, orders: list[CastRequest | None], shape: tuple
 
 
 KINDS = tuple(f"{of}{kind} " for of in ("", "gradient of ") for kind in spec.KINDS)  # what a case begins with
+QUICK = ("rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh")
 WIDE = ("plain (", "mx (", "first step (")
 
 
 def is_quick(name: str) -> bool:
-    """Every function and cast of one shape and dtype: wide rows of float16 for some, more rows of float32 for the others."""
+    """Most functions and all casts of one shape and dtype: wide rows of float16 for some, more rows of float32 for the others."""
+    function = name.removeprefix("gradient of ").split()[0]
+    if " of codes " in name:
+        return function in ("rms-norm", "swiglu") and name.endswith("(37, 131)")
+    if function not in QUICK:
+        return False
     if name.endswith(" within"):
         return True
     forward_in_wide_rows = not name.startswith("gradient") and any(part in name for part in WIDE)
@@ -151,7 +175,7 @@ def cases() -> Iterator[Case]:
 
 
 def _gradients(kind: Kind) -> Iterator[Case]:
-    count = 2 if kind.name == "swiglu" else 1
+    count = 2 if kind.is_gated else 1
     choices: dict[str, list[CastRequest | None]] = {"none": [None] * count}
     if not kind.is_norm:
         e5m2 = Cast(format=E5M2)
@@ -163,6 +187,17 @@ def _gradients(kind: Kind) -> Iterator[Case]:
             yield (
                 f"gradient of {kind.name} {title} {shape}",
                 lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(kind, _fresh(orders), shape, dtype),
+            )
+    for shape, dtype in (((37, 131), torch.float32), ((70, 260), torch.float16)):
+        orders = list(choices.values())[0 if kind.is_norm else 1]
+        yield (
+            f"gradient of {kind.name} of codes {shape}",
+            lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(kind, _fresh(orders), shape, dtype, True),
+        )
+        if not kind.is_norm:
+            yield (
+                f"{kind.name} of codes {shape}",
+                lambda shape=shape, dtype=dtype: compare_values_of_codes(kind, shape, dtype),
             )
 
 

@@ -24,6 +24,7 @@ from narrowgauge.optim import SGD, AdamW, Lion, base, moments, rules, selfcheck
 from narrowgauge.optim.backends import CHECK
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.states import FIRST, SECOND
 from narrowgauge.optim.step import ParamStep, new_state
 from narrowgauge.optim.triton import kernel, launch
 from tests.compare import assert_same
@@ -39,6 +40,7 @@ MASTERS = [
     *((master, torch.bfloat16) for master in KINDS if master),
     ("fp32", torch.float16),
     ("fp16-scaled", torch.float16),
+    ("stochastic", torch.float16),
 ]
 SHAPES = ((5, 557), (3, 512), (77,))
 INTERPRETED: Kernel[Any] = Kernel("interpreted", lambda spec: None, launch.step)
@@ -232,6 +234,14 @@ STEPS = (
     ("lion", "fp32", "bf16-remainder", torch.bfloat16),
     ("sgd", "4bit", "stochastic", torch.bfloat16),
     ("sgd", "fp8", None, torch.float32),
+    ("adamw", "fp16/e4m3", "fp16-scaled", torch.bfloat16),
+    ("lion", "fp16", None, torch.float32),
+    *(
+        ("adamw", f"{first}/{second}", *MASTERS[(row + column) % len(MASTERS)])
+        for row, first in enumerate(FIRST)
+        for column, second in enumerate(SECOND)
+        if first != second
+    ),
 )
 POISONS = (
     *((states, "fp16-scaled", float("nan")) for states in STATES),
@@ -253,6 +263,8 @@ KINDS = (
 )  # what a case begins with
 SLOW = (
     "graphed",
+    *(f"adamw {first}/{second} " for first in FIRST for second in SECOND if (first, second) != ("fp16", "e4m3")),
+    "lion fp16",
     "adamw 8bit fp32 float16",
     "adamw 8bit fp16-scaled float16",
     "adamw fp8-lm None",

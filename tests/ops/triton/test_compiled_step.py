@@ -34,6 +34,12 @@ MATRIX += [
     ("fp8-lm", "fp16-scaled", torch.bfloat16, 90),
     ("4bit", "bf16-remainder", torch.bfloat16, 90),
     ("fp32", "fp32", torch.float16, 90),
+    ("fp32", "stochastic", torch.float16, 90),
+    ("fp16/e4m3", "fp16-scaled", torch.bfloat16, 90),
+    ("8bit/fp16", "bf16-remainder", torch.bfloat16, 90),
+    ("fp8-lm", "stochastic", torch.float16, 90),
+    ("fp32/4bit", None, torch.float32, 80),
+    ("4bit/fp8", "stochastic", torch.bfloat16, 90),
 ]
 MATRIX = [each for each in dict.fromkeys(MATRIX) if each not in QUICK]
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from narrowgauge.formats import E4M3, E5M2, INT8
-from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, Kind
+from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, Kept, Kind
+from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import POW2
 from tests.ops.triton.compiling import TARGETS, Compiled, compiled
+from tests.selection import quick
 
 from narrowgauge.ops.triton import has_conversions  # isort: skip
 from narrowgauge.ops.norm_act import triton_launch  # isort: skip
@@ -53,7 +55,7 @@ def kernels(name: str, cast: str, of_gradient: bool, sm: int, dtype: torch.dtype
     kind, columns = Kind(name, 1e-5), 4096  # type: ignore[arg-type]
     x = torch.empty(512, columns, dtype=dtype)
     parameters = [torch.empty(columns, dtype=dtype)] * (0 if not kind.is_norm else 1 + (name == "layer-norm"))
-    tensors = [x, *([x] * (name == "swiglu")), *parameters]
+    tensors = [x, *([x] * kind.is_gated), *parameters]
     live = torch.zeros(3) if cast in DELAYED else None
     turned = cast in DELAYED or of_gradient
     order = CastRequest(CASTS[cast], live, True, turned)
@@ -67,6 +69,49 @@ def kernels(name: str, cast: str, of_gradient: bool, sm: int, dtype: torch.dtype
             triton_launch.backward(kind, tensors, statistics, x, orders)
 
     return list(compiled([triton_launch, quantizing], sm, call).values())
+
+
+def kernels_of_codes(name: str, of_gradient: bool, sm: int) -> list[Compiled]:
+    """What is launched where the inputs of an activation, or y.T of a norm, are there as codes."""
+    kind, rows, columns = Kind(name, 1e-5), 512, 4096  # type: ignore[arg-type]
+    x = torch.empty(rows, columns, dtype=torch.bfloat16)
+    if kind.is_norm:
+        data = torch.empty(columns, rows, dtype=torch.float8_e4m3fn)
+        codes = QTensor(data=data, scale=torch.ones(1, 1), cast=CASTS["tensor"], inner=rows)
+        parameters = [torch.empty(columns, dtype=torch.bfloat16)] * (1 + (name == "layer-norm"))
+        given = [Kept(codes, torch.bfloat16, turned=True), *parameters]
+    else:
+        data = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        codes = QTensor(data=data, scale=torch.ones(rows, columns // 128), cast=CASTS["vector"], inner=columns)
+        given = [Kept(codes, torch.bfloat16)] * (1 + kind.is_gated)
+    order = CastRequest(CASTS["e5m2"], torch.zeros(3), True, True)
+
+    def call() -> None:
+        if of_gradient:
+            orders = [None if kind.is_norm else order] * (1 if kind.is_norm else len(given))
+            triton_launch.backward(kind, given, (None, torch.empty(rows)), x, orders)
+        else:
+            triton_launch.forward(kind, given, CastRequest(CASTS["tensor"], torch.zeros(3), False, True))
+
+    return list(compiled([triton_launch, quantizing], sm, call).values())
+
+
+OF_CODES = [
+    (name, of_gradient, sm)
+    for sm in TARGETS
+    for name in KINDS
+    for of_gradient in (False, True)
+    if of_gradient or not Kind(name).is_norm
+]
+
+
+@pytest.mark.parametrize(("name", "of_gradient", "sm"), quick([("rms-norm", True, 90), ("swiglu", True, 90)], OF_CODES))
+def test_kernels_that_read_codes_compile_without_spills(name, of_gradient, sm):
+    """Codes are decoded by the GPU's own conversions, or in integers where it has none."""
+    found = kernels_of_codes(name, of_gradient, sm)
+    assert found
+    for each in found:
+        assert each.spills == 0, f"{each.name}: {each.usage}"
 
 
 def check(name: str, cast: str, of_gradient: bool, sm: int) -> None:

@@ -13,9 +13,11 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import names
 from narrowgauge.train.config.settings import (
+    FUSED_SAVES,
     SCORES,
     TABLE,
     OneOf,
+    OneOrPair,
     Range,
     TrainConfig,
     by_key,
@@ -100,6 +102,25 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         (
             {"recipe": "auto", "checkpointing": "auto"},
             "checkpointing = 'auto': counts a step before the run, and recipe = 'auto'",
+        ),
+        ({"step_in_backward": True}, "step_in_backward = true: clip = 1.0 wants the norm of the whole gradient"),
+        (
+            {"step_in_backward": True, "clip": 0.0, "held_gradients": "fp8"},
+            "with held_gradients = 'fp8', since it holds none",
+        ),
+        ({"held_gradients": "fp8", "cuda_graph": True}, "held_gradients = 'fp8': does not work with cuda_graph = true"),
+        ({"clip_by": "previous"}, "clip_by = 'previous': has no effect with step_in_backward = false"),
+        (
+            {"step_in_backward": True, "clip": 0.0, "clip_by": "previous"},
+            "clip_by = 'previous': has no effect with clip = 0.0",
+        ),
+        (
+            {"step_in_backward": True, "clip_by": "two-pass", "compile": True},
+            "does not work with compile = true, whose",
+        ),
+        (
+            {"step_in_backward": True, "clip_by": "two-pass", "precision": "amp-fp16"},
+            "with precision = 'amp-fp16', whose loss scaling",
         ),
         ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
     ],
@@ -207,6 +228,9 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.booleans()
     if isinstance(rule, OneOf):
         return st.sampled_from(rule.names)
+    if isinstance(rule, OneOrPair):
+        pairs = st.tuples(*[st.sampled_from(rule.parts)] * 2).map("/".join)
+        return st.sampled_from((*rule.names, *rule.parts)) | pairs
     if each.name == "device":
         return st.sampled_from(["auto", "cpu", "cuda", "cuda:7"])
     if each.name == "parallel":
@@ -257,11 +281,25 @@ def configurations(draw) -> TrainConfig:
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
+    if drawn.get("save") in FUSED_SAVES and (
+        drawn["compile"] or not drawn["fuse"] or (drawn["save"] != "exact" and drawn["compress_activations"])
+    ):
+        drawn["save"] = ""
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
+    excluded = drawn["compile"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16"
+    drawn["step_in_backward"] = drawn["step_in_backward"] and not excluded
+    if drawn["step_in_backward"] or drawn["cuda_graph"] or drawn["precision"] == "amp-fp16":
+        drawn["held_gradients"] = "16bit"
+    if not drawn["step_in_backward"] or not drawn["clip"]:
+        drawn["clip_by"] = ""
+    elif not drawn["clip_by"]:
+        drawn["clip"] = 0.0
     if not drawn["precision"].startswith("bf16-o"):
         drawn["master"] = drawn["keep_float32"] = ""
     if drawn.get("loss") == "slices" and names(drawn["parallel"], "tp"):
         drawn["loss"] = "whole"
+    if drawn["optimizer"] != "adamw":
+        drawn["states"] = drawn["states"].partition("/")[0]
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"
     if drawn["tokenizer"]:

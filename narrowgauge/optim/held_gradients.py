@@ -1,0 +1,272 @@
+"""Gradients held in FP8 from the moment they are whole to the step: 1.01 bytes a parameter instead of 2 or 4.
+
+    held    E4M3 codes and a power of two for each 1 x 128 of a row, one byte (MX's E8M0)      |g - g'| <= 2^-4 |g|, in range
+    passes  of several micro-batches: decode, add in float32, encode again; to nearest up to the eighth, then stochastically
+    step    tensor by tensor: decode, clip, step, free
+
+Together with states "fp8-lm" and float16 weights that are their own master (master="stochastic") a parameter takes FP8-LM's 6 bytes
+(arXiv 2310.18313): 1.01 + 1.01 + 2.01 + 2, and with bfloat16 weights and "8bit" states 5. FP8-LM has one scale per tensor with a factor mu
+that adapts; tiles are as exact within half a decibel, and need no state. Eight: to nearest is 2.5 dB better, but loses an addend below
+half a gap, 1/16 of the sum, which the tenth of equal ones is; from then on stochastic rounding keeps it on average. Both are measured by
+`python -m benchmarks.held_gradients`.
+
+One gradient of 16 bits is there at a time, while it is encoded or stepped. Vectors and tensors of fewer than 4,096 elements are held as
+they are. Each backward pass encodes, and each step decodes twice where it clips: about four passes over the gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from narrowgauge.addresses import holds_numbers
+from narrowgauge.errors import ConfigError
+from narrowgauge.formats import E4M3, E8M0
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.quantize import dequantize, quantize
+from narrowgauge.ops.random import Key
+from narrowgauge.optim import noise, shards
+from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.clipping import NormInParts, scale_gradients
+from narrowgauge.optim.param_groups import SMALLEST
+from narrowgauge.optim.step import shape_of
+from narrowgauge.qtensor import QTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.scaling import E8M0_CEIL
+
+NEAREST = Cast(format=E4M3, tile=(1, 128), scale=E8M0_CEIL)
+STOCHASTIC = Cast(format=E4M3, tile=(1, 128), scale=E8M0_CEIL, rounding="stochastic")
+NEAREST_PASSES = 8  # summed before rounding is stochastic
+SUMS = 0x7F4A7C15  # what tells the numbers of a sum from those of the step
+
+
+@dataclass(frozen=True)
+class Fp8Gradient:
+    """codes uint8 [rows, columns], scale uint8 [rows, ceil(columns / 128)]; of a DTensor this rank's part. passes: summed in it."""
+
+    codes: Tensor
+    scale: Tensor
+    passes: int
+
+    @classmethod
+    def of(cls, rows: Tensor, key: int, passes: int) -> Fp8Gradient:
+        """rows [rows, columns], the sum of so many passes; key: of its noise."""
+        draws = passes > NEAREST_PASSES
+        found = Key((key, noise.mix(key ^ SUMS ^ passes))) if draws else None
+        q = quantize(rows, STOCHASTIC if draws else NEAREST, noise=found)
+        return cls(E4M3.pack(q.data), E8M0.encode(q.scale), passes)
+
+    def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[rows, columns]; bfloat16 holds it as well."""
+        columns = self.codes.shape[1]
+        codes = E4M3.unpack(self.codes, columns)
+        return dequantize(QTensor(data=codes, scale=E8M0.decode(self.scale), cast=NEAREST, inner=columns), dtype)
+
+
+class HeldGradients:
+    """What `hold_gradients` returns: `remove()` gives the gradients back to the loop. Printing it says what is held.
+
+    norm  0-d float32, of the gradient of the last step before clipping, as it was held; None before the first
+    """
+
+    def __init__(self, optimizer: NarrowOptimizer, clip_norm: float | None) -> None:
+        self._optimizer, self._largest = optimizer, clip_norm
+        self._held: dict[Tensor, Fp8Gradient] = {}
+        self._numbers: dict[
+            Tensor, tuple[int, int]
+        ] = {}  # what noise depends on: seed of the group, number of the parameter
+        self._handles: list[RemovableHandle] = []
+        self.norm: Tensor | None = None
+        self._is_measured = False  # since the last step
+
+    def take_group(self, place: int) -> list[Tensor]:
+        """The matrices of one group that train: from now on `add` takes their gradients."""
+        group = self._optimizer.param_groups[place]
+        numbers = {parameter: number for parameter, _, number in self._optimizer._numbered()}
+        found = [each for each in group["params"] if each.requires_grad and each.ndim > 1 and each.numel() >= SMALLEST]
+        for parameter in found:
+            self._numbers[parameter] = group["seed"], numbers[parameter]
+            if parameter.dtype == torch.float16:
+                parameter.grad_dtype = torch.bfloat16  # float16 has no gradient below 6e-8
+        return found
+
+    def hook_group(self, place: int) -> None:
+        """Hooks the matrices of one group that train."""
+        reference = weakref.ref(self)  # see `step_in_backward`
+
+        @torch.no_grad()
+        def came(parameter: Tensor) -> None:
+            held = reference()
+            if held is None:
+                raise ConfigError(
+                    f"hold_gradients: the optimizer of this parameter of {list(parameter.shape)} is gone, nothing held it. Keep it, or "
+                    "what hold_gradients returned, for as long as the model trains."
+                )
+            held.add(parameter)
+
+        for parameter in self.take_group(place):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(came))
+
+    def add(self, parameter: Tensor) -> None:
+        """Takes the gradient away from a parameter, into what is held of it; of those that `take_group` named."""
+        gradient = shards.local_gradient(parameter)
+        assert gradient is not None
+        rows, held = gradient.reshape(shape_of(gradient)), self._held.get(parameter)
+        if held is not None:
+            rows = held.decoded() + rows
+        state, (seed, number) = self._optimizer.state.get(parameter, {}), self._numbers[parameter]
+        step = int(state["step"]) if state and holds_numbers(state["step"]) else 0
+        key = noise.key(noise.step_key(seed, step), number)
+        self._held[parameter] = Fp8Gradient.of(rows, key, 1 if held is None else held.passes + 1)
+        parameter.grad = None
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """The norm of the gradient as it is held, 0-d float32; the next step clips by it."""
+        parts = NormInParts()
+        for place, (parameter, _, _) in enumerate(self._optimizer._numbered()):
+            gradient = self._gradient(parameter)
+            if gradient is not None:
+                parts.add(place, gradient)
+        self.norm, self._is_measured = parts.norm(), True
+        return self.norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps what is held, and scales the gradients that are not; the optimizer steps those afterwards."""
+        if self._largest is not None and not self._is_measured:
+            self.measure()
+        self._is_measured = False
+        for parameter, group, number in list(self._optimizer._numbered()):
+            if parameter.grad is None and parameter not in self._held:
+                continue
+            parameter.grad = self._gradient(parameter)
+            if self._largest is not None and self.norm is not None:
+                scale_gradients([parameter], self._largest, self.norm)
+            if self._held.pop(parameter, None) is not None:
+                self._optimizer._step([(parameter, group, number)])
+                parameter.grad = None
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        """The whole of a parameter's gradient; of one that is held a decoded copy."""
+        held = self._held.get(parameter)
+        if held is None:
+            return parameter.grad
+        local = shards.local(parameter)
+        decoded = held.decoded(parameter.grad_dtype or parameter.dtype)
+        return shards.wrapped(decoded.view(local.shape), parameter, parameter.shape)
+
+    def hold(self, parameter: Tensor) -> None:
+        """`add`, of those that it takes; of others the gradient stays where autograd adds to it."""
+        if parameter in self._numbers:
+            self.add(parameter)
+
+    def give_back(self, parameter: Tensor) -> None:
+        """Puts what is held of a parameter, with the gradient of a last pass, where autograd has it."""
+        held = self._held.pop(parameter, None)
+        if held is None:
+            return
+        local, last = shards.local(parameter), shards.local_gradient(parameter)
+        whole = held.decoded()
+        if last is not None:
+            whole += last.reshape(whole.shape)
+        whole = whole.to(parameter.grad_dtype or parameter.dtype).view(local.shape)
+        parameter.grad = shards.wrapped(whole, parameter, parameter.shape)
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._is_measured = False
+
+    @property
+    def matrices(self) -> int:
+        """How many parameters hold theirs."""
+        return len(self._numbers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that gradients take now, held or not."""
+        held = sum(each.codes.nbytes + each.scale.nbytes for each in self._held.values())
+        plain = [parameter.grad for parameter, _, _ in self._optimizer._numbered() if parameter.grad is not None]
+        return held + sum(shards.local(each).nbytes for each in plain)
+
+    def __str__(self) -> str:
+        held = sum(shards.local(each).numel() for each in self._numbers)
+        return f"{self.matrices} matrices of {held:,} parameters hold their gradients in FP8, {self.bytes:,} bytes now."
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            self._optimizer.holding = None
+        self._handles.clear()
+
+
+def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None) -> HeldGradients:
+    """From now on matrices hold their gradients in FP8 until `optimizer.step()`; `parameter.grad` is None. The loop stays as it is.
+
+    clip_norm  the step clips by the norm of what is held. `clip_gradients` and torch's clip_grad_norm_ see vectors alone, so do not clip by
+               them: give it here
+    Several backward passes before a step are summed. `optimizer.zero_grad()` drops what is held.
+    Raises ConfigError where the optimizer is none of narrowgauge's, steps in backward, or has no matrix of 4,096 elements or more.
+    """
+    if not isinstance(optimizer, NarrowOptimizer):
+        raise ConfigError(
+            f"hold_gradients: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
+            'states="fp32" is torch\'s AdamW.'
+        )
+    if optimizer.stepping is not None or optimizer.holding is not None:
+        how = (
+            "steps in backward, so it holds no gradient"
+            if optimizer.stepping is not None
+            else "holds gradients already"
+        )
+        raise ConfigError(
+            f"hold_gradients: this {type(optimizer).__name__} {how}. Call remove() on what the first call returned."
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"hold_gradients: clip_norm = {clip_norm}: must be above 0. Leave it out for no clipping.")
+    holding = HeldGradients(optimizer, clip_norm)
+    for place in range(len(optimizer.param_groups)):
+        holding.hook_group(place)
+    if not holding._handles:
+        raise ConfigError(
+            f"hold_gradients: no parameter is a matrix of {SMALLEST:,} elements or more that requires a gradient. Leave it out."
+        )
+    optimizer.holding = holding
+    return holding
+
+
+def float16_weights(model: nn.Module) -> list[str]:
+    """Turns the weights of a converted model's Linears into float16, in place; returns their names. Before the optimizer is built.
+
+    The Linear casts them to its codes as it does bfloat16, and computes in what its input has. With master="stochastic" they are 2 bytes of
+    11 bits without another copy. Weights that another module shares stay (an embedding's head), and layers without a recipe.
+    Raises ConfigError if there is none, or a weight is beyond 65,504.
+    """
+    users: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, []).append((name, module))
+    found = {
+        users[parameter][0][0]: parameter
+        for parameter, [(_, module), *others] in users.items()
+        if not others and isinstance(module, QLinear) and module.recipe is not None and parameter is module.weight
+    }
+    if not found:
+        raise ConfigError(
+            "float16_weights: no Linear of the model has a recipe and a weight of its own. Call ng.convert first."
+        )
+    for name, parameter in found.items():
+        largest = float(parameter.detach().abs().max()) if parameter.numel() else 0.0
+        if not largest <= torch.finfo(torch.float16).max:
+            raise ConfigError(
+                f"float16_weights: {name}: its largest weight is {largest:g}, and float16 ends at 65504. Leave this model in bfloat16."
+            )
+    for parameter in found.values():
+        parameter.data = parameter.data.to(torch.float16)
+        parameter.grad_dtype = torch.bfloat16
+    return list(found)

@@ -1,0 +1,146 @@
+"""What one operation does: products in FLOPs, and the bytes that it reads and writes, each tensor once.
+
+torch's operators are seen by the dispatcher, our kernels by their launcher. FLOPs are those of torch.utils.flop_counter, of scaled and
+integer products, which it does not know, 2 m n k; of causal attention half. Views and buffers that nothing fills cost nothing. Of what is
+looked up in a table only what is found is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+OPERANDS = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float4_e2m1fn_x2: "fp4", torch.uint8: "fp8",
+}  # fmt: skip  # codes that a kernel of ours multiplies are bytes
+# Arguments of which a few elements are read, and those that are written and not read.
+LOOKED_UP = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
+FILLED = ("copy_", "fill_", "zero_", "_foreach_zero_", "_foreach_copy_")
+FILLS_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "_local_scalar_dense", "lift_fresh")
+SETTLES = ("settle_both", "settle_stepped")  # kernels of ours that are handed whole matrices and as a rule touch none
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """kind: products, attention, casts or elementwise. operands: what is multiplied, a key of `Card.peak`, or "". own: a kernel of ours.
+
+    sums  of products in 8 bits: "fast", "split" where they leave the tensor core early, "blocks" where a scale multiplies each part
+    """
+
+    phase: int
+    operation: str
+    kind: str
+    flops: int
+    nbytes: int
+    operands: str = ""
+    own: bool = False
+    sums: str = "fast"
+
+
+def of_operator(phase: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Work | None:
+    """One of torch's operators, called; None if it runs nothing."""
+    how = _how(func)
+    if how.idle:
+        return None
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+    places = {each.untyped_storage()._cdata for each in given}
+    fresh = [each for each in made if each.untyped_storage()._cdata not in places]
+    if made and not fresh and not how.writes:  # a view
+        return None
+    flops, operands = _flops(how, func, args, kwargs, found)
+    looked_up = args[how.looked_up] if how.looked_up is not None else None
+    read = sum(_span(each) for each in given if each is not looked_up)
+    if how.fills:
+        read -= sum(_span(each) for each in tree_leaves(args[0]) if isinstance(each, Tensor))
+    written = sum(map(_span, fresh)) + sum(
+        _span(each)
+        for place in how.writes
+        for each in tree_leaves(_argument(how, place, args, kwargs))
+        if isinstance(each, Tensor)
+    )
+    if looked_up is not None:
+        read += written
+    return Work(phase, how.name, _kind(how.name, flops), flops, read + written, operands, sums=_sums(how, args, kwargs))
+
+
+def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
+    """A launch of our own. kernel: its module and name."""
+    tensors = list(tensors)
+    name, flops, operands = kernel.rsplit(".", 1)[-1], 0, ""
+    if name == "block_mm":
+        (m, k), n = tensors[0].shape, tensors[1].shape[0]
+        flops, operands = 2 * m * n * k, "fp8"
+    nbytes = 0 if name in SETTLES else sum(map(_span, tensors))
+    kind = "products" if flops else "casts" if ".quantize." in kernel or ".hadamard." in kernel else "elementwise"
+    return Work(phase, name, kind, flops, nbytes, operands, own=True, sums="blocks" if flops else "fast")
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is known of an operator before it is called. writes: places of the arguments that it changes."""
+
+    name: str
+    idle: bool
+    writes: tuple[int, ...]
+    names: tuple[str, ...]
+    fills: bool
+    looked_up: int | None
+
+
+@cache
+def _how(func: Any) -> _How:
+    schema = func._schema
+    name = schema.name.split("::")[-1]
+    changed = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
+    if name.startswith("_fused_") and len(changed) > 1:  # gradients, which only a scale given with them changes
+        changed[1] = False
+    writes = tuple(at for at, each in enumerate(changed) if each)
+    views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    names = tuple(each.name for each in schema.arguments)
+    idle = views or name in FILLS_NOTHING or schema.name.startswith("prim::")
+    return _How(name, idle, writes, names, name in FILLED, LOOKED_UP.get(name))
+
+
+def _argument(how: _How, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[place] if place < len(args) else kwargs.get(how.names[place])
+
+
+def _span(x: Tensor) -> int:
+    """Bytes of its elements; of one that is expanded those that there are."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def _flops(how: _How, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> tuple[int, str]:
+    from torch.utils.flop_counter import flop_registry
+
+    if how.name in ("_scaled_mm_v2", "_int_mm"):
+        a, b = args[0], args[1]
+        packed = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
+        return 2 * packed * a.shape[0] * a.shape[1] * b.shape[1], OPERANDS[a.dtype]
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return 0, ""
+    flops = int(formula(*args, **kwargs, out_val=found))
+    if "attention" in how.name and _argument(how, how.names.index("is_causal"), args, kwargs):
+        flops //= 2
+    last = args[2] if how.name in ("addmm", "baddbmm") else args[1]
+    return flops, OPERANDS.get(last.dtype, "")
+
+
+def _sums(how: _How, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    if how.name == "_scaled_mm":
+        return "fast" if kwargs.get("use_fast_accum", False) else "split"
+    is_block = how.name == "_scaled_mm_v2" and args[2][0].dtype == torch.float32 and args[2][0].numel() > 1
+    return "blocks" if is_block else "fast"
+
+
+def _kind(name: str, flops: int) -> str:
+    return "attention" if "attention" in name else "products" if flops else "elementwise"

@@ -1,0 +1,92 @@
+"""`narrowgauge.plan(...)`: any model as functions; what it refuses, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.errors import ConfigError
+from narrowgauge.plan import Plan
+
+GIB = 2**30
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def stack(layers: int, width: int = 64, block: type[nn.Module] = Block) -> nn.Module:
+    return nn.Sequential(*[block(width) for _ in range(layers)])
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def test_layers_are_carried_on():
+    """A function of the number of layers gives what a whole model gives (within a thousandth), and parts by hand (exact)."""
+    x = torch.zeros(32, 64)
+    few = ng.plan(stack, loss, adamw, x, layers=12)
+    whole = ng.plan(lambda: stack(12), loss, adamw, x)
+    assert few.forecast.top.alive == pytest.approx(whole.forecast.top.alive, rel=1e-3)
+    weights = 12 * (2 * 64 * 256 + 64 + 256) * 4
+    parts = whole.forecast.parts()
+    assert parts["weights"] == weights and parts["batch"] == x.nbytes
+    assert parts["states"] == 2 * weights + 12 * 4 * 4  # two moments, and a count of steps for each tensor
+    assert few.fits is None and "name a card" in str(few)
+
+
+def test_a_module_stays_as_it_is():
+    model = ng.convert(stack(3), "fp8-row")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = torch.get_rng_state()
+    found = ng.plan(model, loss, adamw, torch.zeros(16, 64), card="rtx-4090")
+    assert isinstance(found, Plan) and found.fits and found.as_dict()["card"]["name"] == "RTX 4090"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), draws) and all(each.grad is None for each in model.parameters())
+    assert float(loss(model, torch.ones(16, 64)).detach()) > 0  # its tensors are real
+
+
+def test_a_model_that_reads_values_is_named_with_the_module_and_the_operation():
+    class Looks(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else super().forward(x)
+
+    class Chooses(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[x[:, 0] > 0])
+
+    for kind in (Looks, Chooses):
+        with pytest.raises(
+            ConfigError, match=r"^plan: 0 reads the values of a tensor .*Let an argument or a shape decide"
+        ):
+            ng.plan(lambda kind=kind: stack(2, block=kind), loss, adamw, torch.zeros(4, 64))
+    ng.plan(lambda: stack(2), loss, adamw, torch.zeros(4, 64))  # and nothing is left behind
+
+
+def test_refusals():
+    x = torch.zeros(4, 64)
+    with pytest.raises(ConfigError, match="closest: 'h100'"):
+        ng.plan(lambda: stack(2), loss, adamw, x, card="h1000")
+    with pytest.raises(ConfigError, match="is no size"):
+        ng.plan(lambda: stack(2), loss, adamw, x, memory="lots")
+    with pytest.raises(ConfigError, match="Sequential has the layers that it has"):
+        ng.plan(stack(2), loss, adamw, x, layers=9)
+    with pytest.raises(ConfigError, match="takes no argument"):
+        ng.plan(lambda: stack(2), loss, adamw, x, layers=9)
+
+
+def test_what_does_not_fit_is_said():
+    found = ng.plan(lambda: stack(2, 4096), loss, adamw, torch.zeros(4, 4096), memory="2GiB")
+    assert found.fits is False and "It does not fit:" in str(found) and found.allocated > 2 * GIB

@@ -1,0 +1,228 @@
+"""`narrowgauge plan` of settings: what a run of them would allocate (within 0.1 %), what it asks of data, folders and caches (nothing)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.cli import main
+from narrowgauge.errors import ConfigError
+from narrowgauge.ops.registry import cpu_facts
+from narrowgauge.plan.allocations import most_allocated
+from narrowgauge.train.config.settings import TrainConfig, resolved
+from narrowgauge.train.planning import cache, of_run
+from narrowgauge.train.planning.counts import Counts
+from narrowgauge.train.planning.measured import second_step
+from narrowgauge.train.planning.shapes import largest, task_of
+from narrowgauge.train.planning.steps import Source
+from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, lines
+from tests.selection import quick
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "layers": 7, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "vocab_size": 1024, "sequence_length": 128,
+    "batch_size": 4, "device": "cpu",
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "narrowgauge" / "plans"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., TrainConfig]:
+    def made(**changes: Any) -> TrainConfig:
+        sizes = SIZES if "model" not in changes else {"batch_size": 4, "device": "cpu"}
+        return resolved(TrainConfig(**(sizes | {"output": str(tmp_path / "never" / "run")} | changes)))
+
+    return made
+
+
+def source(config: TrainConfig) -> Source:
+    task, kind = task_of(config)
+    return Source(config, task, kind, largest(config, task, config.micro_batches))
+
+
+def folder(path: Path, config: Any) -> str:
+    """A model's folder without weights: a plan needs none."""
+    config.save_pretrained(path)
+    return str(path)
+
+
+def bert(path: Path) -> str:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 128}
+    return folder(path, transformers.BertConfig(vocab_size=500, max_position_embeddings=64, **sizes))
+
+
+def t5(path: Path) -> str:
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 32, "num_heads": 2, "num_layers": 6, "num_decoder_layers": 6}
+    return folder(path, transformers.T5Config(vocab_size=500, decoder_start_token_id=0, pad_token_id=0, **sizes))
+
+
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("amp", {}),
+    ("o2", {"precision": "bf16-o2", "recipe": "fp8-row", "states": "8bit", "master": "bf16-remainder"}),
+    ("o3", {"precision": "bf16-o3", "recipe": "int8", "states": "4bit", "checkpointing": "full"}),
+    ("parts", {"precision": "fp32", "recipe": "none", "micro_batches": 2}),
+    ("lion", {"precision": "bf16-o3", "optimizer": "lion", "states": "8bit", "checkpointing": "selective"}),
+    ("frozen", {"precision": "fp32", "freeze": "embed*,layers.0-3", "recipe": "fp8-delayed"}),
+    ("classes", {"task": "classification", "model": bert, "data": "nowhere.csv", "classes": "3", "precision": "fp32"}),
+    (
+        "pairs",
+        {
+            "task": "seq2seq",
+            "model": t5,
+            "data": "nowhere.csv",
+            "max_length": 32,
+            "precision": "fp32",
+            "recipe": "fp8-row",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), quick(RUNS[:1], RUNS), ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_planned_is_what_a_run_allocates(name, changes, settings, tmp_path):
+    """Two real steps of the trainer's own parts on a CPU, whose data nobody has."""
+    made = {key: value(tmp_path / "model") if callable(value) else value for key, value in changes.items()}
+    config = settings(**made)
+    planned = second_step(Counts(cpu_facts(), full=True).whole(source(config)))
+    real = most_allocated(source(config).builder(place=CPU, real=True)(), CPU)
+    assert planned == pytest.approx(real, rel=1e-3)
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [bert, t5])
+def test_models_from_folders_are_carried_on_from_few_layers(kind, settings, tmp_path):
+    """Of both stacks of an encoder-decoder."""
+    task = "classification" if kind is bert else "seq2seq"
+    own = {"classes": "2"} if kind is bert else {}
+    config = settings(task=task, model=kind(tmp_path / "model"), data="nowhere.csv", max_length=48, **own)
+    few, whole = (Counts(cpu_facts(), full).of(config) for full in (False, True))
+    assert few.counted == "3 and 4 of 6 layers" and whole.counted == "all 6 layers"
+    assert few.allocated == pytest.approx(whole.allocated, rel=1e-3) and few.top.phase == whole.top.phase
+
+
+@pytest.mark.slow
+def test_settings_that_treat_layers_differently_are_counted_in_full(settings):
+    for changes, why in (
+        ({"checkpointing": "every-2"}, "checkpointing = 'every-2'"),
+        ({"freeze": "layers.0-2"}, "freeze names"),
+        ({"layers_recipe": {"layers.0.*": "bf16"}}, "recipes names"),
+    ):
+        assert why in Counts(cpu_facts()).of(settings(**changes)).counted
+
+
+def test_a_plan_on_the_command_line(settings, tmp_path, capsys, own_cache):
+    """Once counted, then from the cache; a damaged entry counts as absent."""
+    sizes = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
+    arguments = ["plan", *sizes, f"--output={tmp_path / 'never' / 'run'}", "--memory=1GiB"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert "It fits" in first and "Largest micro-batch that fits" in first and "Counted: 3 and 4 of 7 layers" in first
+    assert main([*arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (
+        answer["fits"]
+        and answer["largest"]["rows"] > 4
+        and answer["allocated_bytes"] == pytest.approx(sum(answer["parts"].values()), rel=0.01)
+    )
+    for entry in own_cache.glob("*.json"):
+        entry.write_text(entry.read_text()[:100])
+    assert main(arguments) == 0 and capsys.readouterr().out == first
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_what_would(settings, tmp_path, capsys):
+    """Each line for the settings file makes it fit."""
+    sizes = SIZES | {"sequence_length": 512, "precision": "bf16-o2", "vocab_size": 4096}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items()]
+    assert main(["plan", *flags, f"--output={tmp_path / 'r'}", "--memory=690MiB", "--json"]) == 9
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"] is False and answer["changes"] and "It does not fit" in answer["verdict"]
+    for change in answer["changes"]:
+        extra = [
+            f"--{line.replace(' = true', '').replace(' = ', '=').replace('_', '-')}".replace("'", "")
+            for line in change["lines"]
+        ]
+        assert main(["plan", *flags, *extra, f"--output={tmp_path / 'r'}", "--memory=690MiB", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["allocated_bytes"] == change["allocated_bytes"]
+
+
+def test_refusals(settings, tmp_path, capsys):
+    assert main(["plan", "--recipe=auto", f"--output={tmp_path / 'r'}"]) == 2
+    assert "Plan a recipe by its name" in capsys.readouterr().err
+    assert main(["plan", "--card=h1000", f"--output={tmp_path / 'r'}"]) == 2
+    assert "closest: 'h100'" in capsys.readouterr().err
+    assert main(["plan", "--batch-size=5", "--micro-batches=2"]) == 2
+
+
+def test_techniques_change_what_they_say(settings):
+    """Each is one that the settings know, is not offered twice, and leaves a valid configuration."""
+    config = settings(precision="bf16-o2")
+    offered = [(each, after) for each in CHEAPEST_FIRST if (after := each.applied(config)) is not None]
+    assert {each.name for each, _ in offered} >= {"fuse", "full checkpointing", "8-bit states", "stochastic rounding"}
+    for each, after in offered:
+        assert (lines(config, after) and each.applied(after) is None) or each.name == "half micro-batches"
+
+
+def test_a_run_says_what_was_planned_and_never_ends_in_it(settings):
+    batch = {"input_ids": torch.zeros(4, 128, dtype=torch.int64)}
+    assert of_run.planned(settings(), CPU, batch) == {}  # on a CPU nobody asks
+    known = of_run.planned(settings(plan="always"), CPU, batch)
+    assert known["allocated_bytes"] > 0 and of_run.first_line(known).startswith("Planned: ")
+    assert "the process held 1.00 GiB at most" in of_run.last_line(known, 2**30, CPU)
+    gpu = known | {"usable_bytes": known["allocated_bytes"] // 2}
+    assert "That does not fit" in of_run.first_line(gpu)
+    assert of_run.last_line(gpu, known["allocated_bytes"], torch.device("cuda")).endswith("+0.0 %.")
+    broken = of_run.planned(settings(plan="always", recipe="auto"), CPU, batch)
+    assert "Plan a recipe by its name" in of_run.first_line(broken) and of_run.last_line(broken, 1, CPU) == ""
+    strange = of_run.planned(settings(plan="always"), CPU, {"input_ids": torch.zeros(4)})
+    assert "ValueError" in of_run.first_line(strange)
+
+
+@pytest.mark.slow
+def test_ranks_divide_what_they_share(settings):
+    """Eight shards of a model whose weights, gradients and states are most of it need less than two, and copies save nothing."""
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "heads": 8,
+        "kv_heads": 8,
+        "precision": "bf16-o2",
+        "batch_size": 8,
+    }
+    one, copies, two, eight = (
+        Counts(cpu_facts()).of(settings(**sizes, parallel=parallel, micro_batches=8 // ranks))
+        for parallel, ranks in (("", 1), ("dp=2", 2), ("fsdp=2", 2), ("fsdp=8", 8))
+    )
+    assert copies.allocated == pytest.approx(one.allocated, rel=0.02)
+    assert one.allocated > two.allocated > eight.allocated > one.allocated / 8
+    assert eight.parts()["states"] == pytest.approx(one.parts()["states"] / 8, rel=0.01)
+    assert eight.allocated_error > one.allocated_error and any("estimate" in note for note in eight.notes)
+
+
+def test_entries_belong_to_their_question(own_cache):
+    cache.store({"a": 1}, {"b": 2})
+    assert cache.load({"a": 1}) == {"b": 2} and cache.load({"a": 2}) is None
+    entry = next(own_cache.glob("*.json"))
+    entry.write_text(entry.read_text().replace('"b": 2', '"b": 3'))
+    assert cache.load({"a": 1}) is None
+
+
+def test_auto_is_refused(settings):
+    with pytest.raises(ConfigError, match="chosen by measurements"):
+        Counts(cpu_facts()).of(settings(recipe="auto"))
