@@ -62,10 +62,10 @@ def dry_run(device: Any, launched: Launched | None = None) -> Iterator[None]:
         _LAUNCHED.reset(tokens[1])
 
 
-def tell_launch(kernel: Any, tensors: Iterable[Tensor]) -> None:
-    """In a dry run, in place of a launch."""
+def tell_launch(kernel: str, tensors: Iterable[Tensor]) -> None:
+    """In a dry run, in place of a launch. kernel: its module and name."""
     if (launched := _LAUNCHED.get()) is not None:
-        launched(f"{kernel.__module__}.{kernel.__name__}", tensors)
+        launched(kernel, tensors)
 
 
 def dry_run_on() -> Any:

@@ -62,7 +62,10 @@ def refuse(spec: MmSpec) -> Refusal | None:
     """FP8 in tiles on compute capability 8.9 and above, with Triton installed."""
     if (refusal := refuse_by_needs("triton")(spec)) is not None:
         return refusal
-    return Refusal("toolchain", words) if (words := triton.unavailable()) else None
+    missing = (
+        "" if dry_run_on() is not None else triton.unavailable()
+    )  # what that device's machine has is not known here
+    return Refusal("toolchain", missing) if missing else None
 
 
 def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
@@ -80,14 +83,14 @@ def launch(
     lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, bias: Bias, tiles: list[int], out_dtype: torch.dtype
 ) -> Tensor:
     """lhs [M, K], rhs [N, K] and their scales, all contiguous -> [M, N]. tiles: sides of those of lhs, then of rhs."""
-    from narrowgauge.ops.mm.triton_blocks import block_mm
-
-    refuse_wrappers(lhs, lhs_scale, rhs, rhs_scale, bias)
     (m, k), n = lhs.shape, rhs.shape[0]
     out = torch.empty(m, n, dtype=out_dtype, device=lhs.device)
     if dry_run_on() is not None:
-        tell_launch(block_mm, [lhs, rhs, lhs_scale, rhs_scale, out])
+        tell_launch("narrowgauge.ops.mm.triton_blocks.block_mm", [lhs, rhs, lhs_scale, rhs_scale, out])
         return out
+    from narrowgauge.ops.mm.triton_blocks import block_mm
+
+    refuse_wrappers(lhs, lhs_scale, rhs, rhs_scale, bias)
     capability = torch.cuda.get_device_capability(lhs.device) if lhs.device.type == "cuda" else (0, 0)
     blocks = blocks_for(tiles, capability, m)
     grid = (-(-m // blocks.m) * -(-n // blocks.n),)

@@ -57,7 +57,7 @@ def launch(
         return
     tensors = list(_tensors(arguments))
     if dry_run_on() is not None:
-        tell_launch(kernel, [*tensors, *reached()])
+        tell_launch(f"{kernel.__module__}.{kernel.__name__}", [*tensors, *reached()])
         return
     refuse_wrappers(*tensors)
     with torch.cuda.device_of(tensors[0]):

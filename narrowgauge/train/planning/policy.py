@@ -31,7 +31,7 @@ def chosen(config: TrainConfig, counts: Counts, usable_bytes: int) -> Choice:
 
 
 def available_bytes(device: torch.device) -> int:
-    """What a run can have now: of a GPU what is free, and what torch holds unused; of a machine what is available to its control group."""
+    """What a run can have now: of a GPU what is free or unused by torch, of the machine what is available to its control group."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free: int = torch.cuda.mem_get_info(device)[0] + unused

@@ -99,10 +99,6 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         ({"from_scratch": True}, "from_scratch = true: needs model"),
         ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
         ({"cuda_graph": True, "checkpointing": "full"}, "cuda_graph = true: does not work with checkpointing = 'full'"),
-        (
-            {"recipe": "auto", "checkpointing": "auto"},
-            "checkpointing = 'auto': counts a step before the run, and recipe = 'auto'",
-        ),
         ({"step_in_backward": True}, "step_in_backward = true: clip = 1.0 wants the norm of the whole gradient"),
         (
             {"step_in_backward": True, "clip": 0.0, "held_gradients": "fp8"},
@@ -121,6 +117,10 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         (
             {"step_in_backward": True, "clip_by": "two-pass", "precision": "amp-fp16"},
             "with precision = 'amp-fp16', whose loss scaling",
+        ),
+        (
+            {"recipe": "auto", "checkpointing": "auto"},
+            "checkpointing = 'auto': counts a step before the run, and recipe = 'auto'",
         ),
         ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
     ],
