@@ -161,17 +161,17 @@ def test_the_largest_batch_is_the_last_that_fits(settings):
 def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
     """Each line for the settings file makes it fit."""
     sizes = SIZES | {"sequence_length": 512, "precision": "bf16-o2", "vocab_size": 4096}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items()]
-    assert main(["plan", *flags, f"--output={tmp_path / 'r'}", "--memory=690MiB", "--json"]) == 9
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["fits"] is False and answer["changes"] and "It does not fit" in answer["verdict"]
+
+    def asked(given: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
+        code = main(["plan", *flags, f"--output={tmp_path / 'r'}", "--memory=690MiB", "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, answer = asked(sizes)
+    assert code == 9 and answer["fits"] is False and answer["changes"] and "It does not fit" in answer["verdict"]
     for change in answer["changes"]:
-        extra = [
-            f"--{line.replace(' = true', '').replace(' = ', '=').replace('_', '-')}".replace("'", "")
-            for line in change["lines"]
-        ]
-        assert main(["plan", *flags, *extra, f"--output={tmp_path / 'r'}", "--memory=690MiB", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["allocated_bytes"] == change["allocated_bytes"]
+        code, changed = asked(sizes | dict(line.replace("'", "").split(" = ") for line in change["lines"]))
+        assert code == 0 and changed["allocated_bytes"] == change["allocated_bytes"]
 
 
 def test_refusals(tmp_path, capsys):
