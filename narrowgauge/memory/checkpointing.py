@@ -149,7 +149,8 @@ def checkpoint(
     parsed = _POLICY.fullmatch(policy)
     if not parsed:
         raise ConfigError(
-            f"checkpoint: no policy {policy!r}. Choose 'none', 'selective', 'full', 'every-2', 'sqrt', 'auto', or 'budget:512MiB'."
+            f"checkpoint: no policy {policy!r}. Choose 'none', 'selective', 'full', 'every-N' (as 'every-2'), 'sqrt', 'auto', "
+            "or 'budget:512MiB'."
         )
     found = find_blocks(model, blocks, "checkpoint")
     for name, block in found.items():

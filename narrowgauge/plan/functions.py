@@ -95,7 +95,8 @@ def plan(
         return step
 
     found = forecast(build, room.device, layers, full=full)
-    return Plan(getattr(model, "__name__", "") or type(model).__name__, found, room)
+    name = getattr(model, "__name__", "") or type(model).__name__
+    return Plan("the model" if name == "<lambda>" else name, found, room)
 
 
 def _maker(model: nn.Module | Callable[..., nn.Module], layers: int) -> Callable[[int], nn.Module]:

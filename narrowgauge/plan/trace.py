@@ -225,6 +225,23 @@ def _on_cpu(
 
 
 @contextmanager
+def _convertible(mode: FakeTensorMode) -> Iterator[None]:
+    """Lets `model.to(dtype)` swap parameters, which torch refuses for a tensor that the mode's own memo has a weak reference to."""
+    swap, memo = torch.utils.swap_tensors, mode.fake_tensor_converter.meta_converter.tensor_memo
+
+    def forgotten(first: Tensor, second: Tensor) -> None:
+        for key in [key for key, each in memo.items() if each is first or each is second]:
+            del memo[key]
+        swap(first, second)
+
+    torch.utils.swap_tensors = forgotten
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+@contextmanager
 def recording(device: Device) -> Iterator[Recorder]:
     """Tensors made in it are fake and count as tensors on `device`; what is allocated is recorded."""
     recorder = Recorder()
@@ -236,7 +253,7 @@ def recording(device: Device) -> Iterator[Recorder]:
         recorder.modules.pop()
 
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_convertible(stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))))
         stack.enter_context(dry_run(device, recorder.launched))
         stack.enter_context(noting(lambda tensor: recorder.saw(tensor, "note")))  # generators' states are real tensors
         stack.callback(register_module_forward_pre_hook(enter).remove)

@@ -92,7 +92,7 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
             "This system knows the peak memory of a whole process alone, so that of this second run is not recorded."
         )
     for words in dict.fromkeys(without_numbers(str(fusion)) for fusion in fusions(model) if fusion.reason):
-        show.say(f"Not fused: {words}")
+        show.say(f"{words}.")
 
 
 def in_float32(trainer: Trainer) -> list[str]:

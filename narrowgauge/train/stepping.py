@@ -19,10 +19,10 @@ from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig, shown
 
 WORDS = {
-    "": "is not clipped",
-    "previous": "is clipped by the norm of the step before, or what the pass has shown so far",
-    "two-pass": "is clipped by the norm of a first forward and backward pass",
-    "parameter": "is clipped by its own norm",
+    "": "without clipping",
+    "previous": "clipped by the norm of the step before, or of what the pass has shown so far if that is larger",
+    "two-pass": "clipped by the norm of a first forward and backward pass",
+    "parameter": "clipped by its own norm",
 }
 
 
@@ -54,7 +54,7 @@ def summary(config: TrainConfig, begun: InBackward | HeldGradients | None) -> li
         return [f"{begun.matrices} matrices hold their gradients in FP8 until the step, which decodes them one by one."]
     if begun is None:
         return []
-    words = f"Each parameter steps as soon as its gradient is whole, which {WORDS[config.clip_by]} and freed."
+    words = f"Each parameter steps, and its gradient is freed, as soon as that is whole: {WORDS[config.clip_by]}."
     return [words + (" Sums of micro-batches are held in FP8." if begun.accumulation > 1 else "")]
 
 

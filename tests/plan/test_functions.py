@@ -47,6 +47,22 @@ def test_layers_are_carried_on():
     assert few.fits is None and "name a card" in str(few)
 
 
+def test_a_model_may_be_converted_where_it_is_made():
+    """`.to(dtype)` in the function that makes the model gives the count of a model made in that type."""
+
+    def made() -> nn.Module:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return stack(3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    x, swap = torch.zeros(16, 64, dtype=torch.bfloat16), torch.utils.swap_tensors
+    converted, own = (ng.plan(make, loss, adamw, x) for make in (lambda: stack(3).to(torch.bfloat16), made))
+    assert converted.allocated == own.allocated and converted.forecast.parts() == own.forecast.parts()
+    assert str(converted).startswith("the model") and torch.utils.swap_tensors is swap
+
+
 def test_a_module_stays_as_it_is():
     model = ng.convert(stack(3), "fp8-row")
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -275,7 +275,7 @@ class TrainConfig:
     freeze: str = TRAINING("", "Patterns of layers and parameters that do not train, as embed*,layers.0-3; empty: none.")
     checkpointing: str = TRAINING("none", "What backward computes again: none, selective, full, every-N, sqrt, budget:512MiB, or auto.",
         Matching(r"none|full|selective|sqrt|auto|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
-                 "one of 'none', 'selective', 'full', 'every-2', 'sqrt', 'auto' or 'budget:512MiB'"))
+                 "one of 'none', 'selective', 'full', 'every-N' (as 'every-2'), 'sqrt', 'auto' or 'budget:512MiB'"))
     loss: str = TRAINING("chunks", "Logits of the loss: chunks of tokens; slices of the vocabulary too, again in backward; or whole.",
         OneOf(("chunks", "slices", "whole")), tasks=WRITING)
     compress_activations: bool = TRAINING(False, "Keep what blocks save for backward in E4M3.")

@@ -28,6 +28,7 @@ from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, Techniqu
 MOST_ROWS = 2**16
 MOST_CHANGES = 3  # that are told; each is enough alone
 MOST_COUNTS = 6  # of a search for the largest batch
+CLOSE = 0.999  # of the limit: a batch that fills so much of it is the largest, to a thousandth
 
 
 @dataclass
@@ -57,9 +58,10 @@ class Answers:
         if room.usable:
             answer["largest"] = self.largest_batch(shape)
             if not room.fits(found):
-                answer["changes"] = self.changes()
+                answer["changes"] = [] if self._hopeless() else self.changes()
                 if not answer["changes"]:
-                    answer["verdict"] += f" {self.never(shape)}"
+                    words, answer["changes"] = self.never(shape)
+                    answer["verdict"] += f" {words}"
         if table:
             answer["table"] = list(self.table(found))
         return answer
@@ -71,7 +73,7 @@ class Answers:
         return roofline.as_dict(roofline.time(done, card), card, shape.rows * shape.width * parts)
 
     def largest_batch(self, shape: Shape) -> dict[str, int]:
-        """The most rows of a micro-batch that fit, other settings as they are; 0 if not even one does.
+        """The most rows of a micro-batch that fit, to a thousandth, other settings as they are; 0 if not even one does.
 
         What is needed grows with rows, more and more steeply: a line through two counts overshoots, and is moved back by counting.
         """
@@ -89,7 +91,7 @@ class Answers:
                 low = guess
             else:
                 high = guess
-            if high - low <= 1:
+            if high - low <= 1 or CLOSE * limit <= known[guess] <= limit:
                 break
             guess = min(max(_next(known, limit, guess), low + 1), high - 1)
         return {"rows": low, "width": shape.width, "tokens": low * shape.width}
@@ -101,10 +103,26 @@ class Answers:
         if not fitting:
             together = self._together()
             fitting = [together] if together else []
-        return [
-            {"words": words, "lines": lines(self.config, after), "allocated_bytes": self.counts.of(after).allocated}
-            for after, words in fitting
-        ]
+        return [self._change(after, words) for after, words in fitting]
+
+    def _everything(self) -> TrainConfig:
+        """The configuration with all that saves memory and goes with its settings."""
+        everything = self.config
+        for each in CHEAPEST_FIRST:
+            everything = each.applied(everything) or everything
+        return everything
+
+    def _hopeless(self) -> bool:
+        """Whether not even everything makes it fit, so that counting single techniques is in vain."""
+        try:
+            return not self.room.fits(self.counts.of(self._everything()))
+        except ConfigError:
+            return False
+
+    def _change(self, config: TrainConfig, words: str) -> dict[str, Any]:
+        return {
+            "words": words, "lines": lines(self.config, config), "allocated_bytes": self.counts.of(config).allocated,
+        }  # fmt: skip
 
     def _fits(self, config: TrainConfig) -> bool:
         try:
@@ -133,20 +151,17 @@ class Answers:
         assert found is not None
         return found, "; ".join(each.name for each in taken)
 
-    def never(self, shape: Shape) -> str:
-        """What to do where nothing here makes it fit: ranks, by the estimate of their shares, or a larger card."""
-        everything = self.config
-        for each in CHEAPEST_FIRST:
-            everything = each.applied(everything) or everything
-        least = self.counts.of(everything, replace(shape, rows=1))
+    def never(self, shape: Shape) -> tuple[str, list[dict[str, Any]]]:
+        """What to do where nothing here makes it fit: ranks, by the estimate of their shares, or a larger card: words, and changes."""
+        everything = self._everything()
+        least = gib(self.counts.of(everything, replace(shape, rows=1)).allocated)
+        needs = f"With all that saves memory, one row still needs {least}."
         for ranks in (2, 4, 8, 16, 32, 64):
             layout = replace(everything, parallel=f"fsdp={ranks}", batch_size=everything.batch_size * ranks)
             if self._fits(layout):
-                return (
-                    f"With all that saves memory, one row still needs {gib(least.allocated)}. Take {ranks} such cards or more, with "
-                    f"parallel = 'fsdp={ranks}' and those settings."
-                )
-        return f"With all that saves memory, one row still needs {gib(least.allocated)}. Take a larger card, or a smaller model."
+                change = self._change(layout, f"on each of {ranks} such cards, with all that saves memory")
+                return f"{needs} Take {ranks} such cards or more.", [change]
+        return f"{needs} Take a larger card, or a smaller model.", []
 
     def table(self, found: Forecast) -> Iterator[dict[str, Any]]:
         """The user's settings, and one technique more in each row."""

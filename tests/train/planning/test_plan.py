@@ -174,6 +174,20 @@ def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
         assert code == 0 and changed["allocated_bytes"] == change["allocated_bytes"]
 
 
+def test_what_fits_on_several_cards_alone_is_told_with_its_settings(settings):
+    """No technique is counted by itself where all together are too large, and the ranks' settings are there to be copied."""
+    config = settings(hidden_size=512, intermediate_size=1408, layers=4, batch_size=1, checkpointing="full")
+    counts = Counts(cpu_facts())
+    least = counts.of(Answers(config, Room.of("", "8GiB"), counts)._everything()).allocated
+    spare = Room.of("", "8GiB")
+    answers = Answers(config, Room.of("", f"{8 * 2**30 - spare.usable + int(0.9 * least)}B"), counts)
+    answer = answers.answer()
+    assert answer["fits"] is False and "such cards or more" in answer["verdict"]
+    (change,) = answer["changes"]
+    assert any(line.startswith("parallel = 'fsdp=") for line in change["lines"]) and change["allocated_bytes"] < least
+    assert len(counts.known) < 8
+
+
 def test_refusals(tmp_path, capsys):
     assert main(["plan", "--recipe=auto", f"--output={tmp_path / 'r'}"]) == 2
     assert "Plan a recipe by its name" in capsys.readouterr().err
