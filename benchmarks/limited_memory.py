@@ -63,7 +63,7 @@ ROAD = (
     ),
     Technique(
         "step in backward", "`ng.optim.in_backward(optimizer)`", {"in_backward": True},
-        "none; no gradient accumulation, no clipping by the norm of all gradients",
+        "none without clipping, or with that of two passes; micro-batches are summed in FP8",
     ),
     Technique(
         "checkpointing", '`ng.memory.checkpoint(model, "full")`', {"checkpointing": "full"},
