@@ -174,9 +174,10 @@ def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
         assert code == 0 and changed["allocated_bytes"] == change["allocated_bytes"]
 
 
+@pytest.mark.slow
 def test_what_fits_on_several_cards_alone_is_told_with_its_settings(settings):
     """No technique is counted by itself where all together are too large, and the ranks' settings are there to be copied."""
-    config = settings(hidden_size=512, intermediate_size=1408, layers=4, batch_size=1, checkpointing="full")
+    config = settings(hidden_size=1024, intermediate_size=2816, heads=8, kv_heads=8, batch_size=1)
     counts = Counts(cpu_facts())
     least = counts.of(Answers(config, Room.of("", "8GiB"), counts)._everything()).allocated
     spare = Room.of("", "8GiB")
