@@ -57,7 +57,7 @@ def chunked_cross_entropy(
     targets  [...] int64, of hidden's leading shape; ignore_index marks the ones that do not count
     softcap  logits become softcap * tanh(logits / softcap)
     z_loss   this times the squared log-sum-exp is added for each valid target
-    chunk    tokens of a chunk, and words of a slice; None: as many as make a few MiB of logits on the CPU, 256 MiB on a GPU
+    chunk    tokens of a chunk, and words of a slice; None: as many as make a few MiB of logits on the CPU; on a GPU 256 MiB, 128 of a slice
     slices   backward computes the logits again, over slices of the vocabulary: no gradient of the head is held in float32, for one product
              with the head more (loss_slices.py)
     checked  the caller knows that targets lie in range: nothing is read back from a GPU, and ignored tokens are computed
@@ -99,7 +99,7 @@ def chunked_cross_entropy(
     limit = CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"])
     options = LossOptions(
         rows=chunk or _rows(kind, words if shard is None else shard.most),
-        words=chunk or max(FEWEST_WORDS, limit // (4 * max(len(labels), 1))),
+        words=chunk or max(FEWEST_WORDS, limit // (8 * max(len(labels), 1))),  # beside logits their gradient's products
         computes_in=computes_in,
         multiplies_in=_multiplies_in(computes_in, hidden.device),
         softcap=softcap or 0.0,

@@ -65,7 +65,8 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         for words in _slices(len(weight), options.words):
             rhs = options.operand(weight[words])
             z = options.capped(options.logits(lhs, rhs, None if bias is None else bias[words]))
-            g = torch.exp(z - lse[:, None]).mul_(factor[:, None])
+            g = z - lse[:, None] if options.softcap else z.sub_(lse[:, None])  # the derivative of the cap needs z
+            g = g.exp_().mul_(factor[:, None])
             inside = (labels >= words.start) & (labels < words.stop)
             place = torch.where(inside, labels - words.start, 0)[:, None]
             g = g.scatter_add_(1, place, torch.where(inside, -scale, 0.0)[:, None])
@@ -74,10 +75,12 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[words] = g.sum(dim=0)
             g = options.operand(g)
+            del z
             if grad_hidden is not None:
                 grad_hidden += g @ rhs
             if grad_weight is not None:
                 grad_weight[words] = (g.T @ lhs).to(weight.dtype)
+            del g  # before that of the next slice is made
         of_hidden = None if grad_hidden is None else grad_hidden.to(options.computes_in).to(hidden.dtype)
         return of_hidden, grad_weight, grad_bias, None, None, None
 

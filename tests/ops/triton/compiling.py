@@ -72,7 +72,9 @@ class Compiled:
 def caught(modules: list[Any], sm: int, found: list[Compiled]) -> Iterator[None]:
     """Within it, `launch` in these modules compiles for `sm` and adds to `found` instead of running."""
 
-    def compile_instead(kernel: Any, programs: int, *arguments: Any, warps: int, **constants: Any) -> None:
+    def compile_instead(
+        kernel: Any, programs: int, *arguments: Any, warps: int, reached: Any = None, **constants: Any
+    ) -> None:
         made = kernel.warmup(*arguments, grid=(programs,), num_warps=warps, enable_fp_fusion=False, **constants)
         found.append(Compiled(kernel.__name__, made.asm["ptx"], _usage(made.asm["cubin"])))
 
