@@ -41,11 +41,16 @@ LEAST = 0.004  # of the largest moment: smaller parts have no label
 
 
 def draw(answer: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture of an answer of `narrowgauge plan`. ConfigError for a file that is no picture."""
+    """Writes the picture of an answer of `narrowgauge plan`. ConfigError for a file that is no picture, or cannot be written."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"picture = {str(path)!r}: end its name in {', '.join(FORMATS)}.")
     with matplotlib.style.context(["default", STYLE]):
-        figure_of(answer).savefig(path, dpi=DOTS_PER_INCH, facecolor=THEME["paper"])
+        try:
+            figure_of(answer).savefig(path, dpi=DOTS_PER_INCH, facecolor=THEME["paper"])
+        except OSError as error:
+            raise ConfigError(
+                f"picture = {str(path)!r}: cannot be written: {error.strerror or error}. Name a file in a folder that is there and yours."
+            ) from error
 
 
 def figure_of(answer: Mapping[str, Any]) -> Figure:

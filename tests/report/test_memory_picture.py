@@ -80,3 +80,5 @@ def test_files(tmp_path):
     assert (tmp_path / "step.PNG").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="end its name in"):
         draw(answer(), tmp_path / "step.txt")
+    with pytest.raises(ConfigError, match=r"No such file or directory\. Name a file in a folder"):
+        draw(answer(), tmp_path / "missing" / "step.svg")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import isqrt
 from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
@@ -76,24 +77,31 @@ class Answers:
         """The most rows of a micro-batch that fit, to a thousandth, other settings as they are; 0 if not even one does.
 
         What is needed grows with rows, more and more steeply: a line through two counts overshoots, and is moved back by counting.
+        Rows that the settings refuse, as a budget of checkpointing that they pass, do not fit, and lie on no line.
         """
         known: dict[int, int] = {}
 
-        def need(rows: int) -> int:
-            known[rows] = known.get(rows) or self.counts.of(self.config, replace(shape, rows=rows)).allocated
+        def need(rows: int) -> int | None:
+            try:
+                known[rows] = self.counts.of(self.config, replace(shape, rows=rows)).allocated
+            except ConfigError:
+                return None
             return known[rows]
 
         limit = int(self.room.usable / (1 + KEPT_FREE))
         low, high = 0, MOST_ROWS + 1  # fits, does not fit
         guess = shape.rows
-        for _ in range(MOST_COUNTS):
-            if need(guess) <= limit:
+        while True:
+            needed = need(guess)
+            if needed is not None and needed <= limit:
                 low = guess
             else:
                 high = guess
-            if high - low <= 1 or CLOSE * limit <= known[guess] <= limit:
+            is_close = needed is not None and CLOSE * limit <= needed <= limit
+            if high - low <= 1 or is_close or len(known) == MOST_COUNTS:
                 break
-            guess = min(max(_next(known, limit, guess), low + 1), high - 1)
+            following = isqrt(low * high) if needed is None else _next(known, limit, guess)
+            guess = min(max(following if following < high else isqrt(low * high), low + 1), high - 1)
         return {"rows": low, "width": shape.width, "tokens": low * shape.width}
 
     def changes(self) -> list[dict[str, Any]]:

@@ -158,6 +158,17 @@ def test_the_largest_batch_is_the_last_that_fits(settings):
 
 
 @pytest.mark.slow
+def test_a_budget_that_larger_batches_pass_does_not_end_the_plan(settings):
+    """They are refused by the settings, so they do not fit; the run as it is has an answer."""
+    config = settings(layers=3, sequence_length=32, checkpointing="budget:64MiB")
+    answers = Answers(config, room := Room.of("l4", ""), Counts(room.device))
+    found = answers.answer()
+    assert found["fits"] and found["largest"]["rows"] >= 64 * config.batch_size
+    with pytest.raises(ConfigError, match="above the budget"):
+        answers.counts.of(config, replace(answers.shape(), rows=2**16))
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
     """Each line for the settings file makes it fit."""
     sizes = SIZES | {"sequence_length": 512, "precision": "bf16-o2", "vocab_size": 4096}
