@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 
 from narrowgauge.cli.train import FILE, configuration, refuse_unknown_recipes, signature_of
 from narrowgauge.errors import OutOfMemoryError
+from narrowgauge.train.console import counting
 from narrowgauge.train.planning import cache
 
 PLAN = Group("plan", sort_key=0)
@@ -41,6 +42,10 @@ def plan(
     Exit code 0 if it fits or no card is named, 9 if it does not fit.
     """
     settings = configuration(config, given)
+    if picture:
+        from narrowgauge.report import memory_picture
+
+        memory_picture.refuse(Path(picture))
     question = ["answer", cache.question_of(settings), card, memory, table, full]
     may_be_kept = not measure and bool(card or memory or not DRIVER.exists())
     answer = cache.load(question) if may_be_kept else None
@@ -48,13 +53,12 @@ def plan(
         refuse_unknown_recipes(settings)
         from narrowgauge.train.planning import command
 
-        answer = command.answered(settings, card, memory, table=table, full=full, measure=measure)
+        with counting() as tell:
+            answer = command.answered(settings, card, memory, table=table, full=full, measure=measure, tell=tell)
         if may_be_kept:
             cache.store(question, answer)
     if picture:
-        from narrowgauge.report.memory_picture import draw
-
-        draw(answer, Path(picture))
+        memory_picture.draw(answer, Path(picture))
     text = answer.pop("text")
     print(json_format.dumps(answer, indent=2) if json else text)
     return OutOfMemoryError.exit_code if answer["fits"] is False else 0

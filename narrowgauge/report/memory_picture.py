@@ -40,10 +40,15 @@ WIDE = 0.035  # of all columns: one that is no block
 LEAST = 0.004  # of the largest moment: smaller parts have no label
 
 
-def draw(answer: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture of an answer of `narrowgauge plan`. ConfigError for a file that is no picture, or cannot be written."""
+def refuse(path: Path) -> None:
+    """ConfigError for a file that is no picture. Before the count, which takes longer."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"picture = {str(path)!r}: end its name in {', '.join(FORMATS)}.")
+
+
+def draw(answer: Mapping[str, Any], path: Path) -> None:
+    """Writes the picture of an answer of `narrowgauge plan`. ConfigError for a file that is no picture, or cannot be written."""
+    refuse(path)
     with matplotlib.style.context(["default", STYLE]):
         try:
             figure_of(answer).savefig(path, dpi=DOTS_PER_INCH, facecolor=THEME["paper"])

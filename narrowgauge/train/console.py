@@ -5,12 +5,26 @@ Everything goes to standard error, so that standard output is left for results.
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 
 def tell(text: object) -> None:
     """Prints a line on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def counting() -> Iterator[Callable[[int], None]]:
+    """What shows, on a terminal alone, how many steps have been counted; what it was goes when the body ends."""
+    if not sys.stderr.isatty():
+        yield lambda number: None
+        return
+    from rich.console import Console as Terminal
+
+    with Terminal(stderr=True).status("Counting a step ...") as status:
+        yield lambda number: status.update(f"Counting a step, the {number}. of those that were tried ...")
 
 
 class Console:

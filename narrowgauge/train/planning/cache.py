@@ -20,6 +20,7 @@ from typing import Any
 from narrowgauge.train.config.settings import TrainConfig
 
 KEPT = 500  # entries; the oldest go first
+TELLING = ("config.json", "tokenizer.json", "tokenizer_config.json")
 GROUPS = ("model", "task", "precision", "training")  # of settings that memory may depend on
 
 
@@ -55,13 +56,20 @@ def question_of(config: TrainConfig) -> dict[str, Any]:
     """The settings that memory may depend on, as JSON, with what the model's folder says."""
     kept = {each.name: getattr(config, each.name) for each in fields(config) if each.metadata["group"] in GROUPS}
     kept |= {"vocab_size": config.vocab_size, "tokenizer": config.tokenizer}
-    return kept | {"layers_recipe": dict(config.layers_recipe), "folder": _of_folder(config.model)}
+    return kept | {
+        "layers_recipe": dict(config.layers_recipe),
+        "folders": [_of_folder(config.model), _of_folder(config.tokenizer)],
+    }
 
 
-def _of_folder(model: str) -> str:
-    """A digest of the configuration in a model's folder; '' for a name on the Hub, or none."""
+def _of_folder(name: str) -> list[str]:
+    """Digests of what tells a count in a folder of a model or tokenizer; '' for a file that is not there, as of a name on the Hub."""
+    return [_of_file(Path(name).expanduser() / each) for each in TELLING] if name else []
+
+
+def _of_file(path: Path) -> str:
     try:
-        return hashlib.sha256((Path(model).expanduser() / "config.json").read_bytes()).hexdigest() if model else ""
+        return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return ""
 

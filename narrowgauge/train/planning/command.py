@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +12,24 @@ from narrowgauge.plan.room import Room
 from narrowgauge.plan.text import rendered
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning.answer import Answers
-from narrowgauge.train.planning.counts import Counts
+from narrowgauge.train.planning.counts import Counts, silent
 from narrowgauge.train.planning.measured import measured
 from narrowgauge.train.planning.policy import chosen
 
 
-def answered(config: TrainConfig, card: str, memory: str, *, table: bool, full: bool, measure: bool) -> dict[str, Any]:
-    """The answer in JSON's types, with its `text`."""
+def answered(
+    config: TrainConfig,
+    card: str,
+    memory: str,
+    *,
+    table: bool,
+    full: bool,
+    measure: bool,
+    tell: Callable[[int], None] = silent,
+) -> dict[str, Any]:
+    """The answer in JSON's types, with its `text`. tell: see `Counts`."""
     room = Room.of(card, memory, config.device)
-    counts, why = Counts(room.device, full), ""
+    counts, why = Counts(room.device, full, tell), ""
     if config.checkpointing == "auto":
         choice = _chosen(config, counts, room)
         config, why = replace(config, checkpointing=choice.policy), f"checkpointing {choice}"

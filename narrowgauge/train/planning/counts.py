@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -25,12 +25,17 @@ from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
 
 
+def silent(number: int) -> None:
+    """Says nothing."""
+
+
 @dataclass
 class Counts:
-    """Forecasts on one device. full: every layer is counted."""
+    """Forecasts on one device. full: every layer is counted. tell: is given the number of each count before it, which takes seconds."""
 
     device: Device
     full: bool = False
+    tell: Callable[[int], None] = silent
     known: dict[str, Forecast] = field(default_factory=dict)
 
     def of(self, config: TrainConfig, shape: Shape | None = None) -> Forecast:
@@ -44,6 +49,7 @@ class Counts:
         if key not in self.known:
             found = _from_json(cache.load(question))
             if found is None:
+                self.tell(len(self.known) + 1)
                 with generators_kept():
                     found = self._counted(Source(config, task, kind, shape), sizes)
                 cache.store(question, _as_json(found))
@@ -58,6 +64,10 @@ class Counts:
 
     def _counted(self, source: Source, sizes: Layout) -> Forecast:
         layers, differing = layers_of(source.config, source.model_class)
+        if 0 < layers < sizes.pp:
+            raise ConfigError(
+                f"parallel = {source.config.parallel!r}: {layers} layers are fewer than {sizes.pp} stages. Take a smaller pp."
+            )
         of_stage = -(-layers // sizes.pp)
         if sizes.pp > 1 and layers:
             found = forecast(

@@ -206,6 +206,19 @@ def test_refusals(tmp_path, capsys):
     assert main(["plan", "--card=h1000", f"--output={tmp_path / 'r'}"]) == 2
     assert "closest: 'h100'" in capsys.readouterr().err
     assert main(["plan", "--batch-size=5", "--micro-batches=2"]) == 2
+    assert main(["plan", "--parallel=pp=8", "--layers=4", "--micro-batches=8", "--batch-size=8"]) == 2
+    assert "4 layers are fewer than 8 stages" in capsys.readouterr().err
+    assert main(["plan", "--picture=x.txt"]) == 2
+    assert "end its name in .png" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_changed_is_another_question(tmp_path):
+    config, file = TrainConfig(tokenizer=str(tmp_path)), tmp_path / "tokenizer.json"
+    file.write_text("{}", encoding="utf-8")
+    before = cache.question_of(config)
+    assert cache.question_of(config) == before
+    file.write_text('{"version": "1.0"}', encoding="utf-8")
+    assert cache.question_of(config) != before
 
 
 def test_techniques_change_what_they_say(settings):
