@@ -125,6 +125,7 @@ def test_settings_that_treat_layers_differently_are_counted_in_full(settings):
         ({"checkpointing": "every-2"}, "checkpointing = 'every-2'"),
         ({"freeze": "layers.0-2"}, "freeze names"),
         ({"layers_recipe": {"layers.0.*": "bf16"}}, "recipes names"),
+        ({"recipe": "nvfp4"}, "recipe 'nvfp4' keeps the last 15%"),
     ):
         assert why in Counts(cpu_facts()).of(settings(**changes)).counted
 
