@@ -338,7 +338,7 @@ def _metric(task: Task, model: Any, tokenizer: Any) -> dict[str, float]:
         for batch in batches:
             labels = batch.pop("labels")
             logits = model(**batch).logits
-            confusion.add(logits, labels)
+            confusion.count(logits.argmax(-1), labels)
             margins.append(logits[:, 1] - logits[:, 0])
             truth.append(labels)
     return {"mcc": float(confusion.metrics()["mcc"]), "auc": area_under_roc(torch.cat(margins), torch.cat(truth))}

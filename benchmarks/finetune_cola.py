@@ -126,7 +126,7 @@ def evaluate(model: Any, path: Path, tokenizer: Any) -> float:
     with torch.no_grad():
         for start in range(0, len(rows), 64):
             inputs, labels = collate(rows[start : start + 64], tokenizer.pad_token_id)
-            confusion.add(model(**inputs).logits, labels)
+            confusion.count(model(**inputs).logits.argmax(-1), labels)
     return float(confusion.metrics()["mcc"])
 
 

@@ -147,7 +147,7 @@ def test_another_model_is_refused_not_passed_over(ranks, tmp_path):
 
 def _assert_kills_lose_nothing(folder: Path, kills: int) -> None:
     done = list(checkpoint_kills.rounds(folder, kills, seed=1))
-    found = checkpoint_kills.summary(done)
+    found = checkpoint_kills.summary("kill -9 of random ranks", done)
     assert [found[name] for name in ("kills", "corrupt", "lost_steps", "wrong", "hung")] == [kills, 0, 0, 0, 0], done
 
 
