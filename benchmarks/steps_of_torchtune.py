@@ -157,7 +157,7 @@ def torchtune_step(flags: Torchtune) -> Callable[[], Step]:
 
     def build() -> Step:
         with bfloat16_weights():
-            model = _Decoder((lambda: _CompiledBlock(units)) if flags.compiled else Block, flags.layers).train()
+            model = _Decoder((lambda: _CompiledBlock(units)) if flags.compiled else Block, blocks=flags.layers).train()
         if flags.checkpointing:
             ng.memory.checkpoint(model, "full", keep_last=False)
         ids = torch.zeros(2, 4096, dtype=torch.int64)

@@ -183,6 +183,7 @@ def test_suspended_and_evaluated():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it at a graph's beginning
 def test_compiled():
     """Between graphs, to the rounding of what a compiler fuses."""
     model = built("fp8-current", True)
