@@ -13,8 +13,11 @@ from tests.selection import quick
 
 @pytest.mark.parametrize("model", quick([], MODELS))
 def test_no_recipe_needs_more_than_bfloat16(model):
-    """Fewer layers than the benchmark's, of the same width. Windows, steps and their states are within 0.1 %."""
-    shape = replace(MODELS[model], layers=2)
+    """Fewer layers than the benchmark's, of the same width. Windows, steps and their states are within 0.1 %.
+
+    Two layers of a ViT keep less than one of them works with.
+    """
+    shape = replace(MODELS[model], layers=4 if model == "vit" else 2)
     beside = counted(shape, PLAIN, "h100")
     for recipe in RECIPES:
         found = counted(shape, recipe, device_for(recipe))
