@@ -66,6 +66,16 @@ inline void make(const Copy& copy) {
   else std::memset(copy.to, 0, 16);
 }
 
+// The 8 rows of a matrix of ldmatrix lie in different groups of 16 bytes of the 128 that the banks serve at once, or it takes longer.
+inline void check_banks(const void* const* rows) {
+  unsigned groups = 0;
+  for (int row = 0; row < 8; ++row) groups |= 1u << reinterpret_cast<uintptr_t>(rows[row]) / 16 % 8;
+  if (groups != 0xff) {
+    std::fprintf(stderr, "ldmatrix: two rows of a matrix lie in the same banks\n");
+    std::abort();
+  }
+}
+
 inline int element(unsigned word, int k) { return static_cast<int>(word << (28 - 4 * k)) >> 28; }
 
 inline void thread_main() {
@@ -128,6 +138,8 @@ inline void load_matrices(unsigned (&words)[4], const void* row) {
   auto& warp = emulated::warps[emulated::current / emulated::WARP];
   warp.rows[lane] = row;
   emulated::meet(warp.barrier);
+  if (lane == 0)
+    for (int i = 0; i < 4; ++i) emulated::check_banks(warp.rows + i * 8);
   for (int i = 0; i < 4; ++i)
     std::memcpy(&words[i], static_cast<const char*>(warp.rows[i * 8 + lane / 4]) + lane % 4 * 4, 4);
   emulated::meet(warp.barrier);
