@@ -12,8 +12,7 @@ from tests.gpu_dry_run.accesses import accesses
 
 TTIR = """
 module {
-  tt.func public @kernel(%x: !tt.ptr<bf16> loc("x"(#loc)), %x_0: i32 loc("x"(#loc)), %out: !tt.ptr<i8> loc("out"(#loc)), %out_1:
-      !tt.ptr<f32>,
+  tt.func public @kernel(%x: !tt.ptr<bf16> loc("x"(#loc)), %x_0: i32 loc("x"(#loc)), %out: !tt.ptr<i8>, %out_1: !tt.ptr<f32>,
       %state: !tt.ptr<i32>, %state_2: !tt.ptr<f32>) attributes {noinline = false} {
     %0 = tt.splat %x : !tt.ptr<bf16> -> tensor<64x!tt.ptr<bf16>>
     %1 = tt.addptr %0, %2 : tensor<64x!tt.ptr<bf16>>, tensor<64xi64>
