@@ -17,7 +17,7 @@ leaves the step out). It is never hidden either: float32 states take it up eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -223,10 +223,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         chosen = [each.backend[1].kernel.name for each in self._param_steps.values() if each.backend is not None]
         return self.holding is None and "torch" not in chosen
 
-    def settle(self) -> None:
-        """Makes the counters those of the steps that were taken, where the device has left some out. Waits for it, if there are any."""
-        if count := self._left_out.count():
-            counters = [self.state[parameter]["step"] for parameter in self._left_out.members]
+    def settle(self, left_out: Sequence[bool] | None = None) -> None:
+        """Makes the counters those of the steps that were taken, where the device has left some out.
+
+        left_out  of the steps until now, the last one last, whether it was; None: reads it, which waits for the device
+        """
+        known = self._left_out
+        count = known.count() if left_out is None else sum(left_out[len(left_out) - known.uncertain :])
+        if count:
+            counters = [self.state[parameter]["step"] for parameter in known.members]
             torch._foreach_sub_(counters, float(count))
         self._left_out = LeftOut()
 
