@@ -123,9 +123,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._names = getattr(self, "_names", {})
         self._forget_steps()
         self.casting = getattr(self, "casting", None)  # of a copy none: its layers are others
-        self.stepping = getattr(
-            self, "stepping", None
-        )  # of a copy none: the hooks are on the parameters of the original
+        # Of a copy none: the hooks are on the parameters of the original.
+        self.stepping = getattr(self, "stepping", None)
         self.holding = getattr(self, "holding", None)
         self.norm_before = getattr(self, "norm_before", None)
         self.found_inf = self.halted = None
@@ -174,9 +173,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """Raises ConfigError for a master where every parameter is float32; beside 16-bit ones, some may be."""
         found = [group["master"] for group in self.param_groups if group["master"] is not None]
         types = [parameter.dtype for parameter, _, _ in self._numbered()]
-        if (
-            found and types and all(each == torch.float32 for each in types)
-        ):  # none on a rank to which ZeRO gives nothing
+        # None on a rank to which ZeRO gives nothing.
+        if found and types and all(each == torch.float32 for each in types):
             raise ConfigError(
                 f"{type(self).__name__}: master = {found[0]!r} has no effect: all parameters are float32, and such a weight is its own "
                 "master. Leave it out, or convert the model to bfloat16 before the optimizer is built."

@@ -26,11 +26,8 @@ from narrowgauge.optim.moments import Encoded, Moment, States
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.shards import Part
 
-DTYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-}  # of weights and gradients, with their numbers in the kernels
+# Of weights and gradients, with their numbers in the kernels.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements
 
 

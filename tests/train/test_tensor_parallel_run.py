@@ -32,11 +32,8 @@ from tests.train import tiny
 from tests.train.test_torchrun import trained
 
 DEEP = {"hidden_size": 64, "intermediate_size": 128, "layers": 8, "steps": 6, "learning_rate": 3e-3}
-WIDE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "steps": 2,
-}  # rows and columns that no tile or block of a recipe is cut in
+# Rows and columns that no tile or block of a recipe is cut in.
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "steps": 2}
 MOST = 1.5  # of the control's drift: of weights
 MOST_OF_LOSSES = 3.0
 
