@@ -167,7 +167,8 @@ class Operand:
         """(w) whether backward, which casts it again, would read it once more for the amax that serves both its casts."""
         plan, cache = self.plan, self.context.cache
         is_whole = plan.rows is not None and plan.rows.is_per_tensor and isinstance(plan.rows.calibrate, Current)
-        return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and cache is not None and cache.recasts
+        recasts = is_compiling() if cache is None else cache.recasts  # compiled code keeps none of its own
+        return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and recasts
 
     def _keeps_cols(self, cast: Cast) -> bool:
         """Whether what is made of t.T now will still be there when it is read."""

@@ -76,8 +76,12 @@ class OperandPlan:
 
     def reads_once(self, x: Tensor, delayed: bool, both: bool) -> bool:
         """Whether a kernel casts x, [outer, inner], both ways, or by a window, in one read."""
-        if self.rows is None or torch.compiler.is_compiling():
+        if self.rows is None:
             return False
+        if torch.compiler.is_compiling():
+            from narrowgauge.ops.quantize import pair
+
+            return pair.reads_once(x, self.rows, delayed, both)
         key = ("pair", delayed, both, x.dtype, x.shape[1] & 1)
         if key not in self.kernels:
             from narrowgauge.ops.quantize import pair  # where kernels read codes

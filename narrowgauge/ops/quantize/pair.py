@@ -57,6 +57,10 @@ KERNELS.register(
 def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     """Whether a kernel gives both orientations, or codes and the next step's amax, from one read of x; else it is done in turn."""
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
+    if torch.compiler.is_compiling():
+        from narrowgauge.ops.quantize import compiled
+
+        return compiled.takes(x, cast, noise, delayed=delayed)
     return KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name != "reference"
 
 
@@ -77,6 +81,14 @@ def quantize_pair(
     cols        whether x.T is wanted too; else None
     noise       of x and of x.T, when the cast rounds stochastically; see `quantize`
     """
+    if torch.compiler.is_compiling() and backend is None:
+        from narrowgauge.ops.quantize import compiled
+
+        if compiled.takes(x, cast, noise[0], delayed=amax_state is not None):
+            if amax_state is not None:
+                return compiled.delayed(x, cast, amax_state, records, cols)
+            return (*compiled.quantize(x, cast, None, cols), None)
+        return in_turn(x, cast, amax_state, records, cols, noise)
     spec = Spec.of(x, cast, noise=noise[0], cols=cols, delayed=amax_state is not None)
     pair: Pair = KERNELS.choose(spec, backend).kernel.run(x, cast, amax_state, records, cols, noise)
     return pair
