@@ -31,6 +31,7 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Current, Window
 from narrowgauge.scaling import WHOLE, scale_shape
 
+Four = tuple[Tensor, Tensor, Tensor, Tensor]  # the amax in use, codes of x, the scale, codes of x.T
 Both = tuple[QTensor, QTensor | None, Tensor | None]  # of x, of x.T, the amax of a window
 
 
@@ -38,7 +39,7 @@ def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None =
     """Whether the kernels of eager mode cast such a tensor, and so the operators do."""
     if noise is not None or expand is not None or cast.rounding != "nearest" or not has_words(cast):
         return False
-    if not isinstance(cast.calibrate, Current | Window) or x.numel() == 0:
+    if not isinstance(cast.calibrate, Current | Window) or x.numel() == 0 or (delayed and cast.has_global_scale):
         return False
     return _taken(x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, delayed, *as_words(cast))
 
@@ -66,8 +67,8 @@ def quantize(x: Tensor, cast: Cast, amax: Tensor | None, cols: bool = False) -> 
 
 def delayed(x: Tensor, cast: Cast, state: Tensor, records: bool, cols: bool) -> Both:
     """The same by a window, whose state [3] it notes x in if it records; and the amax in use, [1, 1]."""
-    amax, *parts = torch.ops.narrowgauge.cast_delayed(x, state, *_given(cast), records, cols)
-    return (*_taken_apart(x, cast, parts, cols), amax)
+    amax, data, scale, turned = torch.ops.narrowgauge.cast_delayed(x, state, *_given(cast), records, cols)
+    return (*_taken_apart(x, cast, [data, scale, turned], cols), amax)
 
 
 def _given(cast: Cast) -> tuple[str, list[int], str, float]:
@@ -119,17 +120,23 @@ def _by_definition(
 
 def _delayed_by_kernels(
     x: Tensor, state: Tensor, format: str, tile: list[int], rule: str, headroom: float, records: bool, cols: bool
-) -> list[Tensor]:
+) -> Four:
     cast = of_words(format, (tile[0], tile[1]), rule, headroom)
     rows, columns, amax = triton.pair(x, cast, state, records, cols, (None, None))
-    return [amax, *_parts(rows, columns)]
+    return _four(amax, _parts(rows, columns))
 
 
 def _delayed_by_definition(
     x: Tensor, state: Tensor, format: str, tile: list[int], rule: str, headroom: float, records: bool, cols: bool
-) -> list[Tensor]:
+) -> Four:
     amax = update_amax(state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
-    return _dense([amax, *_by_definition(x, amax, format, tile, rule, headroom, cols)])
+    return _four(amax.clone(), _by_definition(x, amax, format, tile, rule, headroom, cols))
+
+
+def _four(amax: Tensor, parts: list[Tensor]) -> Four:
+    """An operator that writes to an argument may return no list; codes of x.T that are not wanted are an empty tensor."""
+    data, scale, *turned = parts
+    return amax, data, scale, turned[0] if turned else data.new_empty(0)
 
 
 def _dense(parts: list[Tensor]) -> list[Tensor]:
@@ -155,14 +162,15 @@ def _fake(
 
 def _fake_delayed(
     x: Tensor, state: Tensor, format: str, tile: list[int], rule: str, headroom: float, records: bool, cols: bool
-) -> list[Tensor]:
-    return [x.new_empty((1, 1), dtype=torch.float32), *_fake(x, None, format, tile, rule, headroom, cols)]
+) -> Four:
+    return _four(x.new_empty((1, 1), dtype=torch.float32), _fake(x, None, format, tile, rule, headroom, cols))
 
 
 _WORDS = "str format, int[] tile, str rule, float headroom"
 torch.library.define("narrowgauge::cast", f"(Tensor x, Tensor? amax, {_WORDS}, bool cols) -> Tensor[]")
 torch.library.define(
-    "narrowgauge::cast_delayed", f"(Tensor x, Tensor(a!) state, {_WORDS}, bool records, bool cols) -> Tensor[]"
+    "narrowgauge::cast_delayed",
+    f"(Tensor x, Tensor(a!) state, {_WORDS}, bool records, bool cols) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 for _name, _kernels, _defined, _shapes in (
     ("narrowgauge::cast", _by_kernels, _by_definition, _fake),
