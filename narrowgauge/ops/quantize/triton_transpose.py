@@ -20,7 +20,7 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import encode, magnitude_bits, pack
 from narrowgauge.ops.triton.noise import uniform
-from narrowgauge.ops.triton.scales import divided, divisor, scale_of
+from narrowgauge.ops.triton.scales import reciprocal_of, scale_of
 
 IN_USE = tl.constexpr(0)  # the places of `AmaxBuffers.live`
 SEEN = tl.constexpr(1)
@@ -70,7 +70,7 @@ def maxima(x, of_rows, of_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _encoded(values, scale, key, first, second, length, C: tl.constexpr):
     """Codes of values; element (first, second) of a matrix whose rows have `length` elements has the noise of that place."""
-    y = divided(values.to(tl.float32), divisor(scale, C), C)
+    y = values.to(tl.float32) * reciprocal_of(scale, None, C)
     noise = uniform(key, first, length, second) if C.stochastic else y
     return encode(y, noise, C)
 

@@ -13,7 +13,7 @@ def scale_of(amax_bits, C: tl.constexpr):
     if C.power:
         bits = tl.minimum(amax_bits, 0x7F7FFFFF) + C.carry
         exponent = (bits & 0x7F800000) - (C.log2 << 23)
-        # At most 2^126, since no format here has a largest magnitude below 4: its reciprocal is normal too.
+        # At most 2^126, since no format here has a largest magnitude below 4.
         scale = tl.maximum(exponent, (C.lowest_exponent + 127) << 23).to(tl.float32, bitcast=True)
     else:
         amax = amax_bits.to(tl.float32, bitcast=True)
@@ -45,51 +45,17 @@ def e4m3_scale_of(amax_bits, shared, C: tl.constexpr):
 
 @triton.jit
 def reciprocal_of(scale, shared, C: tl.constexpr):
-    """What x is multiplied by under two levels: (1 / shared) / scale, in this order; zero where the scale is."""
-    whole = shared * C.headroom
-    inverse = tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
-    return tl.where(scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
+    """What x is multiplied by: 1 / scale, rounded once; of two levels (1 / shared) / scale, in this order, zero where the scale is.
 
-
-@triton.jit
-def divisor(scale, C: tl.constexpr):
-    """What `divided` wants to know of a scale, which many elements share; NaN stays NaN."""
-    if C.multiplies:
-        reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        by = (tl.where(scale == scale, reciprocal, float("nan")),)
-    elif not C.interpreted:
-        # scale = mantissa * power with a mantissa in [1, 2), NaN for NaN
-        scale = scale * C.headroom
-        bits = scale.to(tl.int32, bitcast=True)
-        mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-        mantissa = tl.where(scale == scale, mantissa, float("nan"))
-        per_power = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
-        by = (per_power, mantissa, tl.div_rn(tl.zeros_like(mantissa) + 1.0, mantissa))
-    else:
-        by = (scale * C.headroom,)
-    return by
-
-
-@triton.jit
-def divided(x, by, C: tl.constexpr):
-    """x over its scale, correctly rounded. x float32; the parts of `by` from `divisor` are broadcastable to it.
-
-    On a GPU by two steps of Markstein's division, one multiplication and four fused ones where div.rn takes a dozen and a
-    branch: a quotient within one unit, and then its remainder, which fma leaves exact, times the correctly rounded reciprocal of the
-    mantissa. Powers of two are taken out first, so that no remainder is subnormal unless the quotient is, and such a quotient
-    rounds to zero.
+    Any shape, NaN stays NaN. Scales and their reciprocals are normal numbers, see `scaling`. shared: of two levels, else unused
     """
-    if C.multiplies:
-        y = x * by[0]
-    elif not C.interpreted:
-        shifted = x * by[0]
-        negative = -by[1]
-        first = shifted * by[2]
-        second = tl.fma(tl.fma(first, negative, shifted), by[2], first)
-        third = tl.fma(tl.fma(second, negative, shifted), by[2], second)
-        sign = x.to(tl.int32, bitcast=True) & -0x80000000
-        signed = (third.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)  # the remainder of -0 is +0
-        y = tl.where(tl.abs(first) < float("inf"), signed, first)  # infinity has no remainder
+    if C.two_level:
+        whole = shared * C.headroom
+        inverse = tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
+        reciprocal = tl.where(scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
+    elif C.power and C.headroom == 1:
+        exact = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        reciprocal = tl.where(scale == scale, exact, float("nan"))
     else:
-        y = tl.div_rn(x, tl.broadcast_to(by[0], x.shape))
-    return y
+        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale * C.headroom)
+    return reciprocal

@@ -87,7 +87,7 @@ def check(cast: str, way: str, sm: int) -> None:
 
 @pytest.mark.parametrize(("cast", "way", "sm"), QUICK)
 def test_kernels_compile_without_spills(cast, way, sm):
-    """With the conversion of the GPU where it has one, none elsewhere; divided exactly; no NaN-propagating maximum."""
+    """With the conversion of the GPU where it has one, none elsewhere; reciprocals exact; no NaN-propagating maximum."""
     check(cast, way, sm)
 
 
