@@ -193,6 +193,7 @@ class LinearContext:
     by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
     x_window       what layers have in common whose windows of x hold the same numbers; None: nobody else's is known to
     keeps_x        whether x is kept for backward, and cast again, although the recipe keeps codes; see `kept_inputs`
+    keeps_w        (compiled code) whether forward casts the weight both ways and keeps its cols for backward
     """
 
     plan: LinearPlan
@@ -209,3 +210,4 @@ class LinearContext:
     by_rows: bool = False
     x_window: Hashable | None = None
     keeps_x: bool = False
+    keeps_w: bool = False

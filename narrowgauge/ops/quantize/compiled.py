@@ -35,26 +35,28 @@ Four = tuple[Tensor, Tensor, Tensor, Tensor]  # the amax in use, codes of x, the
 Both = tuple[QTensor, QTensor | None, Tensor | None]  # of x, of x.T, the amax of a window
 
 
-def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = None, delayed: bool = False) -> bool:
-    """Whether the kernels of eager mode cast such a tensor, and so the operators do."""
+def fits(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = None) -> bool:
+    """Whether the operators cast such a tensor where there are kernels for it."""
     if noise is not None or expand is not None or cast.rounding != "nearest" or not has_words(cast):
         return False
-    if not isinstance(cast.calibrate, Current | Window) or x.numel() == 0 or (delayed and cast.has_global_scale):
+    return isinstance(cast.calibrate, Current | Window) and x.numel() > 0
+
+
+def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = None) -> bool:
+    """Whether eager mode casts such a tensor by a Triton kernel, and so `quantize` by an operator."""
+    if not fits(x, cast, noise, expand):
         return False
-    return _taken(x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, delayed, *as_words(cast))
+    return _is_by_triton(x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, *as_words(cast))
 
 
 @constant_while_compiling
-def _taken(device: str, index: int | None, dtype: torch.dtype, is_odd: bool, delayed: bool, *words: Any) -> bool:
-    """Asks the registries, outside of what is traced: there the kernels are examined on the device."""
-    from narrowgauge.ops.quantize import KERNELS, pair
+def _is_by_triton(device: str, index: int | None, dtype: torch.dtype, is_odd: bool, *words: Any) -> bool:
+    """Asks the registry, outside of what is traced: there the kernel is examined on the device."""
+    from narrowgauge.ops.quantize import KERNELS
 
-    facts, cast = device_facts(device, index), of_words(*words)
-    amax = cast.is_per_tensor and not delayed
-    one = Spec(facts, dtype, (2, 4 - is_odd), cast, amax=amax, in_operator=True)
-    both = Spec(facts, dtype, (2, 4 - is_odd), cast, cols=True, delayed=delayed, in_operator=True)
-    found = KERNELS.choose(one).kernel.name, pair.KERNELS.choose(both).kernel.name
-    return found == ("triton", "triton")
+    cast = of_words(*words)
+    spec = Spec(device_facts(device, index), dtype, (2, 4 - is_odd), cast, amax=cast.is_per_tensor, in_operator=True)
+    return KERNELS.choose(spec).kernel.name == "triton"
 
 
 def quantize(x: Tensor, cast: Cast, amax: Tensor | None, cols: bool = False) -> tuple[QTensor, QTensor | None]:
