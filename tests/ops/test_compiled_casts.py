@@ -50,9 +50,9 @@ def casts_of(recipe: str, device_is, **options) -> list[Counter[str]]:
         ]
         found.append(Counter(name.split(".")[1] for name in names if name.startswith("narrowgauge.cast")))
         results = [node and node.meta["val"] for node in graph.graph.find_nodes(op="output")[0].args[0]]
+        forms = [None if each is None else (tuple(each.shape), each.dtype) for each in results]
         # A CPU has not all of these products: nothing is computed.
-        zeros = [each if each is None else torch.zeros(each.shape, dtype=each.dtype) for each in results]
-        return make_boxed_func(lambda *_: zeros)
+        return make_boxed_func(lambda *_: [form and torch.zeros(form[0], dtype=form[1]) for form in forms])
 
     model = ng.convert(Attention(), recipe, **options)
     cut = min_cut_rematerialization_partition  # Inductor's; before it cuts, it makes one of what is computed alike
