@@ -13,8 +13,8 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops.timing.cards import Card
 from narrowgauge.plan import roofline
-from narrowgauge.plan.cards import Card
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.room import KEPT_FREE, Room
 from narrowgauge.plan.tally import repeated
@@ -148,9 +148,8 @@ class Answers:
                 break
         else:
             return None
-        for each in sorted(
-            taken[:-1], key=lambda one: (-one.numbers, -one.time)
-        ):  # what is not needed, the dearest first
+        # What is not needed, the dearest first.
+        for each in sorted(taken[:-1], key=lambda one: (-one.numbers, -one.time)):
             without = [one for one in taken if one is not each]
             fewer = _all(self.config, without)
             if fewer is not None and self._fits(fewer):
