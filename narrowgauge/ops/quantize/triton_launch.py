@@ -54,6 +54,11 @@ def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> 
     return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
 
 
+def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTensor | None]:
+    """x and, with cols, x.T; amax [1, 1]: of the tensor, where it is known. See `ops.quantize.compiled`."""
+    return cast_pair(x, cast, cols=cols, amax=amax)
+
+
 def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise) -> Both:
     """See `ops.quantize.quantize_pair`."""
     if amax_state is None:
