@@ -33,7 +33,12 @@ from typing import Any
 from tests.gpu_dry_run.accesses import accesses
 
 _here = threading.local()  # .inside: Inductor's launcher is at work, and has told the bytes already
-PIECES = ("ROWS", "COLUMNS", "RUN", "BLOCK")  # constants of narrowgauge's kernels that say how many elements a program has at a time
+PIECES = (
+    "ROWS",
+    "COLUMNS",
+    "RUN",
+    "BLOCK",
+)  # constants of narrowgauge's kernels that say how many elements a program has at a time
 
 
 @functools.cache

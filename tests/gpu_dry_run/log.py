@@ -1,8 +1,8 @@
 """Reading the log of the empty CUDA runtime: what was launched, copied, waited for and allocated.
 
-    with log.recorded() as seen:
-        model(x).sum().backward()
-    print(seen.launches, seen.waits, seen.products)
+with log.recorded() as seen:
+    model(x).sum().backward()
+print(seen.launches, seen.waits, seen.products)
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ class Summary:
 
 def described(product: dict[str, Any]) -> str:
     """A product in one line, as cuBLAS sees it: column-major."""
-    line = f"{product['m']}x{product['n']}x{product['k']} {product['trans']} {product['a']}*{product['b']}->{product['c']}"
+    line = (
+        f"{product['m']}x{product['n']}x{product['k']} {product['trans']} {product['a']}*{product['b']}->{product['c']}"
+    )
     if product["batch"] > 1:
         line += f" batch {product['batch']}"
     if product.get("scale_a"):

@@ -46,7 +46,9 @@ def refusal() -> str:
 def built() -> Path:
     """The folder of the stand-ins, built in two seconds where these sources are not yet."""
     sources = sorted(SOURCES.iterdir())
-    made_of = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + Path(__file__).read_bytes()).hexdigest()
+    made_of = hashlib.sha256(
+        b"".join(source.read_bytes() for source in sources) + Path(__file__).read_bytes()
+    ).hexdigest()
     folder = cache() / f"stand-ins-{made_of[:16]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,9 @@ def _build(folder: Path) -> None:
     names = (SOURCES / "names.txt").read_text(encoding="utf-8").split()
     weak = [f'__attribute__((weak)) long {name}(void) {{ return unknown("{name}"); }}' for name in names]
     (parts / "unknown.c").write_text("\n".join(["long unknown(const char *);", *weak]), encoding="utf-8")
-    _gcc("-w", "-shared", "-o", folder / LIBRARY, *sorted(SOURCES.glob("*.c")), parts / "unknown.c", "-ldl", "-lpthread")
+    _gcc(
+        "-w", "-shared", "-o", folder / LIBRARY, *sorted(SOURCES.glob("*.c")), parts / "unknown.c", "-ldl", "-lpthread"
+    )
     (parts / "name.c").write_text("int empty_cuda_stands_in;\n", encoding="utf-8")
     for name in STAND_INS + DRIVER:
         options: list[str | Path] = []

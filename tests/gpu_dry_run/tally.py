@@ -1,12 +1,12 @@
 """From what was recorded to the numbers that are committed: of a case, and of each kernel of ours in it.
 
-    launches, launches_of_triton          kernels and products; of them Triton's, Inductor's among those
-    read_gb, written_gb, conditional_gb   of Triton's kernels (`hooks` says how)
-    spanned_gb                            their tensor arguments, each once and whole
-    torch_gb                              of torch's own operators, products left out (eager cases; `operator_bytes`)
-    host_to_device, device_to_host, device_to_device, copied_mb, memsets, waits
-    peak_gib                              of tensors, as torch's allocator counts them
-    registers, spilled, instructions, instructions_per_element, programs   of a kernel: the worst of its binaries
+launches, launches_of_triton          kernels and products; of them Triton's, Inductor's among those
+read_gb, written_gb, conditional_gb   of Triton's kernels (`hooks` says how)
+spanned_gb                            their tensor arguments, each once and whole
+torch_gb                              of torch's own operators, products left out (eager cases; `operator_bytes`)
+host_to_device, device_to_host, device_to_device, copied_mb, memsets, waits
+peak_gib                              of tensors, as torch's allocator counts them
+registers, spilled, instructions, instructions_per_element, programs   of a kernel: the worst of its binaries
 """
 
 from __future__ import annotations
