@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.harness import RESULTS, record
 from benchmarks.steps_of_llamas import LLAMA_8B, Run, llama_step
 from benchmarks.steps_of_torchtune import Torchtune, torchtune_step
+from narrowgauge.ops.timing.cards import Card, card
 from narrowgauge.plan import Step, count
-from narrowgauge.plan.cards import Card, card
 from narrowgauge.plan.roofline import Time, time
 from narrowgauge.plan.tally import deeper, tally
 

@@ -31,8 +31,8 @@ from narrowgauge.addresses import dry_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.measure import noting
 from narrowgauge.ops.registry import Device
+from narrowgauge.ops.timing.work import Work, of_kernel, of_operator
 from narrowgauge.plan.autocast import narrowed, widened
-from narrowgauge.plan.work import Work, of_kernel, of_operator
 
 
 @dataclass

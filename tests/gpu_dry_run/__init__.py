@@ -8,6 +8,7 @@ wait and allocation is written down, and nothing is computed. docs/gpu.md says h
     hooks           what is changed in torch, Triton and narrowgauge there
     runtime         builds the stand-ins, starts a process over them
     log, accesses, operator_bytes, binaries   what is read off the log, the Triton IR, torch's operators and the binaries
-    linear, layer, eager, optimizer, trainer  what is counted; tally: the numbers of a case
+    linear, layer, optimizer, trainer   what is counted; tally: the numbers of a case
     counts          the committed numbers, counts/torch-X.Y.json, and what rose
+    checks          of the runtime itself, run over it
 """

@@ -1,4 +1,4 @@
-"""What a kernel's binary takes of a multiprocessor, by cuobjdump: registers, spills, instructions; and how many programs fit beside each other.
+"""What a kernel takes of a multiprocessor, by cuobjdump: registers, spills, instructions; and how many programs fit on one at a time.
 
 Instructions are those of the code, not those that run: without the NOPs that fill it up, and without subroutines, which are the slow
 paths of divisions and roots. Of a loop the body counts once.

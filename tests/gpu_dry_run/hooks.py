@@ -2,7 +2,8 @@
 
     torch                      cuDNN off: it needs a driver of its own
     Triton, Inductor           before each launch a line with the bytes that its tensors span; silence while kernels are timed
-    narrowgauge.ops.selfcheck  kernels are taken by their word: nothing is computed that could prove them
+    narrowgauge                kernels are taken by their word, and what a norm or a head computes is proved without the GPU: nothing is
+                               computed there that could prove it; a line with the bytes of tensors whose addresses lie in a table
 
 How bytes are counted: each tensor argument once as a read if the kernel loads through it, once as a write if it stores.
 
@@ -12,6 +13,7 @@ How bytes are counted: each tensor argument once as a read if the kernel loads t
                           under another name. The larger of the two is taken.
     other Triton kernels  the Triton IR says which (`accesses`); the whole tensor counts, also where only a part of it is touched.
                           What happens under an `if` is counted apart (conditional)
+    addresses in a table  (the optimizer's step): as `launch` is told; of a tensor that is named twice the second time is the write
 
 Elements that are read twice (tiles of a GEMM, a reduction and then a cast in one kernel) count once: it is what must come from memory,
 not what a bad access order costs. Beside it stands `spanned`, the plainest count: every tensor argument once and whole.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import dataclasses
 import functools
 import json
 import math
@@ -33,12 +36,8 @@ from typing import Any
 from tests.gpu_dry_run.accesses import accesses
 
 _here = threading.local()  # .inside: Inductor's launcher is at work, and has told the bytes already
-PIECES = (
-    "ROWS",
-    "COLUMNS",
-    "RUN",
-    "BLOCK",
-)  # constants of narrowgauge's kernels that say how many elements a program has at a time
+# Constants of narrowgauge's kernels that say how many elements a program has at a time: the first whose sides are all there.
+PIECES = (("ROWS", "COLUMNS"), ("TILE", "TILES"), ("RUN",), ("BLOCK",))
 
 
 @functools.cache
@@ -154,16 +153,19 @@ def _piece(source: Any) -> int:
     """Elements that a program has at a time, by the kernel's constants; 0: they do not say."""
     constants = getattr(source, "constants", {})
     names = getattr(getattr(source, "fn", None), "arg_names", [])
-    own = {names[path[0]]: value for path, value in constants.items() if len(path) == 1 and path[0] < len(names)}
-    found = [value for name, value in _named(own) if name in PIECES and isinstance(value, int)]
-    return math.prod(found[:2]) if found else 0
+    own = {names[place[0]]: value for place, value in constants.items() if len(place) == 1 and place[0] < len(names)}
+    known = dict(_named(own))
+    for sides in PIECES:
+        if all(isinstance(known.get(side), int) for side in sides):
+            return math.prod(known[side] for side in sides)
+    return 0
 
 
 def _named(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values, those of named tuples too."""
+    """Names and values, those of constants that are several too."""
     for name, value in values.items():
-        if hasattr(value, "_asdict"):
-            yield from _named(value._asdict())
+        if dataclasses.is_dataclass(value):
+            yield from _named({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
         else:
             yield name.upper(), value
 
@@ -212,13 +214,44 @@ def _selfcheck(module: Any) -> None:
     module.examine = lambda op, run, check, kind, device: module.Result(None, 0.0, 0.0)
 
 
+def _proofs(module: Any) -> None:
+    """What is proved by computing: on the CPU, or by storages, as for tensors without numbers."""
+    module.holds_numbers = lambda _: False
+
+
+def _reached(module: Any) -> None:
+    """Tensors whose addresses a kernel finds in a table: `launch` is told them, twice those that are read and written."""
+    launch = module.launch
+
+    @functools.wraps(launch)
+    def run(kernel: Any, programs: int, *arguments: Any, reached: Callable[[], Any] = list, **rest: Any) -> None:
+        tensors = list(reached()) if programs else []
+        again, seen = 0, {}
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            again += size if id(tensor) in seen else 0
+            seen[id(tensor)] = size
+        once = sum(seen.values())
+        if tensors:
+            note(e="bytes", name=kernel.__name__, read=once, written=again, conditional=0, spanned=once)
+        launch(kernel, programs, *arguments, reached=reached, **rest)
+
+    module.launch = run
+
+
+NARROWGAUGE = {
+    "narrowgauge.ops.selfcheck": _selfcheck,
+    "narrowgauge.fuse.probe": _proofs,
+    "narrowgauge.train.loss": _proofs,
+}
 AFTER = {
     "torch": _torch,
-    "narrowgauge.ops.selfcheck": _selfcheck,
+    **NARROWGAUGE,
+    "narrowgauge.ops.triton.launch": _reached,
     "torch._inductor.runtime.triton_heuristics": _inductor,
     "torch._inductor.runtime.benchmarking": _inductor_benchmarks,
     "triton.compiler.compiler": _triton,
     "triton.runtime.autotuner": _triton_autotuner,
 }
 if "EMPTY_CUDA_LOG" not in os.environ:  # nothing is counted, the host's time alone
-    AFTER = {name: AFTER[name] for name in ("torch", "narrowgauge.ops.selfcheck")}
+    AFTER = {"torch": _torch, **NARROWGAUGE}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from tests.gpu_dry_run import binaries, log
 from tests.gpu_dry_run.log import Kernel, Summary

@@ -1,7 +1,7 @@
 """Two steps of `narrowgauge train`: a Llama of two layers, two micro-batches a step, AdamW with 8-bit states.
 
-Counted are the fourth and the fifth of seven steps, from the moment that one begins to that at which the sixth does: drawing the batch,
-forward and backward, the update, what is logged. None of them is printed, evaluated or saved.
+Counted are the fourth and the fifth step, from the moment that one begins to that at which the sixth does, where the run is ended:
+drawing the batch, forward and backward, the update, what is logged. None of them is printed, evaluated or saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.train import tiny
 FIRST, LAST = 4, 6
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "heads": 4, "intermediate_size": 512, "layers": 2, "sequence_length": 128, "batch_size": 8,
-    "micro_batches": 2, "steps": LAST + 1, "log_every": 100, "device": "cuda", "precision": "bf16-o2", "states": "8bit",
+    "micro_batches": 2, "steps": 100, "log_every": 100, "device": "cuda", "precision": "bf16-o2", "states": "8bit",
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": "bf16"},
@@ -35,12 +35,16 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+class _Enough(Exception):
+    """The steps that count are over. A run to its end would save weights that nothing has computed."""
+
+
 def measured(name: str) -> tuple[Summary, Numbers]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr), _marked():
         text = tiny.write_text(Path(folder) / "text")
         config = tiny.settings(text, Path(folder) / "run", **SIZES, **RUNS[name])
-        if code := loop.run(config):
-            raise RuntimeError(f"narrowgauge train ended with exit code {code}")
+        with contextlib.suppress(_Enough):
+            loop.run(config)
     return log.between(f"step {FIRST}", f"step {LAST}"), {}
 
 
@@ -51,6 +55,8 @@ def _marked() -> Iterator[None]:
 
     def step(self: Trainer) -> Any:
         log.mark(f"step {self.step + 1}")
+        if self.step + 1 == LAST:
+            raise _Enough
         return real(self)
 
     Trainer._optimizer_step = step  # type: ignore[method-assign]

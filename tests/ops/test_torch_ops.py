@@ -1,6 +1,7 @@
 """Every operator that the library registers with torch passes torch.library.opcheck (exact): schema, shapes of fake tensors, tracing.
 
-`block_mm` has no kernel for the CPU. There Triton's interpreter stands in (tests/ops/triton/interpreted_products.py).
+`block_mm` and `int4_mm` have no kernel for the CPU. Triton's interpreter stands in (tests/ops/triton/interpreted_products.py), and threads
+of the CPU (test_int4_units.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def registered() -> set[str]:
 
 def test_every_operator_is_checked() -> None:
     registries()  # imports all modules that may register one
-    assert registered() == {"narrowgauge::block_mm", "narrowgauge::gathered_codes"}
+    assert registered() == {"narrowgauge::block_mm", "narrowgauge::gathered_codes", "narrowgauge::int4_mm"}
 
 
 @pytest.mark.parametrize("is_at_hand", [False, True])

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import cpu_facts
+from narrowgauge.ops.timing.cards import card, of_memory
+from narrowgauge.ops.timing.work import Work
 from narrowgauge.plan import Count, Step, count
-from narrowgauge.plan.cards import card, of_memory
 from narrowgauge.plan.roofline import BYTES, LAUNCH, PRODUCTS, SUMS, as_dict, time
 from narrowgauge.plan.tally import as_rows, deeper, from_rows, repeated, tally
-from narrowgauge.plan.work import Work
 
 H100 = card("h100")
 ROWS, WIDTH, OUT = 4096, 2048, 8192

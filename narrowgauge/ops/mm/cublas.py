@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 
-from narrowgauge.addresses import dry_run_on
+from narrowgauge.addresses import dry_run_on, tell_launch
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
@@ -140,7 +140,11 @@ def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
     if (
         not torch.compiler.is_compiling() and dry_run_on() is not None
     ):  # torch 2.13 counts packed MXFP4 codes of fake tensors wrong
-        return lhs.codes.new_empty((lhs.codes.shape[0], rhs.codes.shape[0]), dtype=dtype)
+        found = lhs.codes.new_empty((lhs.codes.shape[0], rhs.codes.shape[0]), dtype=dtype)
+        is_mx = lhs.kinds[0] in (ScalingType.BlockWise1x32, ScalingType.BlockWise1x16)
+        name = f"{__name__}.scaled_mm_{'mx' if is_mx else 'blocks'}"
+        tell_launch(name, [lhs.codes, rhs.codes, found, *lhs.scales, *rhs.scales])
+        return found
     operands = [(x.scales, [kind.value for kind in x.kinds], [each.value for each in x.swizzles]) for x in (lhs, rhs)]
     return torch.ops.aten._scaled_mm_v2.default(lhs.codes, rhs.codes.T, *operands[0], *operands[1], None, dtype)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops.timing.cards import Card
 from narrowgauge.plan import roofline
-from narrowgauge.plan.cards import Card
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.room import KEPT_FREE, Room
 from narrowgauge.plan.tally import repeated
