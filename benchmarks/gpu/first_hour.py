@@ -4,9 +4,10 @@
     python -m benchmarks.gpu.first_hour pieces       how fast is each piece: casts, layer, the profile of a block
     python -m benchmarks.gpu.first_hour end-to-end   whole steps, compiled ones first; then fused ones, graphs, the optimizer
 
-`largest` and `sweep` are for another hour. Each piece is a process with seconds of its own; one that needs more is ended, and the next begins. What the command brings back lies in
---out: results (.jsonl, each line with the device's name), the output of each piece, power and clocks every second, `pieces.jsonl`
-with what became of each. Where a self-check of `truth` fails, no performance work is worth doing: it would time the definition.
+`largest` and `sweep` are for another hour. Each piece is a process with seconds of its own; one that needs more is ended, and the next
+begins. What the command brings back lies in --out: results (.jsonl, each line with the device's name), the output of each piece, power and
+clocks every second, `pieces.jsonl` with what became of each. Where a self-check of `truth` fails, no performance work is worth doing: it
+would time the definition.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_compiled_code_is_carried_without_what_was_found_by_timing(tmp_path, mon
     assert caches.entries(tmp_path / "there") == caches.entries(folder)
     assert (tmp_path / "there/inductor/fx/graph").read_text(encoding="utf-8") == "inductor/fx/graph"
     monkeypatch.setattr(caches, "MOST_BYTES", 10)
-    with pytest.raises(SystemExit, match="0.0 MiB packed, and 0 can be carried"):
+    with pytest.raises(SystemExit, match="MiB packed, and 0 can be carried"):
         caches.pack(folder, tmp_path / "large.tar.xz")
     assert not (tmp_path / "large.tar.xz").exists()
     with pytest.raises(SystemExit, match="holds no compiled code"):
