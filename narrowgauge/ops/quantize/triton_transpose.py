@@ -30,9 +30,15 @@ NONFINITE = tl.constexpr(2)
 @triton.jit
 def place_of_program(columns, COLUMNS: tl.constexpr):
     """(down, across) int64 of this program's piece; a grid of one axis, for a second one ends at 65,535."""
-    program = tl.program_id(0).to(tl.int64)
-    pieces = tl.cdiv(columns, COLUMNS)
-    return program // pieces, program % pieces
+    return place_of_piece(tl.program_id(0), columns, COLUMNS)
+
+
+@triton.jit
+def place_of_piece(piece, columns, COLUMNS: tl.constexpr):
+    """(down, across) int64 of a piece, int32, counted along rows."""
+    width = tl.cast(tl.cdiv(columns, COLUMNS), tl.int32)  # a quotient of 64 bits takes as long as the cast of two elements
+    down = piece // width
+    return down.to(tl.int64), (piece - down * width).to(tl.int64)
 
 
 @triton.jit
@@ -110,7 +116,7 @@ def cast_both(
 
     PARTS  above zero: one scale, from the largest of plain.maxima [PARTS], in plain.scales; zero: one per row of each
     """
-    if ROWS == 1:  # x is one row; a quotient of 64 bits takes as long as the cast of two elements
+    if ROWS == 1:  # x is one row
         down, across = 0, tl.program_id(0).to(tl.int64)
     else:
         down, across = place_of_program(x.columns, COLUMNS)
@@ -178,32 +184,26 @@ def both_delayed(
     state.maxima [PARTS + 1], zero before and after: maxima that programs share, and how many have ended. The last one settles. Where
     no earlier step gave a scale, all cast by 1, which is that of zeros; of other numbers the last one then casts all pieces anew.
     """
-    program = tl.program_id(0).to(tl.int64)
-    pieces = tl.num_programs(0).to(tl.int64)
-    in_use = tl.load(state.live + IN_USE)
-    scale = scale_of(in_use.to(tl.int32, bitcast=True), C)
-    piece, end, ended = program, program + 1, 0
-    while piece < end:
-        if ROWS == 1:
-            down, across = piece * 0, piece
-        else:
-            width = tl.cdiv(x.columns, COLUMNS)
-            down, across = piece // width, piece % width
-        values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
-        store_both(values, scale, x, codes, transposed, down, across, C)
-        piece += 1
-        if ended == 0:
-            ended = 1
-            largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
-            tl.atomic_max(state.maxima + program % PARTS, largest, sem="relaxed")
-            tl.debug_barrier()  # what this program stored is seen by the last one, which may store there
-            if tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel") == pieces - 1:
-                tl.store(state.maxima + PARTS, 0)
-                place = tl.arange(0, PARTS)
-                own_bits = tl.max(tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0)
-                scale, known = settled(state, own_bits, True, RECORDS, C)
-                if (known <= 0) & (own_bits >= 0x00800000):
-                    piece, end = program * 0, pieces
+    if ROWS == 1:
+        down, across = 0, tl.program_id(0).to(tl.int64)
+    else:
+        down, across = place_of_program(x.columns, COLUMNS)
+    scale = scale_of(tl.load(state.live + IN_USE).to(tl.int32, bitcast=True), C)
+    values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
+    largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
+    tl.atomic_max(state.maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
+    store_both(values, scale, x, codes, transposed, down, across, C)
+    tl.debug_barrier()  # what this program stored is seen by the last one, which may store there
+    if tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        place = tl.arange(0, PARTS)
+        own_bits = tl.max(tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0)
+        tl.store(state.maxima + PARTS, 0)
+        settled_scale, in_use = settled(state, own_bits, True, RECORDS, C)
+        if (in_use <= 0) & (own_bits >= 0x00800000):
+            for piece in range(0, tl.num_programs(0)):
+                at = place_of_piece(piece, x.columns, COLUMNS)
+                found = load_piece(x, at[0], at[1], ROWS, COLUMNS)[0]
+                store_both(found, settled_scale, x, codes, transposed, at[0], at[1], C)
 
 
 @triton.jit
