@@ -98,7 +98,11 @@ class Output:
         self.cast, self.inner = cast, shape[1]
         self.key = None if noise is None else noise.on_device(device)
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
-        self.scale = torch.empty(scale_shape(shape, cast.tile), dtype=torch.float32, device=device)
+        high, wide = scale_shape(shape, cast.tile)
+        if cast.tile == (1, LARGE_BLOCK):  # as cuBLAS reads them: neighbours are of neighbouring rows
+            self.scale = torch.empty(wide, high, dtype=torch.float32, device=device).T
+        else:
+            self.scale = torch.empty(high, wide, dtype=torch.float32, device=device)
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
         self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
 
