@@ -198,7 +198,7 @@ def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> Non
     first = _orientation(wanted[0])._replace(scales=scale, maxima=maxima)
     matrix, programs, sizes = _pieces(x, C, dense=wanted[1] is None)
     second = _orientation(wanted[1])
-    launch(triton_transpose.cast_both, programs, matrix, first, second, PARTS=maxima.numel(), **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, first, second, None, PARTS=maxima.numel(), **sizes)
     if wanted[1] is not None:
         wanted[1].scale = scale
 
@@ -209,14 +209,13 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
-    maxima: list[Tensor | None] = [None if amax is None else amax.view(torch.int32)] * 2
+    ended, maxima = None, [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
-        maxima = [
-            None if output is None else torch.zeros(length, dtype=torch.int32, device=x.device)
-            for output, length in zip(wanted, x.shape, strict=True)
-        ]
+        lengths = [0 if output is None else length for output, length in zip(wanted, x.shape, strict=True)]
+        *parts, ended = zeros_left_zero(sum(lengths) + 1, x.device).split([*lengths, 1])
+        maxima = [part if len(part) else None for part in parts]
         launch(triton_transpose.maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), PARTS=0, **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), ended, PARTS=0, **sizes)
 
 
 def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:
