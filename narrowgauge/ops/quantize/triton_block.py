@@ -92,8 +92,5 @@ def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr,
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)
-    if A == 1 and B == 128:
-        place = j[None, :] * high + i[:, None]
-    else:
-        place = i[:, None] * wide + j[None, :]
+    place = j[None, :] * high + i[:, None] if A == 1 and B == 128 else i[:, None] * wide + j[None, :]
     tl.store(out.scales + place, scale, mask=(i < high)[:, None] & (j < wide)[None, :])

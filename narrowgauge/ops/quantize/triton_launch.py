@@ -178,8 +178,18 @@ def _tensor_maxima(x: Tensor) -> Tensor:
     """[PARTS] int32 of a tensor in any dense order."""
     parts = _parts(x)
     maxima = torch.empty(parts, dtype=torch.int32, device=x.device)
-    launch(triton_transpose.amax, parts, x.contiguous(), maxima, x.numel(), PARTS=parts, RUN=RUN, warps=RUN_WARPS)
+    given = (x.contiguous(), maxima, None, None, x.numel())
+    launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
     return maxima
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of x, not empty, [1, 1] float32: `tile_amax` of the whole tensor, in one launch."""
+    parts, x = _parts(x), _in_memory_order(x.detach())[0]
+    maxima, whole = (torch.empty(size, dtype=torch.int32, device=x.device) for size in ((parts,), (1, 1)))
+    given = (x.contiguous(), maxima, whole, zeros_left_zero(1, x.device), x.numel())
+    launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
+    return whole.view(torch.float32)
 
 
 Wanted = tuple[

@@ -36,7 +36,9 @@ def place_of_program(columns, COLUMNS: tl.constexpr):
 @triton.jit
 def place_of_piece(piece, columns, COLUMNS: tl.constexpr):
     """(down, across) int64 of a piece, int32, counted along rows."""
-    width = tl.cast(tl.cdiv(columns, COLUMNS), tl.int32)  # a quotient of 64 bits takes as long as the cast of two elements
+    width = tl.cast(
+        tl.cdiv(columns, COLUMNS), tl.int32
+    )  # a quotient of 64 bits takes as long as the cast of two elements
     down = piece // width
     return down.to(tl.int64), (piece - down * width).to(tl.int64)
 
@@ -51,14 +53,26 @@ def load_piece(x, down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def amax(x, maxima, n, PARTS: tl.constexpr, RUN: tl.constexpr):
-    """maxima [PARTS] int32: the bits of the largest magnitude that each program saw."""
+def amax(x, maxima, whole, ended, n, PARTS: tl.constexpr, RUN: tl.constexpr):
+    """maxima [PARTS] int32: the bits of the largest magnitude that each program saw; whole [1] of all, if it is wanted.
+
+    ended  int32 [1], zero before and after, by which the last program knows that it is
+    """
     part = tl.program_id(0)
     largest = tl.zeros((RUN,), tl.int32)
     for start in range(part.to(tl.int64) * RUN, n, PARTS * RUN):
         index = start + tl.arange(0, RUN)
         largest = tl.maximum(largest, magnitude_bits(tl.load(x + index, mask=index < n, other=0.0)))
-    tl.store(maxima + part, tl.max(largest, axis=0))
+    if whole is None:
+        tl.store(maxima + part, tl.max(largest, axis=0))
+    else:
+        tl.atomic_xchg(maxima + part, tl.max(largest, axis=0), sem="relaxed")
+        if tl.atomic_add(ended, 1, sem="acq_rel") == PARTS - 1:
+            every = tl.atomic_or(
+                maxima + tl.arange(0, PARTS), tl.zeros((PARTS,), tl.int32)
+            )  # not from a cache of before
+            tl.store(whole, tl.max(every, axis=0))
+            tl.store(ended, 0)
 
 
 @triton.jit
