@@ -84,7 +84,7 @@ def cast_blocks(
 def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`.
 
-    Scales of 1 x 128 lie column by column, see `triton_launch.Output`.
+    Scales of 1 x 128 lie column by column, see `spec.empty_scales`.
     """
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import triton_block, triton_transpose
+from narrowgauge.ops.quantize.spec import empty_scales
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
@@ -53,6 +54,11 @@ def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> 
     if amax is not None:
         amax = amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
     return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
+
+
+def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTensor | None]:
+    """x and, with cols, x.T; amax [1, 1]: of the tensor, where it is known. See `ops.quantize.compiled`."""
+    return cast_pair(x, cast, cols=cols, amax=amax)
 
 
 def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise) -> Both:
@@ -98,11 +104,7 @@ class Output:
         self.cast, self.inner = cast, shape[1]
         self.key = None if noise is None else noise.on_device(device)
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
-        high, wide = scale_shape(shape, cast.tile)
-        if cast.tile == (1, LARGE_BLOCK):  # as cuBLAS reads them: neighbours are of neighbouring rows
-            self.scale = torch.empty(wide, high, dtype=torch.float32, device=device).T
-        else:
-            self.scale = torch.empty(high, wide, dtype=torch.float32, device=device)
+        self.scale = empty_scales((shape[0], shape[1]), cast, device)
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
         self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
 
