@@ -218,7 +218,7 @@ def test_a_check_is_made_once_per_device_and_pair_of_casts(no_results):
     registry, here = registry_of(run), Device("cpu", index=0)
     for _ in range(3):
         assert registry.choose(MmSpec(ROW, ROW, here)).kernel.name == "fast"
-    assert len(calls) == 4, "with and without fast accumulation, with and without NaN"
+    assert len(calls) == 5, "with and without fast accumulation, with and without NaN, and once with a bias"
     registry.choose(MmSpec(TENSOR, TENSOR, here))
     assert len(calls) == 8
     delayed = replace(TENSOR, calibrate=Window())

@@ -170,23 +170,12 @@ def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
     return pad(data.contiguous().view(torch.uint8), fill).view(data.dtype)
 
 
-<<<<<<< HEAD
 def filled(bias: Bias, columns: int) -> Bias:
     """bias [N] with zeros up to `columns`."""
     return bias if bias is None else pad(bias.contiguous(), (0, columns - len(bias))) if len(bias) < columns else bias
 
 
 def scaled_mm(lhs: Scaled, rhs: Scaled, bias: Bias, dtype: torch.dtype) -> Tensor:
-    """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13."""
-    if (
-        not torch.compiler.is_compiling() and dry_run_on() is not None
-    ):  # torch 2.13 counts packed MXFP4 codes of fake tensors wrong
-        return lhs.codes.new_empty((lhs.codes.shape[0], rhs.codes.shape[0]), dtype=dtype)
-    operands = [(x.scales, [kind.value for kind in x.kinds], [each.value for each in x.swizzles]) for x in (lhs, rhs)]
-    bias = filled(bias, len(rhs.codes))
-    return torch.ops.aten._scaled_mm_v2.default(lhs.codes, rhs.codes.T, *operands[0], *operands[1], bias, dtype)
-=======
-def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
     """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13.
 
     Compiled code calls that as `narrowgauge::scaled_mm`: Inductor of torch 2.13 makes a `_scaled_mm` of it, which wants the scales of
@@ -201,25 +190,25 @@ def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
         return found
     operands = [(x.scales, [kind.value for kind in x.kinds], [each.value for each in x.swizzles]) for x in (lhs, rhs)]
     call = torch.ops.narrowgauge.scaled_mm.default if is_compiling else _scaled_mm
-    out: Tensor = call(lhs.codes, rhs.codes, *operands[0], *operands[1], dtype)
+    bias = filled(bias, len(rhs.codes))
+    out: Tensor = call(lhs.codes, rhs.codes, *operands[0], *operands[1], bias, dtype)
     return out
 
 
-def _scaled_mm(lhs: Tensor, rhs: Tensor, *of_scales: Any) -> Tensor:
-    out: Tensor = torch.ops.aten._scaled_mm_v2.default(lhs, rhs.T, *of_scales[:-1], None, of_scales[-1])
+def _scaled_mm(lhs: Tensor, rhs: Tensor, *rest: Any) -> Tensor:
+    out: Tensor = torch.ops.aten._scaled_mm_v2.default(lhs, rhs.T, *rest)
     return out
 
 
 torch.library.define(
     "narrowgauge::scaled_mm",
     "(Tensor lhs, Tensor rhs, Tensor[] lhs_scales, int[] lhs_kinds, int[] lhs_swizzles, "
-    "Tensor[] rhs_scales, int[] rhs_kinds, int[] rhs_swizzles, ScalarType dtype) -> Tensor",
+    "Tensor[] rhs_scales, int[] rhs_kinds, int[] rhs_swizzles, Tensor? bias, ScalarType dtype) -> Tensor",
 )
 torch.library.impl("narrowgauge::scaled_mm", "CompositeExplicitAutograd", _scaled_mm)
 torch.library.register_fake(
     "narrowgauge::scaled_mm", lambda lhs, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1])
 )
->>>>>>> main
 
 
 def swizzled(scale: Tensor) -> Tensor:
