@@ -309,7 +309,7 @@ class Operand:
         return casts.amax, *casts.kept
 
     def _kept_codes(self) -> Saved:
-        """(codes, scale, global scale) of x.T; scales that are powers of two as their exponents, a byte each."""
+        """(codes, scale, global scale) of x.T; see `_keeps_exponents`."""
         casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
@@ -320,7 +320,7 @@ class Operand:
             casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
-        scale = to_exponents(codes.scale) if codes.cast.scale.power_of_two else codes.scale
+        scale = to_exponents(codes.scale) if _keeps_exponents(codes.cast) else codes.scale
         return codes.data, scale, codes.global_scale
 
     @property
@@ -347,7 +347,7 @@ class Operand:
         elif codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
-            if plan.cols.scale.power_of_two:
+            if _keeps_exponents(plan.cols):
                 scale = from_exponents(scale)
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
             casts.cols = QTensor(
@@ -369,6 +369,14 @@ class Operand:
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
         """(x, w) the gradient of t and that of its learned step, from d, that of the decoded operand."""
         return d, None
+
+
+def _keeps_exponents(cast: Cast) -> bool:
+    """Whether scales are kept as the exponents of powers of two, a byte each.
+
+    Of a tile of 128 elements or more it would save at most 2.3 % of its codes, and cost eight launches on a GPU.
+    """
+    return cast.scale.power_of_two and WHOLE not in cast.tile and cast.tile[0] * cast.tile[1] < 128
 
 
 KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}

@@ -197,6 +197,18 @@ def test_the_check_on_a_device_passes_the_kernel_and_fails_one_that_is_wrong(emu
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_is_what_torch_wants(emulated, dtype):
+    """It has no kernel for the CPU: the emulated one stands in."""
+    operator = torch.library.Library("narrowgauge", "IMPL")
+    operator.impl("int4_mm", int4_units.launch, "CPU", allow_override=True)
+    lhs, rhs = random_codes(3, 40, ROW), random_codes(5, 40)
+    given = (lhs.data, lhs.scale, rhs.data, rhs.scale, torch.randn(5), dtype)
+    torch.library.opcheck(torch.ops.narrowgauge.int4_mm.default, given)
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_codes_at_odd_addresses_are_moved(emulated):
     """The kernel reads 8 codes and copies 16 bytes at once; a view may begin between them."""
     data = torch.randint(-7, 8, (1 + 16 * 64,), dtype=torch.int8)[1:].reshape(16, 64)

@@ -1,7 +1,7 @@
 """Every operator that the library registers with torch passes torch.library.opcheck (exact): schema, shapes of fake tensors, tracing.
 
-`cast` and `cast_delayed` are checked in test_compiled_casts.py.
-`block_mm` has no kernel for the CPU. There Triton's interpreter stands in (tests/ops/triton/interpreted_products.py).
+`cast` and `cast_delayed` are checked in test_compiled_casts.py. `block_mm` and `int4_mm` have no kernel for the CPU. Triton's interpreter
+stands in (tests/ops/triton/interpreted_products.py), and threads of the CPU (test_int4_units.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ def registered() -> set[str]:
 
 def test_every_operator_is_checked() -> None:
     registries()  # imports all modules that may register one
-    assert registered() == {
-        f"{NAMESPACE}{name}" for name in ("block_mm", "cast", "cast_delayed", "gathered_codes", "scaled_mm")
-    }
+    names = ("block_mm", "cast", "cast_delayed", "gathered_codes", "int4_mm", "scaled_mm")
+    assert registered() == {f"{NAMESPACE}{name}" for name in names}
 
 
 @pytest.mark.parametrize("is_at_hand", [False, True])

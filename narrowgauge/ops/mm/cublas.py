@@ -58,7 +58,12 @@ def run_scaled(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: 
 def _rows(operand: QTensor, aligned_rows: int) -> Tensor:
     """One float32 scale per row, [aligned_rows, 1]; rows that were filled up get 1."""
     scale = operand.scale.expand(operand.shape[0], 1)
-    return pad(scale, (0, 0, 0, aligned_rows - len(scale)), value=1.0).contiguous()
+    return _filled_up(scale, aligned_rows - len(scale), 0, 1.0).contiguous()
+
+
+def _filled_up(scale: Tensor, rows: int, columns: int, value: float = 0.0) -> Tensor:
+    """With so many more rows and columns; itself where there are none, which `pad` would copy."""
+    return pad(scale, (0, columns, 0, rows), value=value) if rows or columns else scale
 
 
 @framed
@@ -88,13 +93,13 @@ def run_block(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: b
 
 
 def _in_blocks(operand: QTensor) -> Scaled:
-    """See the module for the orders of scales; each takes one copy."""
+    """See the module for the orders of scales, as the Triton casts leave them; others are copied, and those that are filled up."""
     scale = operand.scale
     if operand.cast.tile == SQUARE:
-        padded_to_four = pad(scale, (0, -scale.shape[1] % COLUMNS)).contiguous().T
+        padded_to_four = _filled_up(scale, 0, -scale.shape[1] % COLUMNS).contiguous().T
         return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [ScalingType.BlockWise128x128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
-    outer_major = pad(scale.T, (0, len(codes) - len(scale))).contiguous().T
+    outer_major = _filled_up(scale.T, 0, len(codes) - len(scale)).contiguous().T
     return Scaled(codes, [outer_major], [ScalingType.BlockWise1x128], [])
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from narrowgauge.addresses import dry_run_on, tell_launch
+from narrowgauge.addresses import address, dry_run_on, tell_launch
 from narrowgauge.formats import INT4
 from narrowgauge.ops import nvrtc
 from narrowgauge.ops.mm import cublas, definition
@@ -79,9 +79,9 @@ def packed(codes: Tensor) -> Tensor:
     """Codes [rows, K] int8, or uint8 of two each -> two to a byte, uint8 [rows, a multiple of 16], zero behind the last."""
     if codes.dtype == torch.uint8:
         made = cublas.aligned(codes, 1, ALIGNMENT)
-        return made if made.data_ptr() % ALIGNMENT == 0 else made.clone()
+        return made if address(made) % ALIGNMENT == 0 else made.clone()
     codes = codes.contiguous()
-    if codes.data_ptr() % 8:  # the kernel reads 8 codes at once
+    if address(codes) % 8:  # the kernel reads 8 codes at once
         codes = codes.clone()
     rows, inner = codes.shape
     made = torch.empty(rows, -(-inner // (2 * ALIGNMENT)) * ALIGNMENT, dtype=torch.uint8, device=codes.device)
