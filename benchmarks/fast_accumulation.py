@@ -2,6 +2,7 @@
 
     python -m benchmarks.fast_accumulation                     the runs of docs/convergence.md, one after another, an hour on one thread
     python -m benchmarks.fast_accumulation --data shakespeare.txt
+    python -m benchmarks.fast_accumulation --small             two layers, 64 wide: a minute and a half a run
     python -m benchmarks.fast_accumulation --quick             50 steps, one seed: to see that it works
 
 Cases, each from the same start and with the same batches as bf16 of its seed (benchmarks/convergence.py):
@@ -24,11 +25,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.convergence import CONTROL, markdown, summarize, train
+from benchmarks.convergence import CONTROL, SIZES, markdown, summarize, train
 from benchmarks.harness import RESULTS, record
 from benchmarks.hopper_sums import BITS, hopper_sums, in_place_of_float32
 
 CASES = ("bf16", CONTROL, "fp8-current", "fp8-current-fast", "fp8-current-fast:12")
+SMALL: dict[str, Any] = {"hidden_size": 64, "layers": 2, "heads": 2}
 LENGTHS = (128, 512, 2048, 8192, 32768)
 ROWS = 64  # of the two random operands, E4M3 of normal numbers
 
@@ -36,12 +38,13 @@ ROWS = 64  # of the two random operands, E4M3 of normal numbers
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
+    changes = SMALL if options.small else {}
     results = []
     for seed in options.seeds:
         for case in options.cases:
-            results.append(run(options.data, case, seed, options.steps, options.output))
+            results.append(run(options.data, case, seed, options.steps, options.output, changes))
             print(f"fast_accumulation: {results[-1]}", flush=True)
-    facts = {"data": Path(options.data).name, "steps": options.steps}
+    facts = {"data": Path(options.data).name, "steps": options.steps, **SIZES, **changes}
     rows = [row | facts for row in summarize(results)]
     lengths = errors()
     record("fast_accumulation", [*rows, *lengths], options.results)
@@ -50,12 +53,14 @@ def main() -> None:
         print(row)
 
 
-def run(data: str, case: str, seed: int, steps: int, output: Path) -> dict[str, Any]:
-    """One run of `convergence`, its FP8 products added as Hopper adds them."""
+def run(
+    data: str, case: str, seed: int, steps: int, output: Path, changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One run of `convergence`, its FP8 products added as Hopper adds them. changes: of its SIZES."""
     recipe, _, bits = case.partition(":")
     adds = in_place_of_float32(int(bits or BITS)) if recipe.startswith("fp8") else nullcontext()
     with adds:
-        return train(data, recipe, seed, steps, output / f"{bits or BITS}-bits") | {"recipe": case}
+        return train(data, recipe, seed, steps, output / f"{bits or BITS}-bits", changes) | {"recipe": case}
 
 
 def errors() -> list[dict[str, Any]]:
@@ -82,8 +87,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--output", type=Path, default=Path("runs/fast_accumulation"))
     parser.add_argument("--results", type=Path, default=RESULTS / "fast_accumulation.jsonl")
+    parser.add_argument("--small", action="store_true", help="two layers, 64 wide")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    if options.small:
+        options.output = options.output / "small"
     if options.quick:
         options.steps, options.seeds = 50, [0]
         options.output = options.output / "quick"

@@ -52,7 +52,7 @@ class Time:
     @property
     def likely(self) -> tuple[float, float]:
         """Between these, by how far predictions of published steps were off."""
-        return self.seconds / (1 + ERROR["step"]), self.seconds * (1 + ERROR["step"])
+        return self.seconds / (1 + ERROR["eager"]), self.seconds * (1 + ERROR["eager"])
 
     @property
     def is_launch_bound(self) -> bool:
@@ -90,21 +90,24 @@ WORDS = {
 }  # fmt: skip
 
 
-def as_dict(found: Time, card: Card, tokens: int) -> dict[str, Any]:
-    """In JSON's types, with `lines` for people; tokens: of a step, all micro-batches."""
+def as_dict(found: Time, card: Card, tokens: int, messages: float = 0.0) -> dict[str, Any]:
+    """In JSON's types, with `lines` for people. tokens: of a step, all micro-batches and ranks; messages: seconds of those of a rank."""
     low, high = found.likely
+    low, high = max(low, messages), high + messages
     rate = f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s"
     bound = "bound by launching, which Python does" if found.is_launch_bound else "bound by the device"
     most = sorted(found.by_kind, key=lambda kind: -found.by_kind[kind])
     shares = ", ".join(
         f"{WORDS[kind]} {100 * found.by_kind[kind] / found.device:.0f} %" for kind in most if found.by_kind[kind]
     )
+    lines = [
+        f"A step takes {found.seconds:.3g} s in eager mode, predicted, {bound}; likely {low:.2g} to {high:.2g} s, {rate}.",
+        f"Of the device's time: {shares}.",
+    ]
+    if messages:
+        lines.append(f"Messages between ranks take {messages:.2g} s, of which the device's work hides what it can.")
     return {
         "seconds": found.seconds, "likely_seconds": [low, high], "tokens_per_s": [tokens / high, tokens / low],
         "device_seconds": found.device, "host_seconds": found.host, "launches": found.launches,
-        "utilisation": found.utilisation(card), "by_kind_seconds": found.by_kind, "by_phase_seconds": found.by_phase,
-        "lines": [
-            f"A step takes {found.seconds:.3g} s in eager mode, predicted, {bound}; likely {low:.2g} to {high:.2g} s, {rate}.",
-            f"Of the device's time: {shares}.",
-        ],
+        "utilisation": found.utilisation(card), "by_kind_seconds": found.by_kind, "by_phase_seconds": found.by_phase, "messages_seconds": messages, "lines": lines,
     }  # fmt: skip

@@ -82,11 +82,15 @@ def cast_blocks(
 
 @triton.jit
 def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`."""
+    """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`.
+
+    Scales of 1 x 128 lie column by column, see `spec.empty_scales`.
+    """
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]
     store_codes(found, out.codes, down, across, rows, columns, C)
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)
-    tl.store(out.scales + i[:, None] * wide + j[None, :], scale, mask=(i < high)[:, None] & (j < wide)[None, :])
+    place = j[None, :] * high + i[:, None] if A == 1 and B == 128 else i[:, None] * wide + j[None, :]
+    tl.store(out.scales + place, scale, mask=(i < high)[:, None] & (j < wide)[None, :])

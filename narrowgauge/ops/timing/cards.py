@@ -3,7 +3,7 @@
 Memory is what the driver reports as the total ("has a total capacity of ..." in torch's messages; the lowest of the figures found for a
 card, which differ by a hundredth), so the smaller L4 and A100 with error correction. A run can have that less CONTEXT.
 Rates are the makers' dense peaks at boost clock: no kernel reaches them. `reached` is what share large products in bfloat16 were seen to
-reach (benchmarks/published.py has the figures and their sources; of other cards it is the mean of all).
+reach (benchmarks/published.py has the figures and their sources).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GiB = 2**30
 # CUDA's context: 426 MiB when it is made (torch 2.10, CUDA 13.0, RTX 6000 Ada, github.com/unslothai/unsloth-zoo/pull/1053), and the
 # kernels that are loaded when they are first used, of cuBLAS, torch and Triton: some 200 MiB [estimate].
 CONTEXT = 640 * 2**20
-REACHED = 0.80  # of cards of which no figure was found
+REACHED = 0.80  # of cards of which no figure was found [assumed]
 CUDA = (12, 9)  # what torch is taken to be built for on the machine with the card
 
 
@@ -65,22 +65,24 @@ def _card(
 _HOPPER = {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "int8": 1978.9}
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312, "int8": 624}
 
-# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it) and L4;
+# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it), L40S and L4;
 # its whitepapers of GA102 (3090), Ada (4090) and RTX Blackwell (5090), whose rows "with FP32 accumulate" are taken; AMD's of MI300X.
 CARDS: Mapping[str, Card] = MappingProxyType(
     dict(
         [
-            _card("A100-40", 39.39, 1555e9, (8, 0), 108, 1.41, **_AMPERE),
-            _card("A100-80", 79.14, 2039e9, (8, 0), 108, 1.41, **_AMPERE),
-            _card("H100", 79.10, 3350e9, (9, 0), 132, 1.83, **_HOPPER),
+            _card("A100-40", 39.39, 1555e9, (8, 0), 108, 1.41, 0.92, **_AMPERE),
+            _card("A100-80", 79.14, 2039e9, (8, 0), 108, 1.41, 0.92, **_AMPERE),
+            _card("H100", 79.10, 3350e9, (9, 0), 132, 1.83, 0.878, **_HOPPER),
             _card("H100 PCIe", 79.10, 2039e9, (9, 0), 114, 1.755, fp32=51, tf32=378, bf16=756, fp16=756, fp8=1513, int8=1513),
-            _card("H200", 139.72, 4800e9, (9, 0), 132, 1.83, **_HOPPER),
-            _card("B200", 178.35, 7700e9, (10, 0), 148, 1.85, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, int8=4500, fp4=9000),
+            _card("H200", 139.72, 4800e9, (9, 0), 132, 1.83, 0.878, **_HOPPER),
+            _card("B200", 178.35, 7700e9, (10, 0), 148, 1.85, 0.69, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500, int8=4500,
+                  fp4=9000),
             _card("MI300X", 191.69, 5300e9, None, 304, 2.1),
             _card("RTX 3090", 23.68, 936e9, (8, 6), 82, 1.695, fp32=35.6, tf32=35.6, bf16=71, fp16=71, int8=284),
-            _card("RTX 4090", 23.64, 1008e9, (8, 9), 128, 2.52, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6),
+            _card("RTX 4090", 23.64, 1008e9, (8, 9), 128, 2.52, 1.02, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6),
             _card("RTX 5090", 31.34, 1792e9, (12, 0), 170, 2.407, fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419, int8=838,
                   fp4=1676),
+            _card("L40S", 44.40, 864e9, (8, 9), 142, 2.52, fp32=91.6, tf32=183, bf16=362, fp16=362, fp8=733, int8=733),
             _card("L4", 22.03, 300e9, (8, 9), 58, 2.04, fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, int8=242.5),
         ]
     )
@@ -105,10 +107,14 @@ def card(name: str) -> Card:
 
 
 def of_device(name: str) -> Card | None:
-    """The card that a driver calls so, "NVIDIA H100 80GB HBM3"; None for one that is not in the table. An H800 computes as an H100 does."""
-    plain = name.lower().replace("h800", "h100")
-    named = {each.name.lower(): each for each in CARDS.values()} | {"a100": CARDS["a100-80"]}
-    return next((named[each] for each in sorted(named, key=len, reverse=True) if each in plain), None)
+    """The card that a driver calls so, "NVIDIA H100 80GB HBM3"; None for one that is not in the table. An H800 and a GH200 compute as
+    an H100 does.
+    """
+    plain = name.lower().replace("h800", "h100").replace("gh200", "h100")
+    named = {each.name.lower(): each for each in CARDS.values()}
+    named["a100"] = CARDS["a100-40" if "40gb" in plain else "a100-80"]
+    by_length = sorted(named, key=len, reverse=True)
+    return next((named[each] for each in by_length if re.search(rf"\b{each}\b", plain)), None)
 
 
 def of_memory(size: str, like: Card | None = None) -> Card:

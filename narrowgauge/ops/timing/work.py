@@ -24,6 +24,7 @@ OPERANDS = {
 LOOKED_UP = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
 FILLED = ("copy_", "fill_", "zero_", "_foreach_zero_", "_foreach_copy_")
 FILLS_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "_local_scalar_dense", "lift_fresh")
+MAXIMA = ("amax", "maxima")  # read and write no codes
 # Products that tell of themselves, [m, k] and [n, k] first: torch does not know those of cuBLAS under fake tensors.
 PRODUCTS = {"block_mm": "blocks", "scaled_mm_blocks": "blocks", "scaled_mm_mx": "mx"}
 SETTLES = ("settle_both", "settle_stepped")  # kernels of ours that are handed whole matrices and as a rule touch none
@@ -101,7 +102,8 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
         flops = 2 * m * n * k * (2 if operands == "fp4" else 1)
     nbytes = 0 if name in SETTLES else sum(map(_span, tensors))
     kind = "products" if flops else "casts" if ".quantize." in kernel or ".hadamard." in kernel else "elementwise"
-    cast = max((each.numel() for each in tensors), default=0) if kind == "casts" and nbytes else 0
+    is_cast = kind == "casts" and nbytes > 0 and name not in MAXIMA
+    cast = max((each.numel() for each in tensors), default=0) if is_cast else 0
     sums, own = PRODUCTS.get(name, "fast"), not name.startswith("scaled_mm")
     return Work(phase, name, kind, flops, nbytes, operands, own=own, sums=sums, rows=m, columns=n, elements=cast)
 

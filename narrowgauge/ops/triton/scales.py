@@ -5,6 +5,33 @@ import triton.language as tl
 
 
 @triton.jit
+def _over(x, divisor: tl.constexpr, C: tl.constexpr):
+    """x / divisor, a constant, correctly rounded: a quotient within a unit and its remainder, which fma leaves exact (Markstein).
+
+    tl.div_rn has a hundred instructions beside it for operands that are none here. x >= 0; infinity may become NaN.
+    """
+    if C.interpreted:  # where fma rounds the product
+        y = tl.div_rn(x, tl.zeros_like(x) + divisor)
+    else:
+        first = x * (1.0 / divisor)
+        y = tl.fma(tl.fma(first, tl.zeros_like(x) - divisor, x), tl.zeros_like(x) + 1.0 / divisor, first)
+    return y
+
+
+@triton.jit
+def _inverse(x, C: tl.constexpr):
+    """1 / x correctly rounded, x and it normal numbers: the way of rcp.rn.f32 for such, without its other one. NaN stays NaN."""
+    if C.interpreted:
+        y = tl.div_rn(tl.zeros_like(x) + 1.0, x)
+    else:
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        y = tl.fma(tl.fma(x * -1.0, near, tl.zeros_like(x) + 1.0), near, near)
+    return y
+
+
+@triton.jit
 def scale_of(amax_bits, C: tl.constexpr):
     """The bits of amax as int32, any shape -> scales float32: 1 where amax is zero or subnormal, NaN where it is not finite.
 
@@ -18,7 +45,7 @@ def scale_of(amax_bits, C: tl.constexpr):
     else:
         amax = amax_bits.to(tl.float32, bitcast=True)
         largest = 448.0 * C.largest if C.two_level else C.largest
-        scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + largest), 2.0**C.lowest_exponent)
+        scale = tl.maximum(_over(amax, largest, C), 2.0**C.lowest_exponent)
     scale = tl.where(amax_bits < 0x00800000, 1.0, scale)
     return tl.where((amax_bits & 0x7FFFFFFF) < 0x7F800000, scale, float("nan"))
 
@@ -27,7 +54,7 @@ def scale_of(amax_bits, C: tl.constexpr):
 def e4m3_scale_of(amax_bits, shared, C: tl.constexpr):
     """The bits of amax as int32, any shape, and `scale_of` the tensor -> scales float32 that e4m3 holds."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    wanted = tl.div_rn(amax, tl.zeros_like(amax) + C.largest)
+    wanted = _over(amax, C.largest, C)
     wanted = tl.where(wanted < 2.0**-126, 0.0, wanted)  # or rounding up would make 2^-9 of what is left
     wanted = tl.div_rn(wanted, tl.zeros_like(wanted) + shared)
     y = tl.where(wanted > 448.0, 448.0, wanted)
@@ -51,11 +78,11 @@ def reciprocal_of(scale, shared, C: tl.constexpr):
     """
     if C.two_level:
         whole = shared * C.headroom
-        inverse = tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
+        inverse = _inverse(whole, C)
         reciprocal = tl.where(scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
     elif C.power and C.headroom == 1:
         exact = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         reciprocal = tl.where(scale == scale, exact, float("nan"))
     else:
-        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale * C.headroom)
+        reciprocal = _inverse(scale * C.headroom, C)
     return reciprocal
