@@ -65,8 +65,8 @@ def _card(
 _HOPPER = {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "int8": 1978.9}
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312, "int8": 624}
 
-# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it), L40S and L4;
-# its whitepapers of GA102 (3090), Ada (4090) and RTX Blackwell (5090), whose rows "with FP32 accumulate" are taken; AMD's of MI300X.
+# Sources of rates and bandwidths, without sparsity: NVIDIA's datasheets of A100, H100 (SXM, PCIe), H200, HGX B200 (an eighth of it), L40S,
+# L4; its whitepapers of GA102 (3090), Ada (4090) and RTX Blackwell (5090), whose rows "with FP32 accumulate" are taken; AMD's of MI300X.
 CARDS: Mapping[str, Card] = MappingProxyType(
     dict(
         [
@@ -107,9 +107,7 @@ def card(name: str) -> Card:
 
 
 def of_device(name: str) -> Card | None:
-    """The card that a driver calls so, "NVIDIA H100 80GB HBM3"; None for one that is not in the table. An H800 and a GH200 compute as
-    an H100 does.
-    """
+    """The card that a driver calls so, "NVIDIA H100 80GB HBM3"; None if it is not in the table. H800 and GH200 compute as an H100 does."""
     plain = name.lower().replace("h800", "h100").replace("gh200", "h100")
     named = {each.name.lower(): each for each in CARDS.values()}
     named["a100"] = CARDS["a100-40" if "40gb" in plain else "a100-80"]
