@@ -76,8 +76,12 @@ class OperandPlan:
 
     def reads_once(self, x: Tensor, delayed: bool, both: bool) -> bool:
         """Whether a kernel casts x, [outer, inner], both ways, or by a window, in one read."""
-        if self.rows is None or torch.compiler.is_compiling():
+        if self.rows is None:
             return False
+        if torch.compiler.is_compiling():
+            from narrowgauge.ops.quantize import pair
+
+            return pair.reads_once(x, self.rows, delayed, both)
         key = ("pair", delayed, both, x.dtype, x.shape[1] & 1)
         if key not in self.kernels:
             from narrowgauge.ops.quantize import pair  # where kernels read codes
@@ -189,6 +193,7 @@ class LinearContext:
     by_rows        whether the spread of a weight is summed row by row, which ranks that have some of the rows can do alike
     x_window       what layers have in common whose windows of x hold the same numbers; None: nobody else's is known to
     keeps_x        whether x is kept for backward, and cast again, although the recipe keeps codes; see `kept_inputs`
+    keeps_w        (compiled code) whether forward casts the weight both ways and keeps its cols for backward
     """
 
     plan: LinearPlan
@@ -205,3 +210,4 @@ class LinearContext:
     by_rows: bool = False
     x_window: Hashable | None = None
     keeps_x: bool = False
+    keeps_w: bool = False

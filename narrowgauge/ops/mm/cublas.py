@@ -25,7 +25,7 @@ float32: NVFP4 hands it to the kernel, of MX (headroom) it multiplies the result
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,12 @@ def run_scaled(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: 
 def _rows(operand: QTensor, aligned_rows: int) -> Tensor:
     """One float32 scale per row, [aligned_rows, 1]; rows that were filled up get 1."""
     scale = operand.scale.expand(operand.shape[0], 1)
-    return pad(scale, (0, 0, 0, aligned_rows - len(scale)), value=1.0).contiguous()
+    return _filled_up(scale, aligned_rows - len(scale), 0, 1.0).contiguous()
+
+
+def _filled_up(scale: Tensor, rows: int, columns: int, value: float = 0.0) -> Tensor:
+    """With so many more rows and columns; itself where there are none, which `pad` would copy."""
+    return pad(scale, (0, columns, 0, rows), value=value) if rows or columns else scale
 
 
 @framed
@@ -88,13 +93,13 @@ def run_block(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: b
 
 
 def _in_blocks(operand: QTensor) -> Scaled:
-    """See the module for the orders of scales; each takes one copy."""
+    """See the module for the orders of scales, as the Triton casts leave them; others are copied, and those that are filled up."""
     scale = operand.scale
     if operand.cast.tile == SQUARE:
-        padded_to_four = pad(scale, (0, -scale.shape[1] % COLUMNS)).contiguous().T
+        padded_to_four = _filled_up(scale, 0, -scale.shape[1] % COLUMNS).contiguous().T
         return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [ScalingType.BlockWise128x128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
-    outer_major = pad(scale.T, (0, len(codes) - len(scale))).contiguous().T
+    outer_major = _filled_up(scale.T, 0, len(codes) - len(scale)).contiguous().T
     return Scaled(codes, [outer_major], [ScalingType.BlockWise1x128], [])
 
 
@@ -136,17 +141,38 @@ def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
-    """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13."""
-    if (
-        not torch.compiler.is_compiling() and dry_run_on() is not None
-    ):  # torch 2.13 counts packed MXFP4 codes of fake tensors wrong
+    """torch.nn.functional.scaled_mm by the operator that it calls: torch.compile breaks the graph at the function before 2.13.
+
+    Compiled code calls that as `narrowgauge::scaled_mm`: Inductor of torch 2.13 makes a `_scaled_mm` of it, which wants the scales of
+    blocks of 128 in other shapes, and fails when it runs.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and dry_run_on() is not None:  # torch 2.13 counts packed MXFP4 codes of fake tensors wrong
         found = lhs.codes.new_empty((lhs.codes.shape[0], rhs.codes.shape[0]), dtype=dtype)
         is_mx = lhs.kinds[0] in (ScalingType.BlockWise1x32, ScalingType.BlockWise1x16)
         name = f"{__name__}.scaled_mm_{'mx' if is_mx else 'blocks'}"
         tell_launch(name, [lhs.codes, rhs.codes, found, *lhs.scales, *rhs.scales])
         return found
     operands = [(x.scales, [kind.value for kind in x.kinds], [each.value for each in x.swizzles]) for x in (lhs, rhs)]
-    return torch.ops.aten._scaled_mm_v2.default(lhs.codes, rhs.codes.T, *operands[0], *operands[1], None, dtype)
+    call = torch.ops.narrowgauge.scaled_mm.default if is_compiling else _scaled_mm
+    out: Tensor = call(lhs.codes, rhs.codes, *operands[0], *operands[1], dtype)
+    return out
+
+
+def _scaled_mm(lhs: Tensor, rhs: Tensor, *of_scales: Any) -> Tensor:
+    out: Tensor = torch.ops.aten._scaled_mm_v2.default(lhs, rhs.T, *of_scales[:-1], None, of_scales[-1])
+    return out
+
+
+torch.library.define(
+    "narrowgauge::scaled_mm",
+    "(Tensor lhs, Tensor rhs, Tensor[] lhs_scales, int[] lhs_kinds, int[] lhs_swizzles, "
+    "Tensor[] rhs_scales, int[] rhs_kinds, int[] rhs_swizzles, ScalarType dtype) -> Tensor",
+)
+torch.library.impl("narrowgauge::scaled_mm", "CompositeExplicitAutograd", _scaled_mm)
+torch.library.register_fake(
+    "narrowgauge::scaled_mm", lambda lhs, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1])
+)
 
 
 def swizzled(scale: Tensor) -> Tensor:

@@ -10,9 +10,21 @@ from torch import Tensor
 
 from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.recipe import Cast
+from narrowgauge.scaling import scale_shape
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
+
+
+def empty_scales(shape: tuple[int, int], cast: Cast, device: torch.device) -> Tensor:
+    """[ceil(outer / tile[0]), ceil(inner / tile[1])] float32, to be written.
+
+    As cuBLAS reads them: of tiles of 1 x 128 neighbours in memory are of neighbouring rows.
+    """
+    high, wide = scale_shape(shape, cast.tile)
+    if cast.tile == (1, 128):
+        return torch.empty(wide, high, dtype=torch.float32, device=device).T
+    return torch.empty(high, wide, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,7 @@ class Spec:
     expand  the dtype of decoded values to be kept instead of codes
     cols    (quantize_pair) whether x.T is wanted too
     delayed (quantize_pair) whether the amax comes from a window
+    in_operator  whether compiled code calls the kernel as an operator (`ops.quantize.compiled`)
     """
 
     device: Device
@@ -35,6 +48,7 @@ class Spec:
     expand: torch.dtype | None = None
     cols: bool = False
     delayed: bool = False
+    in_operator: bool = False
 
     @classmethod
     def of(

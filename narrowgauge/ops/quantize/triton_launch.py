@@ -2,7 +2,7 @@
 
     tile             launches                             reads of x; x.T comes with it where it is wanted
     tensor           maxima, cast                         2, the second from the cache where x fits
-    tensor, delayed  cast with maxima, settle             1
+    tensor, delayed  one                                  1
     row              one                                  1, of a row longer than 8,192 elements 2, the second from the cache
     row, with x.T    maxima, cast                         2, as of a tensor
     blocks           one                                  1
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import triton_block, triton_transpose
+from narrowgauge.ops.quantize.spec import empty_scales
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton.cast_constants import CastConstants
-from narrowgauge.ops.triton.launch import AmaxState, Matrix, Orientation, launch
+from narrowgauge.ops.triton.launch import AmaxState, Matrix, Orientation, launch, zeros_left_zero
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape
@@ -39,6 +40,7 @@ LONGEST_ROW, ROW_PIECE, ROW_WARPS = 8192, 4096, 8
 LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # of tiles with a side above 64; others as in squares
 # Programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200.
 PARTS = 1, 32, 512
+SETTLING = 512  # programs that in most steps find nothing to cast
 SHARED_PARTS = 64  # places that programs share for the maximum: few enough to read, enough not to queue
 
 Dtype = torch.dtype | None
@@ -52,6 +54,11 @@ def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> 
     if amax is not None:
         amax = amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
     return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
+
+
+def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTensor | None]:
+    """x and, with cols, x.T; amax [1, 1]: of the tensor, where it is known. See `ops.quantize.compiled`."""
+    return cast_pair(x, cast, cols=cols, amax=amax)
 
 
 def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise) -> Both:
@@ -72,8 +79,8 @@ def precast(x: Tensor, precast: Any, amax_state: Tensor | None, records: bool) -
     state = state_of(amax_state, precast.maxima, torch.empty(1, 1, dtype=torch.float32, device=x.device))
     matrix, programs, sizes = _pieces(x.detach(), constants(x, cast), dense=False)
     launch(
-        triton_transpose.settle_both, programs, matrix, *(each.view(torch.uint8) for each in codes), state, precast.expected,
-        RECORDS=records, PARTS=precast.maxima.numel(), PROGRAMS=0, **sizes,
+        triton_transpose.settle_both, min(programs, SETTLING), matrix, *(each.view(torch.uint8) for each in codes), state, precast.expected,
+        RECORDS=records, PARTS=precast.maxima.numel(), **sizes,
     )  # fmt: skip
     rows = QTensor(data=codes[0], scale=state.scale, cast=cast, inner=x.shape[1])
     return rows, QTensor(data=codes[1], scale=state.scale, cast=cast, inner=x.shape[0]), state.amax
@@ -97,7 +104,7 @@ class Output:
         self.cast, self.inner = cast, shape[1]
         self.key = None if noise is None else noise.on_device(device)
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
-        self.scale = torch.empty(scale_shape(shape, cast.tile), dtype=torch.float32, device=device)
+        self.scale = empty_scales((shape[0], shape[1]), cast, device)
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
         self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
 
@@ -133,16 +140,9 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
     memory, is_transposed = _in_memory_order(x.detach() if cols else x.detach().contiguous())
     codes = [None if output is None else output.codes for output in (rows, columns)]
     matrix, programs, sizes = _pieces(memory, constants(x, cast), dense=not cols)
-    if cols:
-        maxima, shares = torch.zeros(SHARED_PARTS, dtype=torch.int32, device=x.device), 0
-    else:
-        programs = shares = _parts(x)
-        maxima = torch.empty(shares, dtype=torch.int32, device=x.device)
-    state = state_of(amax_state, maxima, rows.scale)
+    state = state_of(amax_state, zeros_left_zero(SHARED_PARTS + 1, x.device), rows.scale)
     given = (matrix, *(codes[::-1] if is_transposed else codes), state)
-    sizes |= {"PARTS": maxima.numel(), "PROGRAMS": shares}
-    launch(triton_transpose.both_delayed, programs, *given, **sizes)
-    launch(triton_transpose.settle_both, programs, *given, None, RECORDS=records, **sizes)
+    launch(triton_transpose.both_delayed, programs, *given, RECORDS=records, PARTS=SHARED_PARTS, **sizes)
     if columns is not None:
         columns.scale = rows.scale
     return rows.finished(), None if columns is None else columns.finished(), state.amax
@@ -180,8 +180,18 @@ def _tensor_maxima(x: Tensor) -> Tensor:
     """[PARTS] int32 of a tensor in any dense order."""
     parts = _parts(x)
     maxima = torch.empty(parts, dtype=torch.int32, device=x.device)
-    launch(triton_transpose.amax, parts, x.contiguous(), maxima, x.numel(), PARTS=parts, RUN=RUN, warps=RUN_WARPS)
+    given = (x.contiguous(), maxima, None, None, x.numel())
+    launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
     return maxima
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of x, not empty, [1, 1] float32: `tile_amax` of the whole tensor, in one launch."""
+    parts, x = _parts(x), _in_memory_order(x.detach())[0]
+    maxima, whole = (torch.empty(size, dtype=torch.int32, device=x.device) for size in ((parts,), (1, 1)))
+    given = (x.contiguous(), maxima, whole, zeros_left_zero(1, x.device), x.numel())
+    launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
+    return whole.view(torch.float32)
 
 
 Wanted = tuple[
@@ -200,7 +210,7 @@ def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> Non
     first = _orientation(wanted[0])._replace(scales=scale, maxima=maxima)
     matrix, programs, sizes = _pieces(x, C, dense=wanted[1] is None)
     second = _orientation(wanted[1])
-    launch(triton_transpose.cast_both, programs, matrix, first, second, PARTS=maxima.numel(), **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, first, second, None, PARTS=maxima.numel(), **sizes)
     if wanted[1] is not None:
         wanted[1].scale = scale
 
@@ -211,14 +221,13 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
-    maxima: list[Tensor | None] = [None if amax is None else amax.view(torch.int32)] * 2
+    ended, maxima = None, [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
-        maxima = [
-            None if output is None else torch.zeros(length, dtype=torch.int32, device=x.device)
-            for output, length in zip(wanted, x.shape, strict=True)
-        ]
+        lengths = [0 if output is None else length for output, length in zip(wanted, x.shape, strict=True)]
+        *parts, ended = zeros_left_zero(sum(lengths) + 1, x.device).split([*lengths, 1])
+        maxima = [part if len(part) else None for part in parts]
         launch(triton_transpose.maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), PARTS=0, **sizes)
+    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), ended, PARTS=0, **sizes)
 
 
 def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:

@@ -35,7 +35,7 @@ class CastConstants:
     carry: int  # what is added to the bits of amax before its exponent is taken
     log2: int  # floor(log2 largest)
     lowest_exponent: int  # log2 of the smallest scale, of two levels of the smallest of a tensor
-    headroom: float  # what the scale is multiplied by before x is divided by it
+    headroom: float  # what the scale is multiplied by before its reciprocal is taken
     two_level: bool  # whether scales are e4m3 numbers beside a float32 of the tensor
     ceils: bool  # whether these are rounded up
 
@@ -43,11 +43,6 @@ class CastConstants:
     def packed(self) -> bool:
         """Whether two codes share a byte."""
         return self.bits == 4 and not self.decoded
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether x is multiplied by the reciprocal of its scale: exact for powers of two, the rule for two levels."""
-        return self.two_level or (self.power and self.headroom == 1)
 
 
 def refuse(cast: Cast) -> Refusal | None:
@@ -61,7 +56,7 @@ def refuse(cast: Cast) -> Refusal | None:
             "scale", f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}"
         )
     if cast.format.max < 4:
-        return Refusal("format", f"the reciprocal of a scale of {cast.format} can leave float32")
+        return Refusal("format", f"does not end scales at 2^126, where {cast.format} saturates")
     return None
 
 

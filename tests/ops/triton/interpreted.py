@@ -3,9 +3,8 @@
     TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted      tests/ops/triton/cases.py says what is printed
 
 The interpreter computes with numpy. Faithful there: integer arithmetic, float32 sums, products and divisions. Not faithful: its casts
-to 8-bit floats and its fma, which rounds the product (3.9). So elements are rounded in integer arithmetic here and quotients divided
-outright, as on compute capability 8.0 and (0, 0); the instructions in their place are checked in test_compiled, test_division
-and, on a GPU, in tests/ops/test_quantize_triton.
+to 8-bit floats. So elements are rounded in integer arithmetic here, as on compute capability 8.0 and (0, 0); the instructions in their
+place are checked in test_compiled and, on a GPU, in tests/ops/test_quantize_triton.
 """
 
 from __future__ import annotations
@@ -126,6 +125,12 @@ def compare_delayed(in_use: float, spoiled: float | None, records: bool) -> None
         same(got, expected)
     else:
         assert got.scale.isnan().all() and expected.scale.isnan().all()
+
+
+def compare_amax(x: Tensor) -> None:
+    """The largest magnitude of a tensor, twice: what programs count by is left zero."""
+    for _ in range(2):
+        assert_same(triton_launch.amax(x), tile_amax(x, (WHOLE, WHOLE)), any_nan=True)
 
 
 def compare_both_delayed(in_use: float, spoiled: float | None, transposed: bool) -> None:
@@ -256,7 +261,7 @@ def compare_noise() -> None:
 
 # By what a case begins with.
 KINDS = (
-    "noise", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
+    "noise", "amax of ", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
     "int4 tensor", "int4x2 tensor", "both ", "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
     "given amax ", "one column ", "long rows ", "delayed, ", "rotated ",
     "check of ", "broken ", "layers ",
@@ -304,6 +309,10 @@ def cases() -> Iterator[Case]:
     for order in (16, 32, 64):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield f"rotated {order} {dtype}", lambda order=order, dtype=dtype: compare_rotated(order, dtype)
+    yield (
+        "amax of a tensor",
+        lambda: [compare_amax(x) for x in (matrix(70, 130), matrix(70, 130).T, matrix(3, 5) * float("nan"))],
+    )
     for in_use in (0.0, 3.0):
         for value in (None, float("nan")):
             yield (
