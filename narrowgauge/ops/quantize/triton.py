@@ -46,4 +46,4 @@ def _launching(function: str) -> Callable[..., Any]:
     return call
 
 
-run, both, pair, precast, amax = map(_launching, ("run", "both", "pair", "precast", "amax"))
+run, both, pair, precast, amax, empty = map(_launching, ("run", "both", "pair", "precast", "amax", "empty"))

@@ -61,6 +61,11 @@ def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTenso
     return cast_pair(x, cast, cols=cols, amax=amax)
 
 
+def empty(x: Tensor, cast: Cast) -> QTensor:
+    """What a cast of x will be, without its numbers: shapes, types, and the order in memory."""
+    return Output(tuple(x.shape), cast, x.device).finished()
+
+
 def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise) -> Both:
     """See `ops.quantize.quantize_pair`."""
     if amax_state is None:
