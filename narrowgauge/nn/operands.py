@@ -135,15 +135,14 @@ class Operand:
             return
         if casts.rows is None and cast is not None and plan.rows_expand is None and plan.rows_rotate is None:
             delayed, both = isinstance(cast.calibrate, Window), plan.pairs and self._keeps_cols(cast)
-            if delayed == (state is not None) and (delayed or both) and plan.reads_once(self.tensor, delayed, both):
-                from narrowgauge.ops.quantize.pair import quantize_pair
-
-                x, records = self.tensor, self.context.records
-                noise: list[Any] = [None, None]
+            x, run = self.tensor, None
+            if delayed == (state is not None) and (delayed or both):
+                run = plan.one_read(x, delayed, both, self.context.records)
+            if run is not None:
+                noise: tuple[Any, Any] = (None, None)
                 if cast.rounding == "stochastic":
-                    noise = [self._noise(x, "rows"), self._noise(x.T, "cols") if both else None]
-                made = quantize_pair(x, cast, amax_state=state, records=records, cols=both, noise=(noise[0], noise[1]))
-                casts.rows, casts.cols, casts.amax = made
+                    noise = self._noise(x, "rows"), self._noise(x.T, "cols") if both else None
+                casts.rows, casts.cols, casts.amax = run(x, state, noise)
                 casts.state = state
                 return
         if state is None and casts.rows is None and self._remembers_amax:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import is_compiling
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.ops.quantize import quantize
@@ -65,25 +66,26 @@ class OperandPlan:
 
     def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
         """As `ops.quantize`, by a kernel that is chosen once; no refusal looks at more of the arguments than the key does."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return quantize(x, cast, amax=amax, noise=noise, expand=expand)
         key = (cast is self.rows, x.dtype, expand, x.shape[1] & 1, 0 in x.shape, type(noise))
         run = self.kernels.get(key)
         if run is None:
             run = self.kernels[key] = plan_quantize(x, cast, amax, noise, expand)
-        found: QTensor = run(x, cast, amax, noise, expand)
+        found: QTensor = run(x, amax, noise)
         return found
 
-    def reads_once(self, x: Tensor, delayed: bool, both: bool) -> bool:
-        """Whether a kernel casts x, [outer, inner], both ways, or by a window, in one read."""
-        if self.rows is None or torch.compiler.is_compiling():
-            return False
-        key = ("pair", delayed, both, x.dtype, x.shape[1] & 1)
+    def one_read(self, x: Tensor, delayed: bool, both: bool, records: bool) -> Callable[..., Any] | None:
+        """What casts x, [outer, inner], both ways, or by a window, in one read: run(x, amax_state, noise); None: no kernel does."""
+        if self.rows is None or is_compiling():
+            return None
+        key = (delayed, both, records, x.dtype, x.shape[1] & 1)
         if key not in self.kernels:
             from narrowgauge.ops.quantize import pair  # where kernels read codes
 
-            self.kernels[key] = pair.reads_once(x, self.rows, delayed, both)
-        found: bool = self.kernels[key]
+            reads_once = pair.reads_once(x, self.rows, delayed, both)
+            self.kernels[key] = pair.plan(x, self.rows, records, both, delayed) if reads_once else None
+        found: Callable[..., Any] | None = self.kernels[key]
         return found
 
     @property

@@ -53,7 +53,7 @@ def check_of(op: str) -> Callable[[], Check[Spec]]:
 
 KERNELS: Registry[Spec] = Registry("quantize")
 KERNELS.register(
-    Kernel("triton", triton.refuse, triton.run, check=check_of("quantize")),
+    Kernel("triton", triton.refuse, triton.run, check=check_of("quantize"), replays=True),
     Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of("quantize")),
     Kernel("reference", lambda spec: None, definition.quantize, by_torch=True),
 )
@@ -66,11 +66,17 @@ row_squares, spread = definition.row_squares, definition.spread
 def plan(
     x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | None, expand: torch.dtype | None
 ) -> Callable[..., QTensor]:
-    """What computes `quantize` for such arguments: run(x, cast, amax, noise, expand), without a check of them.
+    """What computes `quantize` for such arguments: run(x, amax, noise), without a check of them.
 
     It serves other tensors of the same device and type, as empty and with as many columns modulo 2, and noise of the same kind.
     """
-    return KERNELS.choose(Spec.of(x, cast, amax, noise, expand)).kernel.run
+    kernel = KERNELS.choose(Spec.of(x, cast, amax, noise, expand)).kernel
+    if noise is not None or not kernel.replays:
+        return lambda x, amax, noise: kernel.run(x, cast, amax, noise, expand)
+    from narrowgauge.ops.triton.replay import Replays  # where there are launches
+
+    replays = Replays(lambda x, amax: kernel.run(x, cast, amax, None, expand))
+    return lambda x, amax, _: replays(x, amax)
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ tensor with an amax that is not finite, a delayed one may leave other codes unde
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,7 @@ def refuse(spec: Spec) -> Refusal | None:
 
 KERNELS: Registry[Spec] = Registry("quantize_pair")
 KERNELS.register(
-    Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op)),
+    Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op), replays=True),
     Kernel("reference", lambda spec: None, in_turn, by_torch=True),
 )
 
@@ -58,6 +60,20 @@ def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     """Whether a kernel gives both orientations, or codes and the next step's amax, from one read of x; else it is done in turn."""
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
     return KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name != "reference"
+
+
+def plan(x: Tensor, cast: Cast, records: bool, cols: bool, delayed: bool) -> Callable[[Tensor, Tensor | None, Two], Pair]:
+    """What computes `quantize_pair` for such arguments: run(x, amax_state, noise). It serves other tensors as `quantize`'s plan does."""
+    noise = Key((0, 0)) if cast.rounding == "stochastic" else None
+    kernel = KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel
+    if noise is not None or not kernel.replays:
+        return lambda x, state, noise: quantize_pair(
+            x, cast, amax_state=state, records=records, cols=cols, noise=noise
+        )
+    from narrowgauge.ops.triton.replay import Replays  # where there are launches
+
+    replays = Replays(lambda x, state: kernel.run(x, cast, state, records, cols, (None, None)))
+    return lambda x, state, _: replays(x, state)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import dry_run_on, refuse_wrappers, tell_launch
+from narrowgauge.ops.triton.replay import RECORDING
 
 
 class Matrix(NamedTuple):
@@ -60,8 +61,12 @@ def launch(
         tell_launch(f"{kernel.__module__}.{kernel.__name__}", [*tensors, *reached()])
         return
     refuse_wrappers(*tensors)
+    options = {"num_warps": warps, "enable_fp_fusion": False, **constants}
     with torch.cuda.device_of(tensors[0]):
-        kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
+        if (recording := RECORDING.get()) is not None:
+            recording.launch(kernel, programs, arguments, options)
+        else:
+            kernel[(programs,)](*arguments, **options)
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
