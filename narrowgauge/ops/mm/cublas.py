@@ -48,17 +48,18 @@ LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap ar
 def run_scaled(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """torch._scaled_mm. With row scales its result comes rounded to bfloat16."""
     a, b = aligned(lhs.data, ALIGNMENT, ALIGNMENT), aligned(rhs.data, ALIGNMENT, ALIGNMENT)
-    if lhs.cast.tile == rhs.cast.tile == (WHOLE, WHOLE):
-        scale_a, scale_b = lhs.scale.reshape(()), rhs.scale.reshape(())
-    else:
-        scale_a, scale_b, dtype = _rows(lhs, len(a)), _rows(rhs, len(b)).T, torch.bfloat16
-    return torch._scaled_mm(a, b.T, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast_accumulate)
+    scale_a, scale_b = lhs.scale, rhs.scale
+    if not lhs.cast.is_per_tensor or not rhs.cast.is_per_tensor:
+        scale_a, scale_b, dtype = _rows(lhs, a.shape[0]), _rows(rhs, b.shape[0]).t(), torch.bfloat16
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, dtype, fast_accumulate)  # bias and result_scale: none
 
 
 def _rows(operand: QTensor, aligned_rows: int) -> Tensor:
     """One float32 scale per row, [aligned_rows, 1]; rows that were filled up get 1."""
-    scale = operand.scale.expand(operand.shape[0], 1)
-    return pad(scale, (0, 0, 0, aligned_rows - len(scale)), value=1.0).contiguous()
+    scale, rows = operand.scale, operand.data.shape[0]
+    if scale.shape[0] == rows == aligned_rows:
+        return scale.contiguous()
+    return pad(scale.expand(rows, 1), (0, 0, 0, aligned_rows - rows), value=1.0).contiguous()
 
 
 @framed
@@ -129,9 +130,10 @@ def mx_operand(operand: QTensor) -> Scaled:
 
 def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
     """data as a contiguous matrix, filled up with zeros to multiples of (rows, columns)."""
-    fill = (0, -data.shape[1] % columns, 0, -data.shape[0] % rows)
-    if not any(fill):
+    outer, inner = data.shape
+    if not outer % rows and not inner % columns:
         return data.contiguous()
+    fill = (0, -inner % columns, 0, -outer % rows)
     return pad(data.contiguous().view(torch.uint8), fill).view(data.dtype)
 
 

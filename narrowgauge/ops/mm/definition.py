@@ -99,14 +99,16 @@ def framed(multiply: Callable[[QTensor, QTensor, torch.dtype, bool], Tensor]) ->
     def run_framed(
         lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
     ) -> Tensor:
-        if 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]):
+        m, n = lhs.data.shape[0], rhs.data.shape[0]
+        if m == 0 or n == 0 or lhs.inner == 0:
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
         narrow = bias is None and out_dtype == torch.bfloat16
         out = multiply(lhs, rhs, torch.bfloat16 if narrow else torch.float32, fast_accumulate)
-        out = out[: lhs.shape[0], : rhs.shape[0]]
+        if out.shape != (m, n):
+            out = out[:m, :n]
         if bias is not None:
             out = out.to(torch.float32) + bias.to(torch.float32)
-        return out.to(out_dtype)
+        return out if out.dtype == out_dtype else out.to(out_dtype)
 
     return run_framed
 

@@ -61,6 +61,7 @@ class Recording(TorchDispatchMode):
     """What one call does. A mode, so that no work of torch's operators goes unnoticed.
 
     bases   the tensors given, then those allocated: held, so that no address comes twice
+    zeroed, read    which of them are zero at first; which are given to a kernel or returned
     missed  whether it did more than can be replayed
     """
 
@@ -69,6 +70,7 @@ class Recording(TorchDispatchMode):
         self.bases: list[Tensor | None] = list(given)
         self.given = len(given)
         self.zeroed: set[int] = set()
+        self.read: set[int] = set()
         self.launches: list[Launch] = []
         self.missed = self._is_launching = False
 
@@ -97,8 +99,11 @@ class Recording(TorchDispatchMode):
         return next(found, None)
 
     def form(self, x: Tensor) -> Form:
+        """Of what a kernel is given, or the call returns."""
         if (base := self.base(x)) is None:
             self.missed = True
+        else:
+            self.read.add(base)
         return Form(-1 if base is None else base, tuple(x.shape), x.stride(), x.dtype)
 
 
@@ -123,7 +128,7 @@ class Replay:
 
     def __init__(self, recording: Recording, result: Any) -> None:
         formed = _with_forms(result, recording)
-        self._forms = [None if x is None else recording.form(x) for x in recording.bases]
+        self._forms = [None if x is None else Form(i, tuple(x.shape), x.stride(), x.dtype) for i, x in enumerate(recording.bases)]
         for form in _forms_in(formed):
             base = self._forms[form.base]
             if base is not None and form.base >= recording.given and _bytes(form) == _bytes(base):
@@ -133,12 +138,19 @@ class Replay:
             recording.missed |= base is None or base.dtype != form.dtype
         self._result = self._as_allocated(formed)
         self._device = next(x.device for x in recording.bases if x is not None)
-        allocated = enumerate(self._forms[recording.given :], recording.given)
-        self._allocate = [_allocation(form, i in recording.zeroed, self._device) for i, form in allocated if form is not None]
         # A kernel's argument is one of these, or a tuple of some: bases, then constants; from the end, bases seen as another type.
         self._constants: list[Any] = []
         self._views: list[Form] = []
+        self._stream: Callable[[Any], int] | None = None  # asked once for all launches; None: launched the ordinary way
+        if all(each.compiled is not None for each in recording.launches) and TRIED[0] <= version() <= TRIED[1]:
+            from triton.runtime import driver
+
+            self._stream = driver.active.get_current_stream
         self._launches = [self._prepared(each, recording) for each in recording.launches]
+        self._allocate = [
+            _allocation(form, base in recording.zeroed, self._device) if base in recording.read else _nothing
+            for base, form in enumerate(self._forms[recording.given :], recording.given) if form is not None
+        ]  # fmt: skip
         self.is_whole = not recording.missed
 
     def __call__(self, *tensors: Tensor | None) -> Any:
@@ -152,13 +164,14 @@ class Replay:
         return _filled(self._result, pool)
 
     def _launch(self, pool: list[Any]) -> None:
+        options = {} if self._stream is None else {"stream": self._stream(self._device.index)}
         for start, picks in self._launches:
-            start(*[pick(pool) for pick in picks])
+            start(*[pick(pool) for pick in picks], **options)
 
     def _prepared(self, launch: Launch, recording: Recording) -> tuple[Callable[..., Any], list[Pick]]:
         """(what starts it, what picks each argument out of the pool)."""
         kernel, programs, arguments, options, compiled = launch
-        if compiled is None or not TRIED[0] <= version() <= TRIED[1]:
+        if self._stream is None:
             return partial(kernel[(programs,)], **options), [self._pick(each, recording, True) for each in arguments]
         named = [options[name] for name in kernel.arg_names[len(arguments) :]]
         return compiled[(programs, 1, 1)], [self._pick(each, recording, False) for each in (*arguments, *named)]
@@ -230,6 +243,10 @@ def _forms_in(result: Any) -> Iterator[Form]:
 
 def _bytes(form: Form) -> int:
     return math.prod(form.shape) * form.dtype.itemsize
+
+
+def _nothing() -> None:
+    """In place of memory that the call allocates and nobody reads."""
 
 
 def _allocation(form: Form, zeroed: bool, device: torch.device) -> Callable[[], Tensor]:
