@@ -7,6 +7,7 @@ Everything works on plain tensors, so that torch.compile traces through.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class Rotation:
     ) -> Rotation:
         """Along the last axis of `operand`, with new signs where they are random."""
         if hadamard is None:
-            return _NONE
+            return NONE
         from narrowgauge.ops.hadamard import draw_signs
 
         is_random = hadamard.signs == "random"
@@ -58,7 +59,8 @@ class Rotation:
         return rotate(operand, self.hadamard, self.signs)
 
 
-_NONE = Rotation()
+NONE = Rotation()
+FEW = 128  # elements of a tile whose scales are kept small
 
 
 @dataclass(eq=False)
@@ -146,7 +148,7 @@ class Operand:
                 casts.state = state
                 return
         if state is None and casts.rows is None and self._remembers_amax:
-            casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
+            casts.amax = plan.amax(self.tensor)
         if state is not None and casts.amax is None:
             amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             casts.amax = update_amax(state, amax, records=self.context.records)
@@ -209,7 +211,8 @@ class Operand:
     def _rows(self, rotation: Rotation) -> QTensor | Tensor:
         casts, plan = self.casts, self.plan
         if casts.rows is None:
-            made = self.cast(rotation(self.tensor), plan.rows, plan.rows_expand, "rows")
+            x = self.tensor if rotation is NONE else rotation(self.tensor)
+            made = self.cast(x, plan.rows, plan.rows_expand, "rows")
             if not rotation.is_random:
                 casts.rows = made
             return made
@@ -233,7 +236,8 @@ class Operand:
                 # Native GEMMs would otherwise turn the codes at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
-            made = self.cast(rotation(self.tensor.T), plan.cols, plan.cols_expand, "cols")
+            x = self.tensor.t()
+            made = self.cast(x if rotation is NONE else rotation(x), plan.cols, plan.cols_expand, "cols")
         if not rotation.is_random:
             casts.cols = made
         return made
@@ -301,7 +305,7 @@ class Operand:
         return casts.amax, *casts.kept
 
     def _kept_codes(self) -> Saved:
-        """(codes, scale, global scale) of x.T; scales that are powers of two as their exponents, a byte each."""
+        """(codes, scale, global scale) of x.T; many scales that are powers of two as their exponents, a byte each."""
         casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # Encoding and decoding on a CPU takes longer than the product: there decoded values are kept.
@@ -312,7 +316,7 @@ class Operand:
             casts.cols = self.cast(rotation(self.tensor.T), plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
-        scale = to_exponents(codes.scale) if codes.cast.scale.power_of_two else codes.scale
+        scale = to_exponents(codes.scale) if _keeps_exponents(codes.cast) else codes.scale
         return codes.data, scale, codes.global_scale
 
     @property
@@ -333,7 +337,7 @@ class Operand:
         if codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
-            if plan.cols.scale.power_of_two:
+            if _keeps_exponents(plan.cols):
                 scale = from_exponents(scale)
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
             casts.cols = QTensor(
@@ -355,6 +359,11 @@ class Operand:
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
         """(x, w) the gradient of t and that of its learned step, from d, that of the decoded operand."""
         return d, None
+
+
+def _keeps_exponents(cast: Cast) -> bool:
+    """Whether float32 scales would be an eighth of the codes: of tiles of 32. Of 128 they are a 32nd, and eight launches dearer."""
+    return cast.scale.power_of_two and WHOLE not in cast.tile and math.prod(cast.tile) < FEW
 
 
 KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
-from narrowgauge.ops.quantize import quantize
+from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.scaling import WHOLE
@@ -75,6 +75,17 @@ class OperandPlan:
         found: QTensor = run(x, amax, noise)
         return found
 
+    def amax(self, x: Tensor) -> Tensor:
+        """The amax by which `quantize` then casts both x and x.T, of one scale; see `ops.quantize.plan_amax`."""
+        assert self.rows is not None
+        if is_compiling():
+            return tile_amax(x.detach(), (WHOLE, WHOLE))
+        key = ("amax", x.dtype, x.shape[1] & 1, x.shape[0] & 1)
+        if (run := self.kernels.get(key)) is None:
+            run = self.kernels[key] = plan_amax(x, self.rows)
+        found: Tensor = run(x)
+        return found
+
     def one_read(self, x: Tensor, delayed: bool, both: bool, records: bool) -> Callable[..., Any] | None:
         """What casts x, [outer, inner], both ways, or by a window, in one read: run(x, amax_state, noise); None: no kernel does."""
         if self.rows is None or is_compiling():
@@ -88,7 +99,7 @@ class OperandPlan:
         found: Callable[..., Any] | None = self.kernels[key]
         return found
 
-    @property
+    @cached_property
     def serves_a_step(self) -> tuple[bool, bool]:
         """Whether rows, and cols, are the same at every call between two optimizer steps."""
         return (

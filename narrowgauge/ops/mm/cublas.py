@@ -89,14 +89,19 @@ def run_block(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: b
 
 
 def _in_blocks(operand: QTensor) -> Scaled:
-    """See the module for the orders of scales; each takes one copy."""
+    """See the module for the orders of scales; each takes one copy, if the scales do not lie so already."""
     scale = operand.scale
     if operand.cast.tile == SQUARE:
-        padded_to_four = pad(scale, (0, -scale.shape[1] % COLUMNS)).contiguous().T
+        padded_to_four = _filled_up(scale, -scale.shape[1] % COLUMNS).contiguous().t()
         return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [ScalingType.BlockWise128x128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
-    outer_major = pad(scale.T, (0, len(codes) - len(scale))).contiguous().T
+    outer_major = _filled_up(scale.t(), codes.shape[0] - scale.shape[0]).contiguous().t()
     return Scaled(codes, [outer_major], [ScalingType.BlockWise1x128], [])
+
+
+def _filled_up(scale: Tensor, columns: int) -> Tensor:
+    """With so many columns of zeros more; `pad` by none would copy."""
+    return pad(scale, (0, columns)) if columns else scale
 
 
 @framed

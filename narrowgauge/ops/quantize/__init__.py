@@ -79,6 +79,20 @@ def plan(
     return lambda x, amax, _: replays(x, amax)
 
 
+def plan_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], Tensor]:
+    """What finds the amax by which both x and x.T are then cast, by one scale: [1, 1], or more of which it is the largest.
+
+    It serves other tensors as `plan` does, and its amax the kernels that `plan` takes, none else.
+    """
+    amax = x.new_empty((1, 1))
+    kernels = [KERNELS.choose(Spec.of(each, cast, amax)).kernel for each in (x, x.T)]
+    if not all(kernel.name == "triton" for kernel in kernels):
+        return lambda x: tile_amax(x.detach(), cast.tile)
+    from narrowgauge.ops.triton.replay import Replays  # where there are launches
+
+    return Replays(triton.parts)
+
+
 @torch.no_grad()
 def quantize(
     x: Tensor,

@@ -46,4 +46,4 @@ def _launching(function: str) -> Callable[..., Any]:
     return call
 
 
-run, pair, precast = map(_launching, ("run", "pair", "precast"))
+run, pair, precast, parts = map(_launching, ("run", "pair", "precast", "parts"))

@@ -49,9 +49,14 @@ Both = tuple[QTensor, QTensor | None, Tensor | None]  # of x, of x.T, the amax o
 
 def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> QTensor:
     """See `ops.quantize`."""
-    if amax is not None:
+    if amax is not None and (cast.tile != (WHOLE, WHOLE) or amax.shape == (1, 1)):  # else the maxima of its parts
         amax = amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
     return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
+
+
+def parts(x: Tensor) -> Tensor:
+    """[1, a power of two] float32, whose largest is the largest magnitude of x: an amax for `run`, of one scale for the tensor."""
+    return _tensor_maxima(x.detach()).view(torch.float32).view(1, -1)
 
 
 def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise) -> Both:
@@ -199,7 +204,7 @@ def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> Non
     scale = next(output.scale for output in wanted if output is not None)
     first = _orientation(wanted[0])._replace(scales=scale, maxima=maxima)
     matrix, programs, sizes = _pieces(x, C, dense=wanted[1] is None)
-    second = _orientation(wanted[1])
+    second = _orientation(wanted[1])._replace(scales=None)  # its scale is that of the first
     launch(triton_transpose.cast_both, programs, matrix, first, second, PARTS=maxima.numel(), **sizes)
     if wanted[1] is not None:
         wanted[1].scale = scale

@@ -2,9 +2,12 @@
 
 What such a call does follows from the form of its tensors alone: shapes, strides, types, and whether addresses are multiples of 16. So the
 second call of a form is recorded: what it allocates, which kernels it launches with what, which tensors it returns. Later ones allocate,
-launch and return the same, and work nothing out. A launch is then `compiled[grid](*arguments)`, the way to start a `CompiledKernel` that
-Triton's tutorial of the fused softmax shows, for what `kernel[grid](...)` returned; it looks nothing up. Where that is none (Triton's
-interpreter, a version that is not among TRIED) launches stay the ordinary ones.
+launch and return the same, and work nothing out.
+
+`kernel[grid](...)` returns the `CompiledKernel`, and Triton's tutorial of the fused softmax starts one by `compiled[grid](*arguments)`, which
+looks nothing up. What that calls in turn, `compiled.run` with `function` and `packed_metadata`, is what is called here, as Inductor does,
+unless a hook of Triton's wants each launch described. Where no CompiledKernel is returned (Triton's interpreter), or the version is not
+one of TRIED, launches stay the ordinary ones.
 
 Of the work between allocations and launches only views are understood. A call that computes, copies, or gives a kernel a tensor that it
 was not given itself is not replayed, but made as ever each time.
@@ -27,7 +30,7 @@ from narrowgauge.addresses import dry_run_on, refuse_wrappers
 from narrowgauge.ops.triton import version
 from narrowgauge.qtensor import QTensor
 
-TRIED = (3, 6), (3, 9)  # the first and the last version of Triton whose CompiledKernel was launched so
+TRIED = (3, 6), (3, 7)  # the first and the last version of Triton whose CompiledKernel was launched so
 ALIGNED = 16  # bytes; Triton compiles apart for addresses and numbers that are multiples of it
 MOST = 64  # forms that are kept, of one kind of call
 RECORDING: ContextVar[Recording | None] = ContextVar("narrowgauge_recording", default=None)
@@ -71,12 +74,13 @@ class Recording(TorchDispatchMode):
         self.given = len(given)
         self.zeroed: set[int] = set()
         self.read: set[int] = set()
+        self.makers: dict[int, Callable[[], Tensor]] = {}
         self.launches: list[Launch] = []
-        self.missed = self._is_launching = False
+        self.missed = self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if self._is_launching:  # Triton's interpreter copies tensors
+        if self._is_paused:  # Triton's interpreter copies tensors as it launches
             return made
         if func in (_EMPTY, _ZEROS):
             if func is _ZEROS:
@@ -87,10 +91,22 @@ class Recording(TorchDispatchMode):
         return made
 
     def launch(self, kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._is_launching = True
+        self._is_paused = True
         compiled = kernel[(programs,)](*arguments, **options)
-        self._is_launching = False
+        self._is_paused = False
         self.launches.append(Launch(kernel, programs, arguments, options, compiled))
+
+    def made(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is neither given nor new, made by what gives it at every call."""
+        self._is_paused, token = True, RECORDING.set(None)
+        try:
+            x = make()
+        finally:
+            self._is_paused = False
+            RECORDING.reset(token)
+        self.makers[len(self.bases)] = make
+        self.bases.append(x)
+        return x
 
     def base(self, x: Tensor) -> int | None:
         """The number of the tensor at whose address x begins."""
@@ -111,13 +127,13 @@ Pick = Callable[[list[Any]], Any]
 
 
 class Parts(NamedTuple):
-    """A QTensor with Forms in place of its tensors, or the numbers of bases that are these."""
+    """A QTensor with Forms in place of its tensors."""
 
-    data: Form | int
-    scale: Form | int
+    data: Form
+    scale: Form
     cast: Any
     inner: int
-    global_scale: Form | int | None
+    global_scale: Form | None
 
 
 class Replay:
@@ -131,50 +147,64 @@ class Replay:
         self._forms = [None if x is None else Form(i, tuple(x.shape), x.stride(), x.dtype) for i, x in enumerate(recording.bases)]
         for form in _forms_in(formed):
             base = self._forms[form.base]
-            if base is not None and form.base >= recording.given and _bytes(form) == _bytes(base):
+            is_new = form.base >= recording.given and form.base not in recording.makers
+            if base is not None and is_new and _bytes(form) == _bytes(base):
                 self._forms[form.base] = form  # what is returned is allocated as it is returned
-        for form in _forms_in(formed):
-            base = self._forms[form.base]
-            recording.missed |= base is None or base.dtype != form.dtype
-        self._result = self._as_allocated(formed)
         self._device = next(x.device for x in recording.bases if x is not None)
-        # A kernel's argument is one of these, or a tuple of some: bases, then constants; from the end, bases seen as another type.
-        self._constants: list[Any] = []
-        self._views: list[Form] = []
+        self._is_alone = self._device.index is None or torch.cuda.device_count() == 1  # no other device can be the current one
         self._stream: Callable[[Any], int] | None = None  # asked once for all launches; None: launched the ordinary way
         if all(each.compiled is not None for each in recording.launches) and TRIED[0] <= version() <= TRIED[1]:
             from triton.runtime import driver
 
             self._stream = driver.active.get_current_stream
+        # A kernel's argument, and what is returned, is one of a pool or a tuple of some: bases, constants, other views of bases.
+        self._constants: list[Any] = []
+        self._views: list[Form] = []
         self._launches = [self._prepared(each, recording) for each in recording.launches]
+        self._is_tuple = isinstance(formed, tuple) and not isinstance(formed, Form | Parts)
+        self._results = [self._returned(each, recording) for each in (formed if self._is_tuple else (formed,))]
         self._allocate = [
-            _allocation(form, base in recording.zeroed, self._device) if base in recording.read else _nothing
+            recording.makers.get(base) or _allocation(form, base in recording.zeroed, self._device)
+            if base in recording.read
+            else _nothing
             for base, form in enumerate(self._forms[recording.given :], recording.given) if form is not None
         ]  # fmt: skip
         self.is_whole = not recording.missed
 
     def __call__(self, *tensors: Tensor | None) -> Any:
         pool: list[Any] = [*tensors, *[allocate() for allocate in self._allocate], *self._constants]
-        pool += [pool[form.base].view(form.dtype) for form in self._views]
-        if self._device.index is None or self._device.index == torch.cuda.current_device():
+        for form in self._views:
+            pool.append(_view(pool[form.base], form))
+        if self._is_alone or self._device.index == torch.cuda.current_device():
             self._launch(pool)
         else:
             with torch.cuda.device(self._device):
                 self._launch(pool)
-        return _filled(self._result, pool)
+        results = [take(pool) for take in self._results]
+        return tuple(results) if self._is_tuple else results[0]
 
     def _launch(self, pool: list[Any]) -> None:
-        options = {} if self._stream is None else {"stream": self._stream(self._device.index)}
-        for start, picks in self._launches:
-            start(*[pick(pool) for pick in picks], **options)
+        if self._stream is None:
+            for start, _, picks in self._launches:
+                start(*[pick(pool) for pick in picks])
+            return
+        stream, hooked = self._stream(self._device.index), _is_hooked()
+        for start, (run, programs, function, packed), picks in self._launches:
+            arguments = [pick(pool) for pick in picks]
+            if hooked:  # a profiler that wants each launch described
+                start(*arguments, stream=stream)
+            else:
+                run(programs, 1, 1, stream, function, packed, None, None, None, *arguments)
 
-    def _prepared(self, launch: Launch, recording: Recording) -> tuple[Callable[..., Any], list[Pick]]:
-        """(what starts it, what picks each argument out of the pool)."""
+    def _prepared(self, launch: Launch, recording: Recording) -> tuple[Callable[..., Any], Any, list[Pick]]:
+        """(what starts it, how that starts it, what picks each argument out of the pool)."""
         kernel, programs, arguments, options, compiled = launch
         if self._stream is None:
-            return partial(kernel[(programs,)], **options), [self._pick(each, recording, True) for each in arguments]
+            return partial(kernel[(programs,)], **options), None, [self._pick(each, recording, True) for each in arguments]
         named = [options[name] for name in kernel.arg_names[len(arguments) :]]
-        return compiled[(programs, 1, 1)], [self._pick(each, recording, False) for each in (*arguments, *named)]
+        picks = [self._pick(each, recording, False) for each in (*arguments, *named)]
+        start = compiled[(programs, 1, 1)]  # loads the binary, which the others are of
+        return start, (compiled.run, programs, compiled.function, compiled.packed_metadata), picks
 
     def _pick(self, argument: Any, recording: Recording, typed: bool) -> Pick:
         """typed: the launch looks at types and names. A compiled kernel takes an address from whatever has one."""
@@ -192,35 +222,42 @@ class Replay:
             self._constants.append(argument)
             return len(self._forms) + len(self._constants) - 1
         form = recording.form(argument)
+        return self._seen(form) if typed else form.base
+
+    def _seen(self, form: Form) -> int:
+        """The place in the pool of a tensor of this form."""
         base = self._forms[form.base]
-        if not typed or base is None or base.dtype == form.dtype:
+        if base is not None and base[1:] == form[1:]:
             return form.base
-        self._views.insert(0, form)  # counted from the end, the first one last
-        return -len(self._views)
+        if form not in self._views:
+            self._views.insert(0, form)  # counted from the end, the first one last
+        return self._views.index(form) - len(self._views)
 
-    def _as_allocated(self, result: Any) -> Any:
-        """The result, with the number of a base in place of a Form that is the base's own."""
-        if isinstance(result, Form):
-            return result.base if result == self._forms[result.base] else result
-        if isinstance(result, Parts):
-            data, scale, cast, inner, whole = result
-            return Parts(self._as_allocated(data), self._as_allocated(scale), cast, inner, self._as_allocated(whole))
-        return tuple(map(self._as_allocated, result)) if isinstance(result, tuple) else result
+    def _returned(self, part: Any, recording: Recording) -> Callable[[list[Any]], Any]:
+        """What takes a part of the result out of the pool."""
+        if isinstance(part, Form):
+            return itemgetter(self._seen(part))
+        if not isinstance(part, Parts):
+            recording.missed |= part is not None
+            return _nothing
+        whole = None if part.global_scale is None else itemgetter(self._seen(part.global_scale))
+        data, scale, cast, inner = self._seen(part.data), self._seen(part.scale), part.cast, part.inner
+        of_parts = QTensor.of_parts
+        if whole is None:
+            return lambda pool: of_parts(pool[data], pool[scale], cast, inner)
+        return lambda pool: of_parts(pool[data], pool[scale], cast, inner, whole(pool))
 
 
-def _filled(part: Any, pool: list[Any]) -> Any:
-    """The result of a call, from all that it has."""
-    if part is None:
-        return None
-    kind = type(part)
-    if kind is int:
-        return pool[part]
-    if kind is Parts:
-        data, scale, cast, inner, whole = part
-        return QTensor.of_parts(_filled(data, pool), _filled(scale, pool), cast, inner, _filled(whole, pool))
-    if kind is Form:
-        return pool[part.base].as_strided(part.shape, part.stride)
-    return tuple([_filled(each, pool) for each in part])
+def _is_hooked() -> bool:
+    from triton import knobs  # imported long ago
+
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def _view(x: Tensor, form: Form) -> Tensor:
+    x = x if x.dtype == form.dtype else x.view(form.dtype)
+    return x if (x.shape, x.stride()) == form[1:3] else x.as_strided(form.shape, form.stride)
 
 
 def _with_forms(result: Any, recording: Recording) -> Any:
@@ -245,8 +282,8 @@ def _bytes(form: Form) -> int:
     return math.prod(form.shape) * form.dtype.itemsize
 
 
-def _nothing() -> None:
-    """In place of memory that the call allocates and nobody reads."""
+def _nothing(*_: Any) -> None:
+    """In place of memory that the call allocates and nobody reads, and of a result that is none."""
 
 
 def _allocation(form: Form, zeroed: bool, device: torch.device) -> Callable[[], Tensor]:
@@ -268,11 +305,12 @@ class Replays:
         if dry_run_on() is not None:
             return self._call(*tensors)
         refuse_wrappers(*tensors)
-        key: list[Any] = []
-        for x in tensors:
-            if x is not None:
-                key += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNED
-        form = tuple(key)
+        form = tuple(
+            [
+                None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNED)
+                for x in tensors
+            ]
+        )
         if (found := self._found.get(form)) is not None:
             return found(*tensors)
         if form in self._found:
