@@ -23,7 +23,7 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling
 from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, no_double_backward
 from narrowgauge.nn.kept_products import KEEPER
-from narrowgauge.nn.operands import KINDS, NONE, Rotation, find
+from narrowgauge.nn.operands import KINDS, Rotation, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
 from narrowgauge.ops.mm import Plan
 from narrowgauge.qtensor import QTensor
@@ -42,8 +42,7 @@ class LinearFunction(torch.autograd.Function):
         wants = needs[0] or needs[4], needs[1] or needs[5]  # the gradient of x or its step, of w or its step
         keeper = None if is_compiling() else KEEPER.get()
         y: Tensor | None = None if keeper is None else keeper.begin()  # kept of the pass that is repeated
-        rotate = plan.recipe.output.rotate
-        rotation = NONE if rotate is None else Rotation.draw(rotate, x, context.stream, "output")
+        rotation = Rotation.draw(plan.recipe.output.rotate, x, context.stream, "output")
         x_operand = find("x", x, context, wants, x_state)
         lhs = x_operand.rows(rotation) if y is None or x_operand.rows_matter else x
         kept = x_operand.saved()
@@ -74,15 +73,13 @@ class LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = x_step = w_step = None
 
         if wants[0]:
-            rotate = recipe.grad_input.rotate
-            rotation = NONE if rotate is None else Rotation.draw(rotate, gy, context.stream, "grad_input")
+            rotation = Rotation.draw(recipe.grad_input.rotate, gy, context.stream, "grad_input")
             lhs, rhs = g.rows(rotation), w.cols(rotation, g)
             d = _gradient(plan.grad_input, recipe.grad_input, lhs, rhs, context, ctx.x_dtype)
             d, x_step = x.gradient(g.finished("grad_input", d))
             grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
         if wants[1]:
-            rotate = recipe.grad_weight.rotate
-            rotation = NONE if rotate is None else Rotation.draw(rotate, gy.T, context.stream, "grad_weight")
+            rotation = Rotation.draw(recipe.grad_weight.rotate, gy.T, context.stream, "grad_weight")
             lhs, rhs = g.cols(rotation, x), x.cols(rotation, g)
             dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype  # float16 has no gradient below 6e-8
             d = _gradient(plan.grad_weight, recipe.grad_weight, lhs, rhs, context, dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
-from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
+from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
 from narrowgauge.scaling import WHOLE
@@ -72,17 +72,19 @@ class OperandPlan:
         run = self.kernels.get(key)
         if run is None:
             run = self.kernels[key] = plan_quantize(x, cast, amax, noise, expand)
-        found: QTensor = run(x, amax, noise)
+        found: QTensor = run(x, cast, amax, noise, expand)
         return found
 
     def amax(self, x: Tensor) -> Tensor:
-        """The amax by which `quantize` then casts both x and x.T, of one scale; see `ops.quantize.plan_amax`."""
+        """The amax by which `quantize` then casts both x and x.T, of one scale; see `ops.quantize.pair.plan_amax`."""
         assert self.rows is not None
         if is_compiling():
             return tile_amax(x.detach(), (WHOLE, WHOLE))
         key = ("amax", x.dtype, x.shape[1] & 1, x.shape[0] & 1)
         if (run := self.kernels.get(key)) is None:
-            run = self.kernels[key] = plan_amax(x, self.rows)
+            from narrowgauge.ops.quantize import pair  # where weights are cast again
+
+            run = self.kernels[key] = pair.plan_amax(x, self.rows)
         found: Tensor = run(x)
         return found
 

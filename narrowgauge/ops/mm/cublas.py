@@ -51,7 +51,7 @@ def run_scaled(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: 
     scale_a, scale_b = lhs.scale, rhs.scale
     if not lhs.cast.is_per_tensor or not rhs.cast.is_per_tensor:
         scale_a, scale_b, dtype = _rows(lhs, a.shape[0]), _rows(rhs, b.shape[0]).t(), torch.bfloat16
-    return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, dtype, fast_accumulate)  # bias and result_scale: none
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast_accumulate)
 
 
 def _rows(operand: QTensor, aligned_rows: int) -> Tensor:

@@ -66,31 +66,17 @@ row_squares, spread = definition.row_squares, definition.spread
 def plan(
     x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | None, expand: torch.dtype | None
 ) -> Callable[..., QTensor]:
-    """What computes `quantize` for such arguments: run(x, amax, noise), without a check of them.
+    """What computes `quantize` for such arguments: run(x, cast, amax, noise, expand), without a check of them.
 
     It serves other tensors of the same device and type, as empty and with as many columns modulo 2, and noise of the same kind.
     """
     kernel = KERNELS.choose(Spec.of(x, cast, amax, noise, expand)).kernel
     if noise is not None or not kernel.replays:
-        return lambda x, amax, noise: kernel.run(x, cast, amax, noise, expand)
+        return kernel.run
     from narrowgauge.ops.triton.replay import Replays  # where there are launches
 
     replays = Replays(lambda x, amax: kernel.run(x, cast, amax, None, expand))
-    return lambda x, amax, _: replays(x, amax)
-
-
-def plan_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], Tensor]:
-    """What finds the amax by which both x and x.T are then cast, by one scale: [1, 1], or more of which it is the largest.
-
-    It serves other tensors as `plan` does, and its amax the kernels that `plan` takes, none else.
-    """
-    amax = x.new_empty((1, 1))
-    kernels = [KERNELS.choose(Spec.of(each, cast, amax)).kernel for each in (x, x.T)]
-    if not all(kernel.name == "triton" for kernel in kernels):
-        return lambda x: tile_amax(x.detach(), cast.tile)
-    from narrowgauge.ops.triton.replay import Replays  # where there are launches
-
-    return Replays(triton.parts)
+    return lambda x, cast, amax, noise, expand: replays(x, amax)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.quantize import KERNELS as OF_ONE
 from narrowgauge.ops.quantize import check_of, definition, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
@@ -62,18 +63,32 @@ def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     return KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name != "reference"
 
 
-def plan(x: Tensor, cast: Cast, records: bool, cols: bool, delayed: bool) -> Callable[[Tensor, Tensor | None, Two], Pair]:
+def plan(
+    x: Tensor, cast: Cast, records: bool, cols: bool, delayed: bool
+) -> Callable[[Tensor, Tensor | None, Two], Pair]:
     """What computes `quantize_pair` for such arguments: run(x, amax_state, noise). It serves other tensors as `quantize`'s plan does."""
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
     kernel = KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel
     if noise is not None or not kernel.replays:
-        return lambda x, state, noise: quantize_pair(
-            x, cast, amax_state=state, records=records, cols=cols, noise=noise
-        )
+        return lambda x, state, noise: quantize_pair(x, cast, amax_state=state, records=records, cols=cols, noise=noise)
     from narrowgauge.ops.triton.replay import Replays  # where there are launches
 
     replays = Replays(lambda x, state: kernel.run(x, cast, state, records, cols, (None, None)))
     return lambda x, state, _: replays(x, state)
+
+
+def plan_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], Tensor]:
+    """What finds the amax by which both x and x.T are then cast, by one scale: [1, 1], or more of which it is the largest.
+
+    It serves other tensors as `plan` does, and its amax the kernels that `plan` takes, none else.
+    """
+    amax = x.new_empty((1, 1))
+    kernels = [OF_ONE.choose(Spec.of(each, cast, amax)).kernel for each in (x, x.T)]
+    if not all(kernel.name == "triton" for kernel in kernels):
+        return lambda x: definition.tile_amax(x.detach(), cast.tile)
+    from narrowgauge.ops.triton.replay import Replays  # where there are launches
+
+    return Replays(triton.parts)
 
 
 @torch.no_grad()

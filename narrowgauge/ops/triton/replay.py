@@ -144,14 +144,18 @@ class Replay:
 
     def __init__(self, recording: Recording, result: Any) -> None:
         formed = _with_forms(result, recording)
-        self._forms = [None if x is None else Form(i, tuple(x.shape), x.stride(), x.dtype) for i, x in enumerate(recording.bases)]
+        self._forms = [
+            None if x is None else Form(i, tuple(x.shape), x.stride(), x.dtype) for i, x in enumerate(recording.bases)
+        ]
         for form in _forms_in(formed):
             base = self._forms[form.base]
             is_new = form.base >= recording.given and form.base not in recording.makers
             if base is not None and is_new and _bytes(form) == _bytes(base):
                 self._forms[form.base] = form  # what is returned is allocated as it is returned
         self._device = next(x.device for x in recording.bases if x is not None)
-        self._is_alone = self._device.index is None or torch.cuda.device_count() == 1  # no other device can be the current one
+        self._is_alone = (
+            self._device.index is None or torch.cuda.device_count() == 1
+        )  # no other device can be the current one
         self._stream: Callable[[Any], int] | None = None  # asked once for all launches; None: launched the ordinary way
         if all(each.compiled is not None for each in recording.launches) and TRIED[0] <= version() <= TRIED[1]:
             from triton.runtime import driver
@@ -200,7 +204,11 @@ class Replay:
         """(what starts it, how that starts it, what picks each argument out of the pool)."""
         kernel, programs, arguments, options, compiled = launch
         if self._stream is None:
-            return partial(kernel[(programs,)], **options), None, [self._pick(each, recording, True) for each in arguments]
+            return (
+                partial(kernel[(programs,)], **options),
+                None,
+                [self._pick(each, recording, True) for each in arguments],
+            )
         named = [options[name] for name in kernel.arg_names[len(arguments) :]]
         picks = [self._pick(each, recording, False) for each in (*arguments, *named)]
         start = compiled[(programs, 1, 1)]  # loads the binary, which the others are of
