@@ -252,7 +252,7 @@ class QLinear(nn.Linear):
             return nn.functional.linear(x, carried.original(self.weight), self.bias)
         parameters = self._parameters  # a parametrized weight is none of them
         weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
-        bias: Tensor | None = parameters["bias"] if "bias" in parameters else self.bias
+        bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
         owner, local = x, None
         _check(x, weight, bias)
         if type(weight).__name__ == "DTensor" or type(x).__name__ == "DTensor":

@@ -36,7 +36,7 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
 from narrowgauge.qtensor import QTensor
-from narrowgauge.scaling import WHOLE, to_exponents
+from narrowgauge.scaling import to_exponents
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16

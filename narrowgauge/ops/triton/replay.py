@@ -4,8 +4,8 @@ What such a call does follows from the form of its tensors alone: shapes, stride
 second call of a form is recorded: what it allocates, which kernels it launches with what, which tensors it returns. Later ones allocate,
 launch and return the same, and work nothing out.
 
-`kernel[grid](...)` returns the `CompiledKernel`, and Triton's tutorial of the fused softmax starts one by `compiled[grid](*arguments)`, which
-looks nothing up. What that calls in turn, `compiled.run` with `function` and `packed_metadata`, is what is called here, as Inductor does,
+`kernel[grid](...)` returns the `CompiledKernel`, which Triton's tutorial of the fused softmax starts by `compiled[grid](*arguments)`: that
+looks nothing up. What it calls in turn, `compiled.run` with `function` and `packed_metadata`, is what is called here, as Inductor does,
 unless a hook of Triton's wants each launch described. Where no CompiledKernel is returned (Triton's interpreter), or the version is not
 one of TRIED, launches stay the ordinary ones.
 
