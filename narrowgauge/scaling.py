@@ -1,6 +1,8 @@
 """Tiles, the pieces of a matrix that share a scale, and scale rules: from the largest magnitude of a tile to its scale.
 
-One direction everywhere: x ~= decode(codes) * scale. What is stored is exactly what was divided by.
+One direction everywhere: x ~= decode(codes) * scale. Elements are multiplied by its reciprocal, rounded once to
+float32: codes = encode(x * (1 / scale)). A division per element costs a GPU as much as all the rest of a cast; this is off by at most
+one and a half units of float32, which moves a code only next to a tie.
 
     FP32             amax / max
     POW2             the smallest power of two >= amax / max: nothing saturates
@@ -13,7 +15,7 @@ One direction everywhere: x ~= decode(codes) * scale. What is stored is exactly 
     0 or subnormal    1                   1                   1                   0 (codes are zero)
     NaN or infinity   NaN                 NaN                 NaN                 NaN
     tiny              at least smallest   at least smallest   at least smallest   0 when below e4m3's smallest (2**-9)
-    huge              finite              at most 2**127      at most 2**127      finite
+    huge              at most 2**126      at most 2**126      at most 2**126      finite
 
 A scale of NaN makes the whole tile NaN: a poisoned tensor stays visible, it is never clipped into plausible numbers. Under the two-level
 rules the tile is the tensor, since all tiles share its float32.
@@ -31,7 +33,8 @@ Powers of two are computed on the bits: exp2(floor(log2 x)) is wrong next to exa
 (CUDA multiplies by the reciprocal of a constant divisor).
 
 `smallest_scale` of a format is 2**-125 / format.smallest (2**-116 in e4m3), not the 2**-127 that E8M0 could hold. At this scale float32's
-subnormals round to zero and no decoded value is subnormal, so that flush-to-zero changes no number.
+subnormals round to zero and no decoded value is subnormal, so that flush-to-zero changes no number. Nor does it change a reciprocal:
+scales end at 2**126, where formats whose largest value is below 4 saturate.
 
 A tile (a, b) on [outer, inner] takes a rows and b columns; -1 is a whole axis. With A = ceil(outer / a), B = ceil(inner / b):
 
@@ -57,7 +60,7 @@ from narrowgauge.formats import E4M3, Format
 WHOLE = -1  # in a tile: the whole axis
 _ONE_SCALE = ((WHOLE, WHOLE), (1, WHOLE))  # tiles of the tensor, or of a row: there x needs no view of tiles
 SMALLEST_NORMAL = 2.0**-126  # of float32
-LARGEST_POWER = 2.0**127
+LARGEST_SCALE = 2.0**126
 _MANTISSA = 23
 _MANTISSA_BITS = 0x007FFFFF
 _EXPONENT_BITS = 0x7F800000
@@ -96,7 +99,7 @@ def smallest_scale(format: Format) -> float:
 
 
 def _fp32(amax: Tensor, format: Format) -> Tensor:
-    return _guard(_quotient(amax, format.max).clamp(min=smallest_scale(format)), amax)
+    return _guard(_quotient(amax, format.max).clamp(smallest_scale(format), LARGEST_SCALE), amax)
 
 
 def ceil_carry(format: Format) -> int:
@@ -112,7 +115,7 @@ def _power_of_two_floor(amax: Tensor, format: Format, carry: int = 0) -> Tensor:
     """2 ** (floor(log2 amax) - floor(log2 max)), one more where adding `carry` to amax's bits reaches the exponent."""
     bits = amax.view(torch.int32).clamp(max=_LARGEST_FINITE) + carry
     exponent = (bits & _EXPONENT_BITS) - (_floor_log2(format.max) << _MANTISSA)
-    lowest, highest = ((_floor_log2(power) + 127) << _MANTISSA for power in (smallest_scale(format), LARGEST_POWER))
+    lowest, highest = ((_floor_log2(power) + 127) << _MANTISSA for power in (smallest_scale(format), LARGEST_SCALE))
     return _guard(exponent.clamp(lowest, highest).view(torch.float32), amax)
 
 

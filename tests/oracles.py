@@ -192,14 +192,14 @@ def exact_scale(rule: str, amax: float, format: Format) -> float:
         return 1.0
     smallest, ratio = Fraction(SMALLEST_SCALE[format.name]), Fraction(amax) / Fraction(format.max)
     if rule == "fp32":
-        return to_float32(max(ratio, smallest))
+        return to_float32(min(max(ratio, smallest), Fraction(2) ** 126))
     if rule in ("pow2", "e8m0-ceil"):
         exponent = ceil_log2(ratio)
     elif rule == "e8m0-floor":
         exponent = floor_log2(Fraction(amax)) - floor_log2(Fraction(format.max))
     else:
         raise AssertionError(rule)
-    return float(min(max(Fraction(2) ** exponent, smallest), Fraction(2) ** 127))
+    return float(min(max(Fraction(2) ** exponent, smallest), Fraction(2) ** 126))
 
 
 def exact_two_level(amax: np.ndarray, format: Format, rule: str = "e4m3-two-level") -> tuple[np.ndarray, float]:
@@ -240,12 +240,11 @@ def quantize_by_loop(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | No
         flat = [exact_scale(str(cast.scale), float(m), cast.format) for m in amax.ravel()]
         scales = np.array(flat, dtype=np.float32).reshape(amax.shape)
         whole = float(np.float32(cast.headroom)) if cast.headroom != 1 else None
-        divisors = scales * np.float32(cast.headroom)
+        reciprocals = np.float32(1) / (scales * np.float32(cast.headroom))
     quotients = np.zeros((rows, columns), dtype=np.float32)
     for i, row in enumerate(tiles):
         for j, tile in enumerate(row):
-            scaled = tile * reciprocals[i, j] if cast.scale.two_level else tile / divisors[i, j]
-            quotients[i * a : i * a + a, j * b : j * b + b] = scaled
+            quotients[i * a : i * a + a, j * b : j * b + b] = tile * reciprocals[i, j]
     elements = decoded(torch.from_numpy(quotients), cast.format)
     return elements, torch.from_numpy(scales), None if whole is None else torch.tensor(whole)
 

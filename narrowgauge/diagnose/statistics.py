@@ -1,13 +1,13 @@
 """Measures a tensor against a number format: how large its values are, and which of them the format loses.
 
-With code = |x| / scale, a float format of largest value `format_max` and smallest positive value `smallest_subnormal`:
+With code = |x| * (1 / scale), a float format of largest value `format_max` and smallest positive value `smallest_subnormal`:
 
     underflow   code <= smallest_subnormal / 2     nearest-even rounds it to zero (the tie goes to zero, the even code)
     saturated   code > format_max * (1 + 2**-22)   clipped to format_max
     histogram   floor(log2 |x|), read from the exponent bits, so exact at powers of two and among subnormals
 
-The division is in fp32 (fp64 for fp64 input), as in `quantize`. The factor 1 + 2**-22 allows for two roundings: with
-scale = amax / format_max, amax / scale is not exactly format_max. Without the factor, a tensor that fits exactly shows one
+In fp32 (fp64 for fp64 input), as in `quantize`. The factor 1 + 2**-22 allows for three roundings: with
+scale = amax / format_max, amax * (1 / scale) is not exactly format_max. Without the factor, a tensor that fits exactly shows one
 saturated element in about one case of twelve. Does not cover stochastic rounding, where underflow is random.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 
-DIVISION_ROUNDING = 2.0**-22
+ROUNDING = 2.0**-22
 
 
 class Histogram(TypedDict):
@@ -67,7 +67,7 @@ def tensor_statistics(
     magnitude = wide.abs()
     finite = magnitude.isfinite()
     present = finite & (magnitude.view(LAYOUT[wide.dtype][0]) != 0)  # != 0.0 is False of subnormals that are flushed
-    code = magnitude.div(scale)[present]
+    code = magnitude.mul(1 / scale)[present]
     exponents = floor_log2(magnitude[present])
     lowest = int(exponents.min()) if exponents.numel() else 0
     return TensorStatistics(
@@ -76,7 +76,7 @@ def tensor_statistics(
         nan=int(wide.isnan().sum()),
         inf=int(wide.isinf().sum()),
         underflow=int((code <= smallest_subnormal / 2).sum()) / max(code.numel(), 1),
-        saturated=int((code > format_max * (1 + DIVISION_ROUNDING)).sum()) / max(code.numel(), 1),
+        saturated=int((code > format_max * (1 + ROUNDING)).sum()) / max(code.numel(), 1),
         histogram=Histogram(lowest_exponent=lowest, counts=torch.bincount(exponents - lowest).tolist()),
     )
 

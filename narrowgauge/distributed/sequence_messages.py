@@ -86,7 +86,7 @@ def _gathered_codes(
     q: QTensor, group: dist.ProcessGroup, shape: torch.Size, axis: int, tokens: int, sent: Counter[str]
 ) -> QTensor:
     """The codes of all ranks in the order of their tokens. shape: of one rank's tensor; tokens: of all, without what fills up."""
-    scale = q.scale.view(torch.uint8).flatten()
+    scale = q.scale.contiguous().view(torch.uint8).flatten()
     if q.cast.tile == (WHOLE, WHOLE):  # the same everywhere
         scale = scale[:0]
     elif q.cast.scale.power_of_two:

@@ -73,7 +73,7 @@ class Coded:
         """codes - x H / scale, zero where clipped, of some rows or all. rotated: these rows of x H."""
         assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
-        ratio = rotated.to(torch.float32) / self.scale
+        ratio = rotated.to(torch.float32) * (1 / self.scale)  # as `ops.hadamard.encode` has it
         return torch.where(ratio.abs() <= self.cast.format.max, codes - ratio, 0.0)
 
     def step_gradient(self, d: Tensor) -> Tensor | None:

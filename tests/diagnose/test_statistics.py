@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from narrowgauge.diagnose.statistics import DIVISION_ROUNDING, tensor_statistics
+from narrowgauge.diagnose.statistics import ROUNDING, tensor_statistics
 from narrowgauge.errors import ConfigError, ShapeError
 
 # name: (exponent bits, mantissa bits, largest), and the torch dtype to ask as a second opinion
@@ -59,7 +59,7 @@ def test_shares_match_rational_arithmetic_on_every_bf16_value(name, scale):
     x, held = every_finite_bf16().abs().unique(), magnitudes(name)
     largest, smallest = float(held[-1]), float(held[1])
     found = tensor_statistics(x, largest, smallest, scale)
-    codes = (x.float().abs() / torch.tensor(scale)).tolist()  # the fp32 division is part of the rule
+    codes = (x.float().abs() * (1 / torch.tensor(scale))).tolist()  # the fp32 reciprocal is part of the rule
     codes = [code for code, value in zip(codes, x.tolist(), strict=True) if value != 0]
     zero = [becomes_zero(code, held) if math.isfinite(code) else False for code in codes]
     over = [not math.isfinite(code) or Fraction(code) > Fraction(largest) * (1 + Fraction(2) ** -22) for code in codes]
@@ -72,7 +72,7 @@ def test_underflow_is_what_torch_casts_to_zero(name):
     held = magnitudes(name)
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * float(held[1])
     found = tensor_statistics(x, float(held[-1]), float(held[1]), 1.7)
-    assert found["underflow"] == (x / 1.7).to(CASTS[name]).float().eq(0).sum().item() / x.numel()
+    assert found["underflow"] == (x * (1 / torch.tensor(1.7))).to(CASTS[name]).float().eq(0).sum().item() / x.numel()
     assert 0.1 < found["underflow"] < 0.9
 
 
@@ -123,9 +123,7 @@ def test_a_tensor_scaled_to_its_amax_shows_no_saturation():
     found = tensor_statistics(x, 448.0, 2.0**-9, x / 448.0)
     assert found["saturated"] == 0.0
     assert (x / (x / 448.0) > 448.0).any()
-    assert (
-        tensor_statistics(torch.tensor([448.0 * (1 + 4 * DIVISION_ROUNDING)]), 448.0, 2.0**-9, 1.0)["saturated"] == 1.0
-    )
+    assert tensor_statistics(torch.tensor([448.0 * (1 + 4 * ROUNDING)]), 448.0, 2.0**-9, 1.0)["saturated"] == 1.0
 
 
 def test_spread_tile_scales_count_as_the_tiles_one_by_one():

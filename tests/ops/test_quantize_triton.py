@@ -190,7 +190,7 @@ def check(x: torch.Tensor, cast: Cast, expand: torch.dtype | None = None) -> Non
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4097), (37, 53), (129, 8193), (300, 512), (1024, 1024)], ids=str)
 def test_kernels_have_the_bits_of_the_reference(gpu, cast, shape):
-    """Every orientation, odd sizes, poisoned outputs; hence the conversion instruction and the division by fma as well."""
+    """Every orientation, odd sizes, poisoned outputs; hence the conversion instruction as well."""
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         x = wide(*shape, dtype).nan_to_num(posinf=6e4, neginf=-6e4)
         check(x.to(gpu), cast)

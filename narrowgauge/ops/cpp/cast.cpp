@@ -1,7 +1,7 @@
 // Rounds a matrix to the values of a narrow format, tile by tile:
 //
 //     scale[a, b] = rule(max |x| over the tile)                            where no scale is given
-//     out[i, j] = round(x[i, j] / scale[i / tile_rows, j / tile_columns])
+//     out[i, j] = round(x[i, j] * (1 / scale[i / tile_rows, j / tile_columns]))
 //
 // to nearest, ties to even, saturating: the operations of formats.py and scaling.py in their order, so the same bits.
 
@@ -36,7 +36,7 @@ inline uint32_t magnitude(const uint16_t* x) { return uint32_t(*x & 0x7FFF) << 1
 
 constexpr uint32_t EXPONENT = 0x7F800000, MANTISSA = 0x007FFFFF, SIGN = 0x80000000, ONE = 0x3F800000;
 constexpr uint32_t SMALLEST_NORMAL = 0x00800000, NOT_A_NUMBER = 0x7FC00000;
-constexpr int32_t LARGEST_POWER = 0x7F000000;  // 2**127
+constexpr int32_t LARGEST_SCALE = 0x7E800000;  // 2**126
 
 enum Rule : int32_t { GIVEN, FP32, POWER_OF_TWO_CEIL, POWER_OF_TWO_FLOOR };  // where scales come from
 
@@ -53,10 +53,13 @@ struct Format {
 inline float scale_of(uint32_t amax, const Format& format) {
     if (amax >= EXPONENT) return float_of(NOT_A_NUMBER);
     if (amax < SMALLEST_NORMAL) return float_of(ONE);
-    if (format.rule == FP32) return std::max(float(double(float_of(amax)) / double(format.max)), format.smallest_scale);
+    if (format.rule == FP32) {
+        const float scale = std::max(float(double(float_of(amax)) / double(format.max)), format.smallest_scale);
+        return std::min(scale, float_of(LARGEST_SCALE));
+    }
     const uint32_t max = bits_of(format.max), carry = format.rule == POWER_OF_TWO_CEIL ? MANTISSA - (max & MANTISSA) : 0;
     const int32_t exponent = int32_t((amax + carry) & EXPONENT) - int32_t(max & EXPONENT) + int32_t(ONE);
-    return float_of(uint32_t(std::min(std::max(exponent, int32_t(bits_of(format.smallest_scale))), LARGEST_POWER)));
+    return float_of(uint32_t(std::min(std::max(exponent, int32_t(bits_of(format.smallest_scale))), LARGEST_SCALE)));
 }
 
 // The scales of one row of tiles, of the rows of x from `first` to `last`.
@@ -105,13 +108,13 @@ void round_rows(const In* x, Out* out, int64_t first, int64_t last, int64_t stri
         if (format.rule != GIVEN && i % tile_rows == 0)
             scale_tiles(x, i, std::min(i + tile_rows, last), stride, columns, scale, tile_columns, format);
         if (tile_columns == 1) {
-            for (int64_t j = 0; j < columns; ++j) store(to + j, rounded<whole>(load(from + j) / scale[j], format));
+            for (int64_t j = 0; j < columns; ++j) store(to + j, rounded<whole>(load(from + j) * (1.f / scale[j]), format));
             continue;
         }
         for (int64_t begin = 0; begin < columns; begin += tile_columns, ++scale) {
             const int64_t end = std::min(begin + tile_columns, columns);
-            const float divisor = *scale;
-            for (int64_t j = begin; j < end; ++j) store(to + j, rounded<whole>(load(from + j) / divisor, format));
+            const float reciprocal = 1.f / *scale;
+            for (int64_t j = begin; j < end; ++j) store(to + j, rounded<whole>(load(from + j) * reciprocal, format));
         }
     }
 }

@@ -119,17 +119,18 @@ void narrowgauge_turn(int64_t first, int64_t last, const void* x, int32_t dtype,
   }
 }
 
-// y [rows, columns] -> whole numbers nearest to y / scale, ties to even, within +-max; packed (two to a byte) and bits (what
+// y [rows, columns] -> whole numbers nearest to y * (1 / scale), ties to even, within +-max; packed (two to a byte) and bits (what
 // was not clipped) only if they are not null.
 void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t columns, float scale, float max, int8_t* codes,
                         uint8_t* packed, uint8_t* bits) {
   const float magic = 0x1.8p23f;  // float32's own addition rounds to nearest even there
+  const float reciprocal = 1.f / scale;
   const int64_t bytes = (columns + 7) / 8, pairs = (columns + 1) / 2;
   for (int64_t r = first; r < last; r++) {
     const float* source = y + r * columns;
     int8_t* row = codes + r * columns;
     for (int64_t i = 0; i < columns; i++) {
-      float ratio = source[i] / scale;
+      float ratio = source[i] * reciprocal;
       float near = (std::min(std::max(ratio == ratio ? ratio : 0.f, -max), max) + magic) - magic;
       row[i] = int8_t(int32_t(near));
     }
@@ -137,15 +138,15 @@ void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t col
       uint8_t* out = bits + r * bytes;
       int64_t i = 0;
 #ifdef __AVX2__
-      const __m256 size = _mm256_set1_ps(-0.f), step = _mm256_set1_ps(scale), most = _mm256_set1_ps(max);
+      const __m256 size = _mm256_set1_ps(-0.f), step = _mm256_set1_ps(reciprocal), most = _mm256_set1_ps(max);
       for (; i + 8 <= columns; i += 8) {
-        __m256 ratio = _mm256_andnot_ps(size, _mm256_div_ps(_mm256_loadu_ps(source + i), step));
+        __m256 ratio = _mm256_andnot_ps(size, _mm256_mul_ps(_mm256_loadu_ps(source + i), step));
         out[i / 8] = uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(ratio, most, _CMP_LE_OQ)));
       }
 #endif
       for (; i < columns; i += 8) {
         int set = 0;
-        for (int64_t k = i; k < std::min(i + 8, columns); k++) set |= (std::fabs(source[k] / scale) <= max) << (k - i);
+        for (int64_t k = i; k < std::min(i + 8, columns); k++) set |= (std::fabs(source[k] * reciprocal) <= max) << (k - i);
         out[i / 8] = uint8_t(set);
       }
     }
@@ -171,18 +172,18 @@ void narrowgauge_decode(int64_t first, int64_t last, const uint8_t* packed, int6
   }
 }
 
-// x [rows, columns of stride] -> floor(x / scale) or one more, the latter where the noise is below the fraction. One scale, or
+// x [rows, columns of stride] -> floor(x * (1 / scale)) or one more, the latter where the noise is below the fraction. One scale, or
 // one for each row.
 void narrowgauge_round(int64_t first, int64_t last, const void* x, int32_t dtype, int64_t stride, int64_t columns,
                        const float* scales, int32_t by_row, float max, uint32_t low, uint32_t high, int8_t* codes) {
   std::vector<float> wide(columns);
   for (int64_t r = first; r < last; r++) {
-    const float scale = scales[by_row ? r : 0];
+    const float reciprocal = 1.f / scales[by_row ? r : 0];
     const float* source = widened(x, dtype, r * stride, columns, wide.data());
     int8_t* row = codes + r * columns;
     const uint32_t at = uint32_t(r * columns);
     for (int64_t i = 0; i < columns; i++) {
-      float ratio = source[i] / scale;
+      float ratio = source[i] * reciprocal;
       float y = std::min(std::max(ratio == ratio ? ratio : 0.f, -max), max);
       float below = std::floor(y);
       row[i] = int8_t(int32_t(below) + (uniform(low, high, at + uint32_t(i)) < y - below));

@@ -2,9 +2,9 @@
 
     rotate(x)     = x diag(signs) H        H = BlockDiag(H_b, ..., H_b)
     unrotate(y)   = y H diag(signs)        H is symmetric and its own inverse; y where its bits are set, else 0, if bits are given
-    encode(y)       codes = round(clip(y / scale, -max, max)), ties to even     int8, one to a byte: what an integer GEMM reads
-                    packed                                                      two to a byte, the first in the low nibble
-                    bits = |y / scale| <= max                                   what was not clipped, eight to a byte, the first lowest
+    encode(y)       codes = round(clip(r, -max, max)), ties to even     int8, one to a byte: what an integer GEMM reads; r = y * (1 / scale)
+                    packed                                              two to a byte, the first in the low nibble
+                    bits = |r| <= max                                   what was not clipped, eight to a byte, the first lowest
     decode(packed)  the codes
 
 H_b is Sylvester's matrix of order b = 2**k over sqrt(b):  H_b[i, j] = (-1) ** popcount(i & j) / sqrt(b).

@@ -80,7 +80,7 @@ def _times_hadamard(x: Tensor, block: int) -> Tensor:
 
 def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
     """The parts of `Codes`."""
-    ratio = y.to(torch.float32) / scale
+    ratio = y.to(torch.float32) * (1 / scale)
     codes = format.encode(ratio)
     inside = pack_bits(ratio.abs() <= format.max) if bits else None
     return codes, format.pack(codes) if packed else None, inside

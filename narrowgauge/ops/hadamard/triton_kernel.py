@@ -1,6 +1,6 @@
 """Rotation, encoding, packing and mask of 4-bit products in one pass over x, for a scale that is known.
 
-    y = x diag(signs) H       codes = encode(y / scale)       bits = |y / scale| <= largest
+    y = x diag(signs) H       codes = encode(y * (1 / scale))       bits = |y * (1 / scale)| <= largest
 
 A program takes ROWS x COLUMNS elements, as [ROWS * COLUMNS / ORDER, ORDER] times H without its factor: +1 and -1. Tensor cores
 multiply 16-bit numbers by these exactly and add in float32; float32 numbers are cut into three bfloat16 that sum to them, and make three
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from narrowgauge.ops.quantize.triton_transpose import load_piece, place_of_program
 from narrowgauge.ops.triton.elements import encode, pack
-from narrowgauge.ops.triton.scales import divided, divisor
+from narrowgauge.ops.triton.scales import reciprocal_of
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def rotate_and_encode(
         flips = tl.load(signs + column, mask=column < whole, other=1.0)
         values = (values.to(tl.float32) * flips[None, :]).to(values.dtype)
     rotated = _rotated(tl.reshape(values, (ROWS * COLUMNS // ORDER, ORDER)), C, ORDER, PIECES)
-    ratio = divided(rotated, divisor(tl.load(scale), C), C)
+    ratio = rotated * reciprocal_of(tl.load(scale), None, C)
     inside = tl.reshape((tl.abs(ratio) <= C.largest).to(tl.int32), (ROWS, COLUMNS))
     found = tl.reshape(encode(ratio, ratio, C), (ROWS, COLUMNS))
     in_rows = (row < x.rows)[:, None]

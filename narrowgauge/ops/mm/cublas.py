@@ -59,7 +59,12 @@ def _rows(operand: QTensor, aligned_rows: int) -> Tensor:
     scale, rows = operand.scale, operand.data.shape[0]
     if scale.shape[0] == rows == aligned_rows:
         return scale.contiguous()
-    return pad(scale.expand(rows, 1), (0, 0, 0, aligned_rows - rows), value=1.0).contiguous()
+    return _filled_up(scale.expand(rows, 1), aligned_rows - rows, 0, 1.0).contiguous()
+
+
+def _filled_up(scale: Tensor, rows: int, columns: int, value: float = 0.0) -> Tensor:
+    """With so many more rows and columns; itself where there are none, which `pad` would copy."""
+    return pad(scale, (0, columns, 0, rows), value=value) if rows or columns else scale
 
 
 @framed
@@ -89,13 +94,13 @@ def run_block(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: b
 
 
 def _in_blocks(operand: QTensor) -> Scaled:
-    """See the module for the orders of scales; each takes one copy, if the scales do not lie so already."""
+    """See the module for the orders of scales, as the Triton casts leave them; others are copied, and those that are filled up."""
     scale = operand.scale
     if operand.cast.tile == SQUARE:
-        padded_to_four = _filled_up(scale, -scale.shape[1] % COLUMNS).contiguous().t()
+        padded_to_four = _filled_up(scale, 0, -scale.shape[1] % COLUMNS).contiguous().t()
         return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [ScalingType.BlockWise128x128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
-    outer_major = _filled_up(scale.t(), codes.shape[0] - scale.shape[0]).contiguous().t()
+    outer_major = _filled_up(scale.t(), 0, codes.shape[0] - scale.shape[0]).contiguous().t()
     return Scaled(codes, [outer_major], [ScalingType.BlockWise1x128], [])
 
 

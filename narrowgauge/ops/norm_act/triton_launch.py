@@ -112,7 +112,7 @@ class _Target:
             state = quantizing.state_of(request.live, self.maxima, plain.scale)
             launch(
                 triton_transpose.settle_both, PARTS, Matrix.of(y), plain.codes, transposed and transposed.codes, state, None,
-                RECORDS=request.records, C=C, PARTS=PARTS, PROGRAMS=PARTS, ROWS=TALL[0], COLUMNS=TALL[1], warps=WARPS,
+                RECORDS=request.records, C=C, PARTS=PARTS, ROWS=TALL[0], COLUMNS=TALL[1], warps=WARPS,
             )  # fmt: skip
             amax = state.amax
             if transposed is not None:

@@ -2,7 +2,7 @@
 
     amax[t]  = max |x| over tile t              (or given, or as cast.calibrate says)
     scale[t] = cast.scale(amax[t])
-    codes    = encode(x / scale[t])
+    codes    = encode(x * (1 / scale[t]))
 
 Contract of `quantize(x, cast)`
 

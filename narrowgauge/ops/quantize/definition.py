@@ -135,7 +135,7 @@ def quantize(
     given = None if amax is None else amax.to(torch.float32).expand(scale_shape(shape, tile))
     amax = calibrated_amax(x, cast, shape if tiled else None) if given is None else given
     scale, global_scale = scales(amax, cast)
-    y = _divided(as_tiles(x, tile) if tiled else x, scale, global_scale, cast)
+    y = _times_reciprocal(as_tiles(x, tile) if tiled else x, scale, global_scale, cast)
     if tiled and noise is not None:
         noise = filled_up(noise, tile).reshape(y.shape)
     data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
@@ -160,12 +160,11 @@ def scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
     return scale, whole * cast.headroom
 
 
-def _divided(tiles: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast) -> Tensor:
-    """x over its scale, in the shape of `as_tiles`."""
+def _times_reciprocal(tiles: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast) -> Tensor:
+    """x times the reciprocal of its scale, in the shape of `as_tiles`."""
     if cast.scale.two_level:
         assert global_scale is not None
         reciprocal = (1 / global_scale) / scale  # in this order: see scaling
         # A tile too small for its e4m3 scale becomes zeros.
         return tiles * per_tile(torch.where(scale == 0, 0.0, reciprocal), cast.tile)
-    # Division, not a multiplication by a reciprocal that was itself rounded.
-    return tiles / per_tile(scale if global_scale is None else scale * global_scale, cast.tile)
+    return tiles * per_tile(1 / (scale if global_scale is None else scale * global_scale), cast.tile)

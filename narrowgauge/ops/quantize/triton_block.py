@@ -16,7 +16,7 @@ import triton.language as tl
 from narrowgauge.ops.quantize.triton_transpose import load_piece, place_of_program, store_codes
 from narrowgauge.ops.triton.elements import encode, magnitude_bits
 from narrowgauge.ops.triton.noise import uniform
-from narrowgauge.ops.triton.scales import divided, divisor, e4m3_scale_of, reciprocal_of, scale_of
+from narrowgauge.ops.triton.scales import e4m3_scale_of, reciprocal_of, scale_of
 
 
 @triton.jit
@@ -45,21 +45,8 @@ def cast_block(values, shared, key, first, second, length, C: tl.constexpr, A: t
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
     amax = _block_amax(magnitude_bits(values), A, B, ROWS, COLUMNS)
-    if C.two_level:
-        scale = e4m3_scale_of(amax, shared, C)
-        by = (reciprocal_of(scale, shared, C),)
-    else:
-        scale = scale_of(amax, C)
-        by = divisor(scale, C)
-    if not C.interpreted and not C.multiplies:
-        by = (
-            _spread(by[0], A, B, ROWS, COLUMNS),
-            _spread(by[1], A, B, ROWS, COLUMNS),
-            _spread(by[2], A, B, ROWS, COLUMNS),
-        )
-    else:
-        by = (_spread(by[0], A, B, ROWS, COLUMNS),)
-    y = divided(values.to(tl.float32), by, C)
+    scale = e4m3_scale_of(amax, shared, C) if C.two_level else scale_of(amax, C)
+    y = values.to(tl.float32) * _spread(reciprocal_of(scale, shared, C), A, B, ROWS, COLUMNS)
     noise = uniform(key, first, length, second) if C.stochastic else y
     return encode(y, noise, C), scale
 
@@ -95,11 +82,18 @@ def cast_blocks(
 
 @triton.jit
 def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`."""
+    """The piece (down, across) of codes [rows, columns] and of scales [ceil(rows / A), ceil(columns / B)] into those of `out`.
+
+    Scales of 1 x 128 lie column by column, see `triton_launch.Output`.
+    """
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]
     store_codes(found, out.codes, down, across, rows, columns, C)
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)
-    tl.store(out.scales + i[:, None] * wide + j[None, :], scale, mask=(i < high)[:, None] & (j < wide)[None, :])
+    if A == 1 and B == 128:
+        place = j[None, :] * high + i[:, None]
+    else:
+        place = i[:, None] * wide + j[None, :]
+    tl.store(out.scales + place, scale, mask=(i < high)[:, None] & (j < wide)[None, :])

@@ -2,7 +2,7 @@
 
     tile             launches                             reads of x; x.T comes with it where it is wanted
     tensor           maxima, cast                         2, the second from the cache where x fits
-    tensor, delayed  cast with maxima, settle             1
+    tensor, delayed  one                                  1
     row              one                                  1, of a row longer than 8,192 elements 2, the second from the cache
     row, with x.T    maxima, cast                         2, as of a tensor
     blocks           one                                  1
@@ -28,7 +28,7 @@ from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton.cast_constants import CastConstants
-from narrowgauge.ops.triton.launch import AmaxState, Matrix, Orientation, launch
+from narrowgauge.ops.triton.launch import AmaxState, Matrix, Orientation, launch, zeros_left_zero
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape
@@ -39,6 +39,7 @@ LONGEST_ROW, ROW_PIECE, ROW_WARPS = 8192, 4096, 8
 LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # of tiles with a side above 64; others as in squares
 # Programs that look for a maximum; 512 of 4 warps hold 64 KB in flight per multiprocessor of an H200.
 PARTS = 1, 32, 512
+SETTLING = 512  # programs that in most steps find nothing to cast
 SHARED_PARTS = 64  # places that programs share for the maximum: few enough to read, enough not to queue
 
 Dtype = torch.dtype | None
@@ -77,8 +78,8 @@ def precast(x: Tensor, precast: Any, amax_state: Tensor | None, records: bool) -
     state = state_of(amax_state, precast.maxima, torch.empty(1, 1, dtype=torch.float32, device=x.device))
     matrix, programs, sizes = _pieces(x.detach(), constants(x, cast), dense=False)
     launch(
-        triton_transpose.settle_both, programs, matrix, *(each.view(torch.uint8) for each in codes), state, precast.expected,
-        RECORDS=records, PARTS=precast.maxima.numel(), PROGRAMS=0, **sizes,
+        triton_transpose.settle_both, min(programs, SETTLING), matrix, *(each.view(torch.uint8) for each in codes), state, precast.expected,
+        RECORDS=records, PARTS=precast.maxima.numel(), **sizes,
     )  # fmt: skip
     rows = QTensor(data=codes[0], scale=state.scale, cast=cast, inner=x.shape[1])
     return rows, QTensor(data=codes[1], scale=state.scale, cast=cast, inner=x.shape[0]), state.amax
@@ -102,7 +103,11 @@ class Output:
         self.cast, self.inner = cast, shape[1]
         self.key = None if noise is None else noise.on_device(device)
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
-        self.scale = torch.empty(scale_shape(shape, cast.tile), dtype=torch.float32, device=device)
+        high, wide = scale_shape(shape, cast.tile)
+        if cast.tile == (1, LARGE_BLOCK):  # as cuBLAS reads them: neighbours are of neighbouring rows
+            self.scale = torch.empty(wide, high, dtype=torch.float32, device=device).T
+        else:
+            self.scale = torch.empty(high, wide, dtype=torch.float32, device=device)
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
         self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
 
@@ -138,16 +143,9 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
     memory, is_transposed = _in_memory_order(x.detach() if cols else x.detach().contiguous())
     codes = [None if output is None else output.codes for output in (rows, columns)]
     matrix, programs, sizes = _pieces(memory, constants(x, cast), dense=not cols)
-    if cols:
-        maxima, shares = torch.zeros(SHARED_PARTS, dtype=torch.int32, device=x.device), 0
-    else:
-        programs = shares = _parts(x)
-        maxima = torch.empty(shares, dtype=torch.int32, device=x.device)
-    state = state_of(amax_state, maxima, rows.scale)
+    state = state_of(amax_state, zeros_left_zero(SHARED_PARTS + 1, x.device), rows.scale)
     given = (matrix, *(codes[::-1] if is_transposed else codes), state)
-    sizes |= {"PARTS": maxima.numel(), "PROGRAMS": shares}
-    launch(triton_transpose.both_delayed, programs, *given, **sizes)
-    launch(triton_transpose.settle_both, programs, *given, None, RECORDS=records, **sizes)
+    launch(triton_transpose.both_delayed, programs, *given, RECORDS=records, PARTS=SHARED_PARTS, **sizes)
     if columns is not None:
         columns.scale = rows.scale
     return rows.finished(), None if columns is None else columns.finished(), state.amax

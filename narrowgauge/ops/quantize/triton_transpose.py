@@ -4,8 +4,8 @@
     maxima        the same of each row and of each column of x, one read
     cast_both     casts with the scales of these, and writes the codes of x, of x.T, or of both
     cast_rows     one scale per row in one launch, codes of x alone
-    both_delayed  casts by the tensor's scale of earlier steps, and finds its amax, in one read         (delayed scaling)
-    settle_both   the window's state, the scale; and the cast itself only where there was none, or one by another scale
+    both_delayed  casts by the tensor's scale of earlier steps, finds its amax and notes it in the window   (delayed scaling)
+    settle_both   the last of these for codes and an amax that another kernel left
 
 A program takes ROWS x COLUMNS elements. The codes of x.T are transposed through shared memory, so both are written in long runs. With
 one scale per tensor, rounded to nearest, the codes of x.T are those of x, and are computed once. Where codes of x alone are wanted and
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import encode, magnitude_bits, pack
 from narrowgauge.ops.triton.noise import uniform
-from narrowgauge.ops.triton.scales import divided, divisor, scale_of
+from narrowgauge.ops.triton.scales import reciprocal_of, scale_of
 
 IN_USE = tl.constexpr(0)  # the places of `AmaxBuffers.live`
 SEEN = tl.constexpr(1)
@@ -30,9 +30,15 @@ NONFINITE = tl.constexpr(2)
 @triton.jit
 def place_of_program(columns, COLUMNS: tl.constexpr):
     """(down, across) int64 of this program's piece; a grid of one axis, for a second one ends at 65,535."""
-    program = tl.program_id(0).to(tl.int64)
-    pieces = tl.cdiv(columns, COLUMNS)
-    return program // pieces, program % pieces
+    return place_of_piece(tl.program_id(0), columns, COLUMNS)
+
+
+@triton.jit
+def place_of_piece(piece, columns, COLUMNS: tl.constexpr):
+    """(down, across) int64 of a piece, int32, counted along rows."""
+    width = tl.cast(tl.cdiv(columns, COLUMNS), tl.int32)  # a quotient of 64 bits takes as long as the cast of two elements
+    down = piece // width
+    return down.to(tl.int64), (piece - down * width).to(tl.int64)
 
 
 @triton.jit
@@ -70,7 +76,7 @@ def maxima(x, of_rows, of_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _encoded(values, scale, key, first, second, length, C: tl.constexpr):
     """Codes of values; element (first, second) of a matrix whose rows have `length` elements has the noise of that place."""
-    y = divided(values.to(tl.float32), divisor(scale, C), C)
+    y = values.to(tl.float32) * reciprocal_of(scale, None, C)
     noise = uniform(key, first, length, second) if C.stochastic else y
     return encode(y, noise, C)
 
@@ -110,7 +116,7 @@ def cast_both(
 
     PARTS  above zero: one scale, from the largest of plain.maxima [PARTS], in plain.scales; zero: one per row of each
     """
-    if ROWS == 1:  # x is one row; a quotient of 64 bits takes as long as the cast of two elements
+    if ROWS == 1:  # x is one row
         down, across = 0, tl.program_id(0).to(tl.int64)
     else:
         down, across = place_of_program(x.columns, COLUMNS)
@@ -171,38 +177,40 @@ def store_both(values, scale, x, codes, transposed, down, across, C: tl.constexp
 @triton.jit
 def both_delayed(
     x, codes, transposed, state,
-    C: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of x and of x.T, or of x, by the scale of state.live[IN_USE], if that is above zero; and state.maxima [PARTS].
+    """Codes of x and of x.T, or of x, by the scale of state.live[IN_USE]; state.scale, state.amax and state.live as `settled` has them.
 
-    PROGRAMS  0: a program for each piece; they share the maxima, which are zero before. Else PARTS, which share the pieces of one row
+    state.maxima [PARTS + 1], zero before and after: maxima that programs share, and how many have ended. The last one settles. Where
+    no earlier step gave a scale, all cast by 1, which is that of zeros; of other numbers the last one then casts all pieces anew.
     """
-    program = tl.program_id(0).to(tl.int64)
-    in_use = tl.load(state.live + IN_USE)
-    scale = scale_of(in_use.to(tl.int32, bitcast=True), C)
-    if PROGRAMS == 0:
-        down, across = place_of_program(x.columns, COLUMNS)
-        values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
-        largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
-        tl.atomic_max(state.maxima + program % PARTS, largest, sem="relaxed")
-        if in_use > 0:
-            store_both(values, scale, x, codes, transposed, down, across, C)
+    if ROWS == 1:
+        down, across = 0, tl.program_id(0).to(tl.int64)
     else:
-        seen = tl.zeros((ROWS, COLUMNS), tl.int32)
-        for across in range(program, tl.cdiv(x.columns, COLUMNS), PROGRAMS):
-            values, _, _ = load_piece(x, 0, across, ROWS, COLUMNS)
-            seen = tl.maximum(seen, magnitude_bits(values))
-            if in_use > 0:
-                store_both(values, scale, x, codes, transposed, 0, across, C)
-        tl.store(state.maxima + program, tl.max(tl.max(seen, axis=1), axis=0))
+        down, across = place_of_program(x.columns, COLUMNS)
+    scale = scale_of(tl.load(state.live + IN_USE).to(tl.int32, bitcast=True), C)
+    values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
+    largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
+    tl.atomic_max(state.maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
+    store_both(values, scale, x, codes, transposed, down, across, C)
+    tl.debug_barrier()  # what this program stored is seen by the last one, which may store there
+    if tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        place = tl.arange(0, PARTS)
+        own_bits = tl.max(tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0)
+        tl.store(state.maxima + PARTS, 0)
+        settled_scale, in_use = settled(state, own_bits, True, RECORDS, C)
+        if (in_use <= 0) & (own_bits >= 0x00800000):
+            for piece in range(0, tl.num_programs(0)):
+                at = place_of_piece(piece, x.columns, COLUMNS)
+                found = load_piece(x, at[0], at[1], ROWS, COLUMNS)[0]
+                store_both(found, settled_scale, x, codes, transposed, at[0], at[1], C)
 
 
 @triton.jit
-def settled(state, is_first, RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
-    """(scale, live[IN_USE]) once state.maxima is whole: amax as `update_amax` chooses it; the first program writes both and live."""
+def settled(state, own_bits, is_first, RECORDS: tl.constexpr, C: tl.constexpr):
+    """(scale, live[IN_USE]) of a tensor whose amax has these bits: amax as `update_amax` chooses it; one program writes both and live."""
     live = state.live
     in_use = tl.load(live + IN_USE)
-    own_bits = tl.max(tl.load(state.maxima + tl.arange(0, PARTS)), axis=0)
     own = own_bits.to(tl.float32, bitcast=True)
     finite = own_bits < 0x7F800000
     amax = tl.where(finite & (in_use > 0), in_use, own)
@@ -220,27 +228,23 @@ def settled(state, is_first, RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.c
 @triton.jit
 def settle_both(
     x, codes, transposed, state, expected,
-    RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After both_delayed, or whatever else left state.maxima: state.scale and state.amax, as `update_amax` chooses it, and state.live.
+    """After whatever left state.maxima [PARTS]: state.scale and state.amax, as `update_amax` chooses it, and state.live.
 
     Casts only where no earlier step gave a scale, or, of codes that were written by expected[0] while the window's amax was still
     to come, where it is another now. An amax that is not finite makes the scale NaN; the codes stay as they are, since that scale
-    makes NaN of all of them. PROGRAMS share the pieces; 0: there is a program for each, which takes fewer registers.
+    makes NaN of all of them. The programs share the pieces: a few of them do, since in most steps there is nothing to cast.
     """
     program = tl.program_id(0).to(tl.int64)
-    scale, in_use = settled(state, program == 0, RECORDS, C, PARTS)
+    own_bits = tl.max(tl.load(state.maxima + tl.arange(0, PARTS)), axis=0)
+    scale, in_use = settled(state, own_bits, program == 0, RECORDS, C)
     serves = in_use > 0
     if expected is not None:
         serves = serves & (in_use == tl.load(expected))
     if not serves:
-        if PROGRAMS == 0:
-            down, across = place_of_program(x.columns, COLUMNS)
+        width = tl.cdiv(x.columns, COLUMNS)
+        for piece in range(program, tl.cdiv(x.rows, ROWS) * width, tl.num_programs(0)):
+            down, across = piece // width, piece % width
             values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
             store_both(values, scale, x, codes, transposed, down, across, C)
-        else:
-            width = tl.cdiv(x.columns, COLUMNS)
-            for piece in range(program, tl.cdiv(x.rows, ROWS) * width, PROGRAMS):
-                down, across = piece // width, piece % width
-                values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
-                store_both(values, scale, x, codes, transposed, down, across, C)

@@ -28,14 +28,12 @@ class CastConstants:
     decoded: bool  # whether the decoded values are stored, in a float type, instead of codes
     stochastic: bool  # rounding up with the probability of the fraction; else to nearest, ties to even
     hardware: bool  # with the GPU's own conversions, where Triton compiles to them
-    interpreted: (
-        bool  # for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
-    )
+    interpreted: bool  # for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
     power: bool  # whether scales are powers of two
     carry: int  # what is added to the bits of amax before its exponent is taken
     log2: int  # floor(log2 largest)
     lowest_exponent: int  # log2 of the smallest scale, of two levels of the smallest of a tensor
-    headroom: float  # what the scale is multiplied by before x is divided by it
+    headroom: float  # what the scale is multiplied by before its reciprocal is taken
     two_level: bool  # whether scales are e4m3 numbers beside a float32 of the tensor
     ceils: bool  # whether these are rounded up
 
@@ -43,11 +41,6 @@ class CastConstants:
     def packed(self) -> bool:
         """Whether two codes share a byte."""
         return self.bits == 4 and not self.decoded
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether x is multiplied by the reciprocal of its scale: exact for powers of two, the rule for two levels."""
-        return self.two_level or (self.power and self.headroom == 1)
 
 
 def refuse(cast: Cast) -> Refusal | None:
@@ -61,7 +54,7 @@ def refuse(cast: Cast) -> Refusal | None:
             "scale", f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}"
         )
     if cast.format.max < 4:
-        return Refusal("format", f"the reciprocal of a scale of {cast.format} can leave float32")
+        return Refusal("format", f"does not end scales at 2^126, where {cast.format} saturates")
     return None
 
 

@@ -7,12 +7,13 @@ so a kernel asks `codes is not None` where a flag would say the same twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import dry_run_on, refuse_wrappers, tell_launch
+from narrowgauge.addresses import cached, dry_run_on, refuse_wrappers, tell_launch
 from narrowgauge.ops.triton.replay import RECORDING
 
 
@@ -45,6 +46,24 @@ class AmaxState(NamedTuple):
     maxima: Any
     amax: Any
     scale: Any
+
+
+def zeros_left_zero(count: int, device: torch.device) -> Tensor:
+    """int32 [count], zero: what programs of a kernel count by, and leave zero, so that no launch has to clear it.
+
+    One for each stream, whose kernels run one after another; in a CUDA graph, whose replays may lie on any, one for each launch.
+    """
+    if (recording := RECORDING.get()) is not None:
+        return recording.made(partial(zeros_left_zero, count, device))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    return _kept_zeros(count, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@cached
+def _kept_zeros(count: int, device: torch.device, stream: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def launch(

@@ -5,6 +5,31 @@ import triton.language as tl
 
 
 @triton.jit
+def _over(x, divisor: tl.constexpr, C: tl.constexpr):
+    """x / divisor, a constant, correctly rounded: a quotient within a unit and its remainder, which fma leaves exact (Markstein).
+
+    tl.div_rn has a hundred instructions beside it for operands that are none here. x >= 0; infinity may become NaN.
+    """
+    if C.interpreted:  # where fma rounds the product
+        y = tl.div_rn(x, tl.zeros_like(x) + divisor)
+    else:
+        first = x * (1.0 / divisor)
+        y = tl.fma(tl.fma(first, tl.zeros_like(x) - divisor, x), tl.zeros_like(x) + 1.0 / divisor, first)
+    return y
+
+
+@triton.jit
+def _inverse(x, C: tl.constexpr):
+    """1 / x correctly rounded, x and it normal numbers: the way of rcp.rn.f32 for such, without its other one. NaN stays NaN."""
+    if C.interpreted:
+        y = tl.div_rn(tl.zeros_like(x) + 1.0, x)
+    else:
+        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        y = tl.fma(tl.fma(x * -1.0, near, tl.zeros_like(x) + 1.0), near, near)
+    return y
+
+
+@triton.jit
 def scale_of(amax_bits, C: tl.constexpr):
     """The bits of amax as int32, any shape -> scales float32: 1 where amax is zero or subnormal, NaN where it is not finite.
 
@@ -13,12 +38,12 @@ def scale_of(amax_bits, C: tl.constexpr):
     if C.power:
         bits = tl.minimum(amax_bits, 0x7F7FFFFF) + C.carry
         exponent = (bits & 0x7F800000) - (C.log2 << 23)
-        # At most 2^126, since no format here has a largest magnitude below 4: its reciprocal is normal too.
+        # At most 2^126, since no format here has a largest magnitude below 4.
         scale = tl.maximum(exponent, (C.lowest_exponent + 127) << 23).to(tl.float32, bitcast=True)
     else:
         amax = amax_bits.to(tl.float32, bitcast=True)
         largest = 448.0 * C.largest if C.two_level else C.largest
-        scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + largest), 2.0**C.lowest_exponent)
+        scale = tl.maximum(_over(amax, largest, C), 2.0**C.lowest_exponent)
     scale = tl.where(amax_bits < 0x00800000, 1.0, scale)
     return tl.where((amax_bits & 0x7FFFFFFF) < 0x7F800000, scale, float("nan"))
 
@@ -27,7 +52,7 @@ def scale_of(amax_bits, C: tl.constexpr):
 def e4m3_scale_of(amax_bits, shared, C: tl.constexpr):
     """The bits of amax as int32, any shape, and `scale_of` the tensor -> scales float32 that e4m3 holds."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    wanted = tl.div_rn(amax, tl.zeros_like(amax) + C.largest)
+    wanted = _over(amax, C.largest, C)
     wanted = tl.where(wanted < 2.0**-126, 0.0, wanted)  # or rounding up would make 2^-9 of what is left
     wanted = tl.div_rn(wanted, tl.zeros_like(wanted) + shared)
     y = tl.where(wanted > 448.0, 448.0, wanted)
@@ -45,51 +70,17 @@ def e4m3_scale_of(amax_bits, shared, C: tl.constexpr):
 
 @triton.jit
 def reciprocal_of(scale, shared, C: tl.constexpr):
-    """What x is multiplied by under two levels: (1 / shared) / scale, in this order; zero where the scale is."""
-    whole = shared * C.headroom
-    inverse = tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
-    return tl.where(scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
+    """What x is multiplied by: 1 / scale, rounded once; of two levels (1 / shared) / scale, in this order, zero where the scale is.
 
-
-@triton.jit
-def divisor(scale, C: tl.constexpr):
-    """What `divided` wants to know of a scale, which many elements share; NaN stays NaN."""
-    if C.multiplies:
-        reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        by = (tl.where(scale == scale, reciprocal, float("nan")),)
-    elif not C.interpreted:
-        # scale = mantissa * power with a mantissa in [1, 2), NaN for NaN
-        scale = scale * C.headroom
-        bits = scale.to(tl.int32, bitcast=True)
-        mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-        mantissa = tl.where(scale == scale, mantissa, float("nan"))
-        per_power = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
-        by = (per_power, mantissa, tl.div_rn(tl.zeros_like(mantissa) + 1.0, mantissa))
-    else:
-        by = (scale * C.headroom,)
-    return by
-
-
-@triton.jit
-def divided(x, by, C: tl.constexpr):
-    """x over its scale, correctly rounded. x float32; the parts of `by` from `divisor` are broadcastable to it.
-
-    On a GPU by two steps of Markstein's division, one multiplication and four fused ones where div.rn takes a dozen and a
-    branch: a quotient within one unit, and then its remainder, which fma leaves exact, times the correctly rounded reciprocal of the
-    mantissa. Powers of two are taken out first, so that no remainder is subnormal unless the quotient is, and such a quotient
-    rounds to zero.
+    Any shape, NaN stays NaN. Scales and their reciprocals are normal numbers, see `scaling`. shared: of two levels, else unused
     """
-    if C.multiplies:
-        y = x * by[0]
-    elif not C.interpreted:
-        shifted = x * by[0]
-        negative = -by[1]
-        first = shifted * by[2]
-        second = tl.fma(tl.fma(first, negative, shifted), by[2], first)
-        third = tl.fma(tl.fma(second, negative, shifted), by[2], second)
-        sign = x.to(tl.int32, bitcast=True) & -0x80000000
-        signed = (third.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)  # the remainder of -0 is +0
-        y = tl.where(tl.abs(first) < float("inf"), signed, first)  # infinity has no remainder
+    if C.two_level:
+        whole = shared * C.headroom
+        inverse = _inverse(whole, C)
+        reciprocal = tl.where(scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(scale) + inverse, scale))
+    elif C.power and C.headroom == 1:
+        exact = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        reciprocal = tl.where(scale == scale, exact, float("nan"))
     else:
-        y = tl.div_rn(x, tl.broadcast_to(by[0], x.shape))
-    return y
+        reciprocal = _inverse(scale * C.headroom, C)
+    return reciprocal

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import encode, magnitude_bits
 from narrowgauge.ops.triton.noise import mix
-from narrowgauge.ops.triton.scales import divided, divisor, scale_of
+from narrowgauge.ops.triton.scales import reciprocal_of, scale_of
 from narrowgauge.optim.triton.moment_codes import (
     NONE,
     SQUARED8,
@@ -164,7 +164,7 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
     amax = tl.load(_pointer(tl.load(line + 17), tl.float32, False))
     if amax > 0:
         scale = scale_of(amax.to(tl.int32, bitcast=True), C)
-        y = divided(seen, divisor(scale, C), C)
+        y = seen * reciprocal_of(scale, None, C)
         codes = encode(y, y, C)
         tl.store(_pointer(tl.load(line + 14), tl.uint8, F.aligned) + offset, codes, mask=mask)
         length = rows.to(tl.int64)

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick casting      tests/ops/triton/cases.py says what is printed
 
-Codes are rounded in integer arithmetic and quotients divided outright, as on compute capability (0, 0); all bits are compared.
+Codes are rounded in integer arithmetic as on compute capability (0, 0); all bits are compared.
 """
 
 from __future__ import annotations
@@ -117,13 +117,13 @@ SMALL = selfcheck.Kind(
 
 
 def find_the_broken_kernel() -> None:
-    """One that counts a bit more for every magnitude, and one whose quotients are off, pass no check."""
+    """One that counts a bit more for every magnitude, and one whose reciprocals are off, pass no check."""
     for name, cast, change, words in (
         ("magnitude_bits", CURRENT, lambda whole: lambda x: whole(x) + 65536, "its amax of tensor"),
         (
-            "divided",
+            "reciprocal_of",
             DELAYED,
-            lambda whole: lambda x, by, C: whole(x, by, C) * 1.03125,
+            lambda whole: lambda scale, shared, C: whole(scale, shared, C) * 1.03125,
             "its codes of tensor 0 after step 1 is wrong",
         ),
     ):

@@ -3,9 +3,8 @@
     TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted      tests/ops/triton/cases.py says what is printed
 
 The interpreter computes with numpy. Faithful there: integer arithmetic, float32 sums, products and divisions. Not faithful: its casts
-to 8-bit floats and its fma, which rounds the product (3.9). So elements are rounded in integer arithmetic here and quotients divided
-outright, as on compute capability 8.0 and (0, 0); the instructions in their place are checked in test_compiled, test_division
-and, on a GPU, in tests/ops/test_quantize_triton.
+to 8-bit floats. So elements are rounded in integer arithmetic here, as on compute capability 8.0 and (0, 0); the instructions in their
+place are checked in test_compiled and, on a GPU, in tests/ops/test_quantize_triton.
 """
 
 from __future__ import annotations

@@ -74,9 +74,11 @@ def check(cast: str, way: str, sm: int) -> None:
         assert not any(".NaN" in name for name in each.instructions()), (
             "see narrowgauge/ops/triton: maxima are integers"
         )
-        assert not any(name.startswith("div.full") or "approx" in name for name in each.instructions())
+        near = {name for name in each.instructions() if name.startswith("div.full") or "approx" in name}
+        assert near <= {"rcp.approx.ftz.f32"}, "the first step of an exact reciprocal, see narrowgauge/ops/triton/scales.py"
         if each.name in IN_PAIRS and (has_conversions(TARGETS[sm]) or CASTS[cast].rounding == "nearest"):
-            assert each.usage["REG"] <= 128, "two programs do not fit beside each other"
+            fits = 48 if CASTS[cast].is_per_tensor and has_conversions(TARGETS[sm]) and CASTS[cast].rounding == "nearest" else 128
+            assert each.usage["REG"] <= fits, "five programs, or two, do not fit beside each other"
     for each in casting:
         conversions = {name for name in each.instructions() if "satfinite" in name}
         element = {E4M3: "e4m3", E5M2: "e5m2"}.get(CASTS[cast].format)
@@ -87,7 +89,7 @@ def check(cast: str, way: str, sm: int) -> None:
 
 @pytest.mark.parametrize(("cast", "way", "sm"), QUICK)
 def test_kernels_compile_without_spills(cast, way, sm):
-    """With the conversion of the GPU where it has one, none elsewhere; divided exactly; no NaN-propagating maximum."""
+    """With the conversion of the GPU where it has one, none elsewhere; reciprocals exact; no NaN-propagating maximum."""
     check(cast, way, sm)
 
 
