@@ -44,6 +44,16 @@ ROWS, COLUMNS, GROUP = 128, 4, 32  # of a swizzled block of scales; rows that li
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 
 
+# What the operator takes; asking an enum for its value at every product is slow.
+TENSORWISE, BLOCKWISE1X16, BLOCKWISE1X32 = (
+    ScalingType.TensorWise.value,
+    ScalingType.BlockWise1x16.value,
+    ScalingType.BlockWise1x32.value,
+)
+BLOCKWISE1X128, BLOCKWISE128X128 = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+NO_SWIZZLE, SWIZZLE_32_4_4 = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_32_4_4.value
+
+
 @framed
 def run_scaled(lhs: QTensor, rhs: QTensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """torch._scaled_mm. With row scales its result comes rounded to bfloat16."""
@@ -83,8 +93,8 @@ class Scaled(NamedTuple):
 
     codes: Tensor
     scales: list[Tensor]
-    kinds: list[ScalingType]
-    swizzles: list[SwizzleType]
+    kinds: list[int]  # values of ScalingType, and of SwizzleType
+    swizzles: list[int]
 
 
 @framed
@@ -98,15 +108,10 @@ def _in_blocks(operand: QTensor) -> Scaled:
     scale = operand.scale
     if operand.cast.tile == SQUARE:
         padded_to_four = _filled_up(scale, 0, -scale.shape[1] % COLUMNS).contiguous().t()
-        return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [ScalingType.BlockWise128x128], [])
+        return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [BLOCKWISE128X128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
     outer_major = _filled_up(scale.t(), 0, codes.shape[0] - scale.shape[0]).contiguous().t()
-    return Scaled(codes, [outer_major], [ScalingType.BlockWise1x128], [])
-
-
-def _filled_up(scale: Tensor, columns: int) -> Tensor:
-    """With so many columns of zeros more; `pad` by none would copy."""
-    return pad(scale, (0, columns)) if columns else scale
+    return Scaled(codes, [outer_major], [BLOCKWISE1X128], [])
 
 
 @framed
@@ -131,11 +136,11 @@ def mx_operand(operand: QTensor) -> Scaled:
     if rows > 1:
         scale = scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]
     if not operand.cast.scale.two_level:
-        return Scaled(codes, [swizzled(to_e8m0(scale))], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
+        return Scaled(codes, [swizzled(to_e8m0(scale))], [BLOCKWISE1X32], [SWIZZLE_32_4_4])
     assert operand.global_scale is not None
     scales = [swizzled(E4M3.encode(scale.contiguous())), operand.global_scale.reshape(1)]
-    kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    return Scaled(codes, scales, kinds, [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE])
+    kinds = [BLOCKWISE1X16, TENSORWISE]
+    return Scaled(codes, scales, kinds, [SWIZZLE_32_4_4, NO_SWIZZLE])
 
 
 def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
@@ -153,8 +158,7 @@ def scaled_mm(lhs: Scaled, rhs: Scaled, dtype: torch.dtype) -> Tensor:
         not torch.compiler.is_compiling() and dry_run_on() is not None
     ):  # torch 2.13 counts packed MXFP4 codes of fake tensors wrong
         return lhs.codes.new_empty((lhs.codes.shape[0], rhs.codes.shape[0]), dtype=dtype)
-    operands = [(x.scales, [kind.value for kind in x.kinds], [each.value for each in x.swizzles]) for x in (lhs, rhs)]
-    return torch.ops.aten._scaled_mm_v2.default(lhs.codes, rhs.codes.T, *operands[0], *operands[1], None, dtype)
+    return torch.ops.aten._scaled_mm_v2.default(lhs.codes, rhs.codes.t(), *lhs[1:], *rhs[1:], None, dtype)
 
 
 def swizzled(scale: Tensor) -> Tensor:

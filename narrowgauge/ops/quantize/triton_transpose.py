@@ -36,7 +36,9 @@ def place_of_program(columns, COLUMNS: tl.constexpr):
 @triton.jit
 def place_of_piece(piece, columns, COLUMNS: tl.constexpr):
     """(down, across) int64 of a piece, int32, counted along rows."""
-    width = tl.cast(tl.cdiv(columns, COLUMNS), tl.int32)  # a quotient of 64 bits takes as long as the cast of two elements
+    width = tl.cast(
+        tl.cdiv(columns, COLUMNS), tl.int32
+    )  # a quotient of 64 bits takes as long as the cast of two elements
     down = piece // width
     return down.to(tl.int64), (piece - down * width).to(tl.int64)
 

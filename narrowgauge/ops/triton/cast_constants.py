@@ -28,7 +28,9 @@ class CastConstants:
     decoded: bool  # whether the decoded values are stored, in a float type, instead of codes
     stochastic: bool  # rounding up with the probability of the fraction; else to nearest, ties to even
     hardware: bool  # with the GPU's own conversions, where Triton compiles to them
-    interpreted: bool  # for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
+    interpreted: (
+        bool  # for Triton's interpreter, whose fma rounds the product and whose products of bfloat16 are wrong (3.9)
+    )
     power: bool  # whether scales are powers of two
     carry: int  # what is added to the bits of amax before its exponent is taken
     log2: int  # floor(log2 largest)

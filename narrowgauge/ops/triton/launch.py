@@ -57,7 +57,10 @@ def zeros_left_zero(count: int, device: torch.device) -> Tensor:
         return recording.made(partial(zeros_left_zero, count, device))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    return _kept_zeros(count, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    stream = (
+        torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    )  # without a Stream around it
+    return _kept_zeros(count, device, stream)
 
 
 @cached

@@ -24,7 +24,9 @@ def _inverse(x, C: tl.constexpr):
     if C.interpreted:
         y = tl.div_rn(tl.zeros_like(x) + 1.0, x)
     else:
-        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
         y = tl.fma(tl.fma(x * -1.0, near, tl.zeros_like(x) + 1.0), near, near)
     return y
 

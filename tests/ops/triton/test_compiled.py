@@ -75,9 +75,15 @@ def check(cast: str, way: str, sm: int) -> None:
             "see narrowgauge/ops/triton: maxima are integers"
         )
         near = {name for name in each.instructions() if name.startswith("div.full") or "approx" in name}
-        assert near <= {"rcp.approx.ftz.f32"}, "the first step of an exact reciprocal, see narrowgauge/ops/triton/scales.py"
+        assert near <= {"rcp.approx.ftz.f32"}, (
+            "the first step of an exact reciprocal, see narrowgauge/ops/triton/scales.py"
+        )
         if each.name in IN_PAIRS and (has_conversions(TARGETS[sm]) or CASTS[cast].rounding == "nearest"):
-            fits = 48 if CASTS[cast].is_per_tensor and has_conversions(TARGETS[sm]) and CASTS[cast].rounding == "nearest" else 128
+            fits = (
+                48
+                if CASTS[cast].is_per_tensor and has_conversions(TARGETS[sm]) and CASTS[cast].rounding == "nearest"
+                else 128
+            )
             assert each.usage["REG"] <= fits, "five programs, or two, do not fit beside each other"
     for each in casting:
         conversions = {name for name in each.instructions() if "satfinite" in name}
